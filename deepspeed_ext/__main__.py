@@ -1,0 +1,62 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m deepspeed_ext``: versions, patches and groups, for a look or a bug report."""
+
+import argparse
+import importlib
+import os
+import platform
+
+import deepspeed_ext
+from deepspeed_ext import patches
+from deepspeed_ext.placement import Cluster
+from deepspeed_ext.topology import default_group_size, inter_ranks, intra_ranks, ranks_per_node
+
+
+def report_versions() -> None:
+    """Versions of what matters."""
+    import deepspeed
+    import torch
+
+    tested = ", ".join(patches.TESTED_VERSIONS)
+    print(f"deepspeed_ext {deepspeed_ext.__version__}")
+    print(f"deepspeed     {deepspeed.__version__} (supported {patches.DEEPSPEED_VERSIONS}, tested {tested})")
+    print(f"torch         {torch.__version__}")
+    print(f"python        {platform.python_version()}")
+
+
+def report_patches() -> None:
+    """Each symbol of DeepSpeed that we replace or rely on, and its state."""
+    for module in {patch.module for patch in patches.PATCHES}:
+        importlib.import_module(module)
+    print("\nsymbols of DeepSpeed")
+    for patch, state in patches.status():
+        print(f"  {state:<12} {patch.path}\n{'':<15}{patch.why}")
+
+
+def report_groups(ranks: int | None, group_size: int | None) -> None:
+    """The groups that would be formed; by default those of the launcher's environment."""
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    m = group_size or default_group_size(range(ranks), ranks_per_node())
+    cluster = Cluster(ranks, m)
+    print(f"\ngroups of {ranks} data-parallel rank(s): {cluster.groups} x {m}")
+    print(f"  within groups   {[intra_ranks(range(ranks), m, first) for first in range(0, ranks, m)]}")
+    print(f"  between groups  {[inter_ranks(range(ranks), m, first) for first in range(m)]}")
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
+    parser.add_argument("--ranks", type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
+    parser.add_argument("--group-size", type=int, help="paro_group_size (default: ranks per node)")
+    arguments = parser.parse_args()
+    report_versions()
+    report_patches()
+    try:
+        report_groups(arguments.ranks, arguments.group_size)
+    except ValueError as error:
+        parser.exit(2, f"\n{error}\n")
+
+
+if __name__ == "__main__":
+    main()

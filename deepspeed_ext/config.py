@@ -1,0 +1,177 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Our keys of the ``zero_optimization`` section, and every reason to refuse one.
+
+A section without one of our keys never gets past ``has_our_keys``: DeepSpeed parses it with its own class.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy, parse_strategy
+from deepspeed_ext.topology import default_group_size, ranks_per_node
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+SECTION = "zero_optimization"
+STRATEGY = "paro_strategy"
+GROUP_SIZE = "paro_group_size"
+KEYS = (STRATEGY, GROUP_SIZE)
+_PREFIX = "paro"
+
+
+def our_keys(section: Any) -> list[str]:
+    """Keys of the section that are meant for us, misspelt ones included."""
+    return [key for key in section if str(key).lower().startswith(_PREFIX)] if isinstance(section, Mapping) else []
+
+
+def check_section(section: Mapping[str, Any]) -> Strategy:
+    """Validate our keys of a raw ``zero_optimization`` section and return the strategy.
+
+    Raises:
+        ValueError: unknown, missing, mistyped or contradicting values; one paragraph with what was expected, what
+            was given and the key to change.
+    """
+    for key in our_keys(section):
+        if key not in KEYS:
+            close = difflib.get_close_matches(str(key).lower(), KEYS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"{SECTION} has no key {key!r}: the keys of PaRO are {', '.join(KEYS)}.{hint}")
+    if STRATEGY not in section:
+        raise ValueError(
+            f"{SECTION}.{GROUP_SIZE} is set ({section[GROUP_SIZE]!r}) without {SECTION}.{STRATEGY}: "
+            f"add a strategy, one of {', '.join(STRATEGIES)}, or remove the group size."
+        )
+    strategy = parse_strategy(section[STRATEGY])
+    size = section.get(GROUP_SIZE)
+    if GROUP_SIZE in section and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            f"{SECTION}.{GROUP_SIZE} must be an integer of at least 1 (ranks in a group), "
+            f"got {size!r} of type {type(size).__name__}. Leave it out for the number of ranks per node."
+        )
+    stage = section.get("stage", strategy.stage)
+    if stage not in (0, strategy.stage):
+        raise ValueError(
+            f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy.name} places p = {strategy.p.name}, "
+            f"g = {strategy.g.name}, which is stage {strategy.stage}, got stage {stage!r}. "
+            f"Remove stage, or set it to {strategy.stage}."
+        )
+    return strategy
+
+
+# What a user may have configured beside a strategy that runs on ZeRO stages 1 and 2 and that this optimizer does not
+# do: (key, how to find it in the parsed configuration, why). Refused, never skipped.
+_Finder = Callable[["DeepSpeedConfig"], Any]
+_REFUSED_WITH_REPLICATED_PARAMETERS: tuple[tuple[str, _Finder, str], ...] = (
+    (f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way"),
+    (
+        f"{SECTION}.offload_optimizer.super_offload",
+        lambda c: getattr(c.zero_config.offload_optimizer, "super_offload", False),
+        "SuperOffload is an optimizer of stage 3",
+    ),
+    (
+        f"{SECTION}.offload_optimizer.device",
+        lambda c: getattr(c.zero_config.offload_optimizer, "device", None) == "nvme",
+        "optimizer states on NVMe need stage 3; use device cpu",
+    ),
+    (f"{SECTION}.offload_param", lambda c: c.zero_config.offload_param, "parameters are not cut; it needs stage 3"),
+    (
+        f"{SECTION}.zero_hpz_partition_size",
+        lambda c: c.zero_config.zero_hpz_partition_size > 1,
+        "hpZ cuts parameters of stage 3 inside a group",
+    ),
+    (
+        f"{SECTION}.zero_quantized_weights",
+        lambda c: c.zero_config.zero_quantized_weights or c.zero_config.zero_quantized_nontrainable_weights,
+        "quantized weights need stage 3",
+    ),
+    (f"{SECTION}.zero_quantized_gradients", lambda c: c.zero_config.zero_quantized_gradients, "qgZ needs stage 3"),
+    (f"{SECTION}.elastic_checkpoint", lambda c: c.zero_config.elastic_checkpoint, "use universal checkpoints"),
+    ("compile.deepcompile", lambda c: c.compile_config.deepcompile, "DeepCompile replaces the reduction of gradients"),
+    ("optimizer.type", lambda c: c.optimizer_name == "muon", "Muon needs whole gradients where its state is"),
+    (
+        "expert_parallel",
+        lambda c: getattr(getattr(c, "expert_parallel_config", None), "enabled", False),
+        "expert groups are not data-parallel groups",
+    ),
+)
+
+
+def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
+    """Validate our keys against the rest of a parsed configuration and the number of ranks.
+
+    Runs when the configuration is parsed: on every rank alike, before any communication.
+
+    Raises:
+        ValueError: what is configured contradicts the strategy, or the group size does not fit.
+        NotImplementedError: the strategy is valid, but cuts parameters.
+    """
+    from deepspeed import comm as dist
+
+    strategy = active_strategy(config)
+    if strategy is None:
+        return
+    if strategy.p != Placement.N:
+        works = ", ".join(name for name, row in STRATEGIES.items() if row.p == Placement.N)
+        raise NotImplementedError(
+            f"{SECTION}.{STRATEGY} {strategy.name} cuts parameters (p = {strategy.p.name}); this version runs the "
+            f"strategies with p = N: {works}. The one with the same g and os, or the nearest, uses more memory."
+        )
+    for key, find, why in _REFUSED_WITH_REPLICATED_PARAMETERS:
+        if find(config):
+            raise ValueError(
+                f"{key} cannot be combined with {SECTION}.{STRATEGY} {strategy.name}: {why}. Remove one of the two."
+            )
+    size = config.zero_config.paro_group_size
+    if not dist.is_initialized():
+        return
+    if size is not None:
+        Cluster(data_parallel_size, size)
+    elif data_parallel_size == dist.get_world_size():
+        default_group_size(range(data_parallel_size), ranks_per_node())
+
+
+def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:
+    """The strategy that a parsed configuration asks for; None without our keys, or with stage 0."""
+    name = getattr(config.zero_config, STRATEGY, None)
+    return STRATEGIES[name] if name is not None and config.zero_config.stage != 0 else None
+
+
+@functools.cache
+def zero_config_class() -> type["DeepSpeedZeroConfig"]:
+    """DeepSpeed's class for the section, with our keys as fields. Made late: DeepSpeed may be just being imported."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    class ParoZeroConfig(DeepSpeedZeroConfig):
+        """``zero_optimization`` with PaRO."""
+
+        paro_strategy: str
+        """
+        Placement of parameters, gradients and optimizer states, a letter each: N not cut, I cut inside a group, G cut
+        over all ranks. Sets ``stage`` where that is absent.
+        """
+
+        paro_group_size: int | None = None
+        """
+        Data-parallel ranks in a group; must divide the data-parallel size. By default the ranks per node.
+        """
+
+    return ParoZeroConfig
+
+
+def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
+    """Validate and parse a raw ``zero_optimization`` section that has one of our keys.
+
+    Raises:
+        ValueError: see ``check_section``; pydantic's for DeepSpeed's own keys.
+    """
+    strategy = check_section(section)
+    if section.get("stage") == 0:
+        from deepspeed.utils import log_dist
+
+        log_dist(f"deepspeed_ext: {STRATEGY} {strategy.name} does nothing at stage 0", ranks=[0])
+    return zero_config_class()(**{"stage": strategy.stage, **section})

@@ -1,0 +1,284 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Every DeepSpeed symbol that we replace or override: what for, and in which form we know it.
+
+The only module that knows both DeepSpeed's symbols and all of ours. Replacements take the original and return what
+stands in its place; they look for our keys and call the original where there are none.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"
+TESTED_VERSIONS = ("0.19.8",)
+
+_MARK = "__deepspeed_ext__"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A symbol of DeepSpeed that we depend on.
+
+    Attributes:
+        target: module and qualified name, separated by a colon.
+        why: what for.
+        signature: of the symbol as we know it; another one is refused.
+        replace: makes the replacement from the original; None where a subclass of ours overrides or calls it.
+        gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
+    """
+
+    target: str
+    why: str
+    signature: str
+    replace: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    gate: bool = False
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the symbol."""
+        return self.target.replace(":", ".")
+
+    def locate(self) -> tuple[Any, str, Callable[..., Any]]:
+        """Owner, attribute name and present value of the symbol.
+
+        Raises:
+            AttributeError: it is not there.
+        """
+        owner: Any = importlib.import_module(self.module)
+        *parents, name = self.target.partition(":")[2].split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        return owner, name, inspect.getattr_static(owner, name)
+
+    def problem(self) -> str | None:
+        """Why the symbol is not as we know it; None if it is."""
+        try:
+            *_, value = self.locate()
+        except (AttributeError, ImportError):
+            return f"{self.path} is gone (used for: {self.why})"
+        signature = str(inspect.signature(getattr(value, "__func__", value)))
+        if signature != self.signature:
+            return f"{self.path} has signature {signature}, expected {self.signature} (used for: {self.why})"
+        return None
+
+
+# Replacements #####################################################################################
+
+
+def _parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_zero_config)
+    def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        from deepspeed_ext import config
+
+        section = param_dict.get(config.SECTION) if isinstance(param_dict, dict) else None
+        if not config.our_keys(section):
+            return get_zero_config(param_dict, *args, **kwargs)
+        require()
+        return config.parse_section(section)
+
+    return parse
+
+
+def _check_our_keys(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.config import SECTION, check_config, our_keys
+
+        try:
+            init(self, config, mpu, *args, **kwargs)
+        except Exception:
+            # The reason may be that this DeepSpeed is not the one that we patch: then say that instead.
+            if our_keys(getattr(self, "_param_dict", {}).get(SECTION)):
+                require()
+            raise
+        # ZeRO cuts over data- and sequence-parallel ranks together, where the mpu knows such a group.
+        size = getattr(mpu, "get_sequence_data_parallel_world_size", lambda: self.world_size)()
+        check_config(self, int(size))
+
+    return __init__
+
+
+def _keep_in_zero(sanity_check: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sanity_check)
+    def _do_optimizer_sanity_check(self: Any, basic_optimizer: Any) -> Any:
+        wrapper = sanity_check(self, basic_optimizer)
+        from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
+
+        from deepspeed_ext.config import active_strategy
+
+        return ZERO_OPTIMIZATION if wrapper == BFLOAT16 and active_strategy(self._config) else wrapper
+
+    return _do_optimizer_sanity_check
+
+
+def _make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(configure)
+    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+        from deepspeed_ext.config import active_strategy
+
+        strategy = active_strategy(self._config)
+        if strategy is None:
+            return configure(self, optimizer)
+        from deepspeed_ext.zero.factory import configure_with
+
+        return configure_with(strategy, configure, self, optimizer)
+
+    return _configure_zero_optimizer
+
+
+def _gather_our_parameters(all_gather_dp_groups: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(all_gather_dp_groups)
+    def gather(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
+        own = getattr(groups_flat, "all_gather", None)
+        if own is None or not own():
+            all_gather_dp_groups(groups_flat, *args, **kwargs)
+
+    return gather
+
+
+# The list #########################################################################################
+
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "deepspeed.runtime.config:get_zero_config",
+        "accept our keys in zero_optimization",
+        "(param_dict)",
+        _parse_our_keys,
+        gate=True,
+    ),
+    Patch(
+        "deepspeed.runtime.config:DeepSpeedConfig.__init__",
+        "refuse what our keys contradict before anything is communicated",
+        "(self, config: Union[str, dict], mpu=None, mesh_device=None)",
+        _check_our_keys,
+        gate=True,
+    ),
+    Patch(
+        f"{_ENGINE}._do_optimizer_sanity_check",
+        "keep bf16 with fp32 accumulation at stage 1 in ZeRO's optimizer, where BF16_Optimizer would be made",
+        "(self, basic_optimizer)",
+        _keep_in_zero,
+    ),
+    Patch(
+        f"{_ENGINE}._configure_zero_optimizer",
+        "make our subclass of ZeRO's optimizer",
+        "(self, optimizer)",
+        _make_our_optimizer,
+    ),
+    Patch(
+        "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups",
+        "gather updated parameters between groups first, then inside",
+        "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)",
+        _gather_our_parameters,
+    ),
+    *(
+        Patch(f"{_ZERO12}.{name}", why, signature)
+        for name, why, signature in (
+            (
+                "average_tensor",
+                "reduce a full bucket",
+                "(self, tensor: torch.Tensor, communication_data_type: torch.dtype)",
+            ),
+            (
+                "_buffered_reduce_fallback_preserving_fp32",
+                "reduce a bucket without contiguous_gradients",
+                "(self, grads, grad_params, communication_data_type, elements_per_buffer)",
+            ),
+            ("_use_compact_grad_partition_buffer", "keep the optimizer's gradient shard flat", "(self, group_idx)"),
+            ("_get_compact_grad_partition_buffer", "keep the optimizer's gradient shard flat", "(self, group_idx)"),
+            ("copy_grads_in_partition", "copy gradients to an offloaded optimizer", "(self, param, group_idx=None)"),
+            ("independent_gradient_partition_epilogue", "end a micro-step", "(self)"),
+            ("finalize_gradient_accumulation_boundary", "end an unmanaged accumulation", "(self)"),
+            ("reset_cpu_buffers", "drop the gradients of a skipped step with offload", "(self)"),
+            ("reduce_ipg_grads", "flush buckets", "(self, comm_dtype=None)"),
+            ("reduce_ready_partitions_and_remove_grads", "put a gradient into a bucket", "(self, param, i)"),
+            ("setup_buckets", "open buckets", "(self)"),
+            ("get_gradient_for_reduction", "read an accumulated gradient", "(self, param)"),
+        )
+    ),
+)
+
+_originals: dict[str, tuple[Any, str, Any, Any]] = {}  # path: owner, name, original, replacement
+
+
+def modules() -> frozenset[str]:
+    """Modules that hold a symbol to replace."""
+    return frozenset(patch.module for patch in PATCHES if patch.replace)
+
+
+def apply(module: str) -> None:
+    """Replace the symbols of a module that is imported already. A symbol that is not as we know it stays as it is."""
+    for patch in PATCHES:
+        if patch.module != module or patch.replace is None or patch.path in _originals:
+            continue
+        if patch.problem() and not patch.gate:
+            continue
+        try:
+            owner, name, original = patch.locate()
+        except AttributeError:
+            continue
+        replacement = patch.replace(original)
+        setattr(replacement, _MARK, True)
+        setattr(owner, name, replacement)
+        _originals[patch.path] = (owner, name, original, replacement)
+
+
+def undo() -> None:
+    """Put the originals back, except where somebody else has patched on top of us."""
+    for path, (owner, name, original, replacement) in list(_originals.items()):
+        if inspect.getattr_static(owner, name) is replacement:
+            setattr(owner, name, original)
+            del _originals[path]
+
+
+def status() -> list[tuple[Patch, str]]:
+    """For each patch: applied, relied on, not imported, not applied, or what is wrong. Imports nothing new."""
+    rows = []
+    for patch in PATCHES:
+        if patch.path in _originals and not patch.problem():
+            state = "applied"
+        elif patch.module not in sys.modules:
+            state = "not imported"
+        else:
+            state = patch.problem() or ("not applied" if patch.replace else "as expected")
+        rows.append((patch, state))
+    return rows
+
+
+def require() -> None:
+    """Called when one of our keys is used.
+
+    Raises:
+        RuntimeError: this DeepSpeed is not one that we know, or a symbol has moved or changed.
+    """
+    import deepspeed
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    problems = []
+    if not SpecifierSet(DEEPSPEED_VERSIONS).contains(Version(deepspeed.__version__).base_version):
+        problems.append(f"its version is {deepspeed.__version__}, supported is {DEEPSPEED_VERSIONS}")
+    for patch in PATCHES:
+        importlib.import_module(patch.module)
+        problem = patch.problem()  # of the original: a replacement shows the signature of what it wraps
+        if problem or (patch.replace and patch.path not in _originals):
+            problems.append(problem or f"{patch.path} is not patched")
+    if problems:
+        raise RuntimeError(
+            f"deepspeed_ext does not know this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed "
+            f"{', '.join(TESTED_VERSIONS)}. Install one of those, or remove the keys that start with 'paro_' from "
+            f"zero_optimization."
+        )

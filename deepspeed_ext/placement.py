@@ -1,0 +1,253 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where model states live, and what moving them costs. Pure: no torch, no DeepSpeed.
+
+Note [Placements, moves and strategies]
+    n ranks train data-parallel, in k = n/m groups of m ranks; links inside a group are fast.
+    A *placement* says how a model state is cut: N (not cut, every rank holds all of it), I (cut inside the group,
+    every group holds all of it) or G (cut over all ranks). N < I < G: later is finer.
+    A *move* takes a state from one placement to another over at most two *hops*, one inside the group and one
+    between groups. Moving X bytes, a rank receives over each hop
+
+        within the group    a X,  a = (m-1)/m
+        between groups      b X,  b = (k-1)/n      (each rank of a group fetches its own 1/m from the other groups)
+
+    whether the move is a gather (towards N: all-gather) or a reduce (towards G: reduce-scatter). An all-reduce is a
+    reduce to G and a gather back.
+    A *strategy* places parameters p, gradients g and optimizer states os. Its name is the three letters in that
+    order. Source: PaRO, arXiv:2310.06003; formulas checked against its appendix tables.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Placement(IntEnum):
+    """How a model state is cut; a greater value is finer."""
+
+    N = 0
+    I = 1
+    G = 2
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """n data-parallel ranks in groups of m.
+
+    Raises:
+        ValueError: unless 1 <= m <= n and m divides n.
+    """
+
+    ranks: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        n, m = self.ranks, self.group_size
+        if m < 1:
+            raise ValueError(f"paro_group_size must be at least 1, got {m}.")
+        if m > n:
+            raise ValueError(
+                f"paro_group_size must not exceed the data-parallel size, got paro_group_size {m} with {n} "
+                f"data-parallel rank(s). Set zero_optimization.paro_group_size to a divisor of {n}."
+            )
+        if n % m:
+            divisors = [d for d in range(1, n + 1) if n % d == 0]
+            raise ValueError(
+                f"paro_group_size must divide the data-parallel size, got paro_group_size {m} with {n} data-parallel "
+                f"ranks ({n} = {n // m} x {m} + {n % m}). Set zero_optimization.paro_group_size to one of {divisors}."
+            )
+
+    @property
+    def groups(self) -> int:
+        """k, the number of groups."""
+        return self.ranks // self.group_size
+
+    def shards(self, placement: Placement) -> int:
+        """Number of different pieces that a state in this placement is cut into."""
+        return {Placement.N: 1, Placement.I: self.group_size, Placement.G: self.ranks}[placement]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that one rank receives: ``intra`` from its own group, ``inter`` from other groups."""
+
+    intra: float = 0.0
+    inter: float = 0.0
+
+    def __add__(self, other: "Volume") -> "Volume":
+        return Volume(self.intra + other.intra, self.inter + other.inter)
+
+    def __mul__(self, times: float) -> "Volume":
+        return Volume(self.intra * times, self.inter * times)
+
+
+def move_volume(cluster: Cluster, source: Placement, target: Placement, nbytes: float) -> Volume:
+    """What one rank receives when a state of ``nbytes`` bytes (uncut) moves from one placement to the other.
+
+    The same for a gather (``target`` coarser) and a reduce (``target`` finer): see Note [Placements, moves and
+    strategies].
+    """
+    coarse, fine = sorted((source, target))
+    a = (cluster.group_size - 1) / cluster.group_size
+    b = (cluster.groups - 1) / cluster.ranks
+    intra = a * nbytes if coarse == Placement.N < fine else 0.0
+    inter = b * nbytes if fine == Placement.G > coarse else 0.0
+    return Volume(intra, inter)
+
+
+@dataclass(frozen=True)
+class ModelStates:
+    """Bytes of the model's states before any cutting.
+
+    Attributes:
+        parameters: of all parameters, in the dtype of forward and backward (2 bytes each in bf16).
+        gradients: of the trainable parameters, in the dtype in which they are communicated and kept.
+        updated: of the trainable parameters, in the dtype of ``parameters``: what an optimizer step changes.
+        optimizer: of the optimizer's states, fp32 master copy included (12 bytes a trainable parameter for Adam).
+    """
+
+    parameters: float
+    gradients: float
+    updated: float
+    optimizer: float
+
+    @classmethod
+    def of(
+        cls,
+        parameters: int,
+        trainable: int | None = None,
+        *,
+        parameter_bytes: int = 2,
+        gradient_bytes: int = 2,
+        optimizer_bytes: int = 12,
+    ) -> "ModelStates":
+        """From parameter counts and bytes per element; the defaults are bf16 training with Adam."""
+        trainable = parameters if trainable is None else trainable
+        return cls(
+            parameters * parameter_bytes,
+            trainable * gradient_bytes,
+            trainable * parameter_bytes,
+            trainable * optimizer_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of each model state that one rank holds (buckets and gathered layers not included)."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the three states."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements of parameters, gradients and optimizer states: one row of ``STRATEGIES``."""
+
+    p: Placement
+    g: Placement
+    os: Placement
+    known_as: str = ""
+
+    def __post_init__(self) -> None:
+        coarser = [letter for letter in ("p", "g") if getattr(self, letter) > self.os]
+        if coarser:
+            raise ValueError(
+                f"{self.name} is not a strategy: optimizer states must be cut at least as finely as parameters and as "
+                f"gradients (N < I < G), but os = {self.os.name} is coarser than "
+                f"{' and than '.join(f'{c} = {getattr(self, c).name}' for c in coarser)}. Optimizer states are the "
+                f"largest of the three and are used once a step: replicating them to save a smaller one costs memory."
+            )
+
+    @property
+    def name(self) -> str:
+        """The three letters, in the order p, g, os."""
+        return self.p.name + self.g.name + self.os.name
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage whose optimizer runs this strategy: 3 if p is cut, else 2 if g is cut, else 1."""
+        if self.p > Placement.N:
+            return 3
+        return 2 if self.g > Placement.N else 1
+
+    def gather_parameters(self, cluster: Cluster, states: ModelStates) -> Volume:
+        """Before forward and again before backward of each micro-step: p -> N."""
+        return move_volume(cluster, self.p, Placement.N, states.parameters) * 2
+
+    def reduce_gradients(self, cluster: Cluster, states: ModelStates) -> Volume:
+        """After each micro-step: N -> g."""
+        return move_volume(cluster, Placement.N, self.g, states.gradients)
+
+    def sync_gradients(self, cluster: Cluster, states: ModelStates) -> Volume:
+        """Once, at the accumulation boundary: g -> G -> os (a reduce; an all-reduce where os is coarser than G)."""
+        reduce = move_volume(cluster, self.g, Placement.G, states.gradients)
+        return reduce + move_volume(cluster, Placement.G, self.os, states.gradients)
+
+    def gather_updates(self, cluster: Cluster, states: ModelStates) -> Volume:
+        """Once, after the optimizer step: os -> p."""
+        return move_volume(cluster, self.os, self.p, states.updated)
+
+    def volume(self, cluster: Cluster, states: ModelStates, accumulation: int = 1) -> Volume:
+        """Bytes one rank receives in an optimizer step of ``accumulation`` micro-steps."""
+        micro_step = self.gather_parameters(cluster, states) + self.reduce_gradients(cluster, states)
+        step = self.sync_gradients(cluster, states) + self.gather_updates(cluster, states)
+        return micro_step * accumulation + step
+
+    def memory(self, cluster: Cluster, states: ModelStates) -> Memory:
+        """Bytes one rank holds of each state: the whole divided by the number of its shards."""
+        return Memory(
+            states.parameters / cluster.shards(self.p),
+            states.gradients / cluster.shards(self.g),
+            states.optimizer / cluster.shards(self.os),
+        )
+
+
+def _row(letters: str, known_as: str) -> Strategy:
+    return Strategy(*(Placement[letter] for letter in letters), known_as=known_as)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    row.name: row
+    for row in (
+        _row("NNN", "DDP"),
+        _row("NNI", "Megatron distributed optimizer with several instances"),
+        _row("NNG", "ZeRO-1"),
+        _row("NII", "PaRO"),
+        _row("NIG", "PaRO"),
+        _row("NGG", "ZeRO-2"),
+        _row("INI", "PaRO, for few trainable parameters"),
+        _row("ING", "PaRO, for few trainable parameters"),
+        _row("III", "MiCS, HSDP, FSDP HYBRID_SHARD"),
+        _row("IIG", "PaRO, Megatron-FSDP HFSDP"),
+        _row("IGG", "PaRO"),
+        _row("GNG", "for a large frozen model with few trainable parameters"),
+        _row("GIG", "for a large frozen model with few trainable parameters"),
+        _row("GGG", "ZeRO-3, FSDP FULL_SHARD"),
+    )
+}
+
+
+def parse_strategy(name: object) -> Strategy:
+    """The strategy of that name.
+
+    Raises:
+        ValueError: not a string of that set. The message names the 14; for one of the 13 other combinations of the
+            letters it says why it is none.
+    """
+    if isinstance(name, str) and name in STRATEGIES:
+        return STRATEGIES[name]
+    why = ""
+    if isinstance(name, str) and len(name) == 3 and set(name) <= set(Placement.__members__):
+        try:
+            _row(name, "")
+        except ValueError as error:
+            why = f" {error}"
+    raise ValueError(
+        f"paro_strategy must be one of {', '.join(STRATEGIES)} (placements of p, g, os), got {name!r}.{why}"
+    )

@@ -1,0 +1,291 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies with p = N: ZeRO's stage-1/2 optimizer with gradients and optimizer states placed by the table.
+
+Note [What runs when]
+    The parent is built over the process group over which the optimizer states are cut (``Topology.shard_group``), so
+    its partitions, norms, overflow checks, steps and checkpoints are right for every ``os`` as they are. What is ours
+    is how gradients get there:
+
+    - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
+      boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case).
+    - g = G: the bucket arrives in the optimizer's shard and is added there.
+    - g = I or N: it arrives in this rank's I-slice and is added there; at the boundary the slice moves on to ``os``
+      once, in windows (``_sync_gradients``). Windows span all rows of the slice, so every rank sends and receives the
+      same, whatever bucket held what.
+    - After the step, updated parameters move os -> N (``_gather_parameters``).
+
+    The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from deepspeed_ext.moves import FlatLayout, InFlight, Moves, Range, Transfer, make_hop, plan_bucket
+from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.topology import Topology
+
+BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
+
+
+class _FlatGroups(list[Tensor]):
+    """The flat parameter buffers, which know how to gather themselves; see ``patches.py``."""
+
+    def __init__(self, buffers: list[Tensor], optimizer: "ReplicatedOptimizer") -> None:
+        super().__init__(buffers)
+        self._optimizer = optimizer
+
+    def all_gather(self) -> bool:
+        """Gather updated parameters; False where the parent's own gather over its group does it."""
+        return self._optimizer._gather_parameters()
+
+
+class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
+    """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
+
+    Args:
+        strategy: one with p = N.
+        topology: process groups of the data-parallel group.
+        dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
+        The others are the parent's.
+    """
+
+    def __init__(
+        self, *args: Any, strategy: Strategy, topology: Topology, dp_process_group: Any = None, **kwargs: Any
+    ) -> None:
+        self.strategy = strategy
+        self.topology = topology
+        super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
+        self._moves = Moves(
+            make_hop(topology.intra, self.reduce_scatter), make_hop(topology.inter, self.reduce_scatter)
+        )
+        self._in_flight = InFlight(overlap=self.overlap_comm)
+        self._bucket_target = Placement.G if strategy.g == Placement.G else Placement.I
+        self._layouts = tuple(FlatLayout.of(flat.numel(), strategy.os, topology) for flat in self.bit16_groups_flat)
+        self._offsets = {
+            self.get_param_id(param): offset
+            for params, offsets in zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
+            for param, offset in zip(params, offsets, strict=True)
+        }
+        self._slices: dict[int, Tensor] = {}  # parameter group: (rows, chunk), this rank's I-slice of the gradients
+        self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
+
+    # Buckets: N -> g ##############################################################################
+
+    def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        """Move a bucket from N to g. ``tensor``: 1D, the bucket's gradients one after the other."""
+        bucket = self.ipg_buckets[communication_data_type]
+        self._reduce_bucket([tensor], bucket.params, communication_data_type)
+
+    def _buffered_reduce_fallback_preserving_fp32(
+        self,
+        grads: Sequence[Tensor],
+        grad_params: Sequence[BucketEntry],
+        communication_data_type: torch.dtype,
+        elements_per_buffer: int,
+    ) -> None:
+        """The same without ``contiguous_gradients``: the bucket is a list of gradients."""
+        self._reduce_bucket([grad.view(-1) for grad in grads], grad_params, communication_data_type)
+
+    def _reduce_bucket(self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype) -> None:
+        if not params:
+            return
+        ranges = tuple(
+            Range(group, self._offsets[param_id], self.bit16_groups[group][index].numel())
+            for group, index, param_id in params
+        )
+        for group in {entry[0] for entry in params}:
+            self._target(group)
+        with self._reduction_stream(self.ipg_buckets[dtype], tensors):
+            self._in_flight.submit(self._accumulate_bucket(tensors, ranges, self._wire_dtype(dtype)))
+
+    def _accumulate_bucket(self, tensors: list[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype) -> Transfer:
+        plan = plan_bucket(self._layouts, ranges)
+        bucket = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        message = torch.cat([bucket.narrow(0, offset, numel) for offset, numel in plan.sources])
+        message = self._prescale(message).to(dtype)
+        mine = yield from self._moves.reduce_bucket(message, plan, self._bucket_target)
+        offset = 0
+        for run in self._moves.bucket_runs(plan, self._bucket_target):
+            part = mine.narrow(0, offset, run.numel)
+            offset += run.numel
+            if self._bucket_target == Placement.G:
+                self._shard(run.buffer).narrow(0, run.start, run.numel).add_(self._postscale(part))
+            else:
+                self._slices[run.buffer][run.row].narrow(0, run.start, run.numel).add_(part)
+        return mine
+
+    def _target(self, group: int) -> Tensor:
+        """What buckets of this parameter group are added to; made on the current stream, where it is used last."""
+        if self._bucket_target == Placement.G:
+            return self._shard(group)
+        if group not in self._slices:
+            layout = self._layouts[group]
+            self._slices[group] = torch.zeros(
+                layout.rows,
+                layout.chunk,
+                dtype=self.gradient_accumulation_dtype,
+                device=get_accelerator().current_device_name(),
+            )
+        return self._slices[group]
+
+    def _shard(self, group: int) -> Tensor:
+        """1D: the gradients of the optimizer's shard of a parameter group."""
+        return self._get_compact_grad_partition_buffer(group).flat_partition
+
+    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
+        """Always: one flat buffer is what hops deliver into, and what the step reads without another copy."""
+        return True
+
+    # Scales: the mean is taken over all ranks, whatever the parent is cut over ####################
+
+    def _prescale(self, message: Tensor) -> Tensor:
+        """Divide before the sum as ZeRO does, so that 16-bit sums keep their range."""
+        if not self.gradient_average:
+            return message
+        if self.reduce_scatter or not self.postscale_gradients:
+            return message.div_(self.topology.cluster.ranks / self.sequence_parallel_size)
+        return message.div_(self.gradient_predivide_factor)
+
+    def _postscale(self, part: Tensor) -> Tensor:
+        """Complete the mean after the sum, where ``gradient_predivide_factor`` has taken only a part of it."""
+        if not self.gradient_average or self.reduce_scatter or not self.postscale_gradients:
+            return part
+        return part.mul_(self.gradient_predivide_factor * self.sequence_parallel_size / self.topology.cluster.ranks)
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As the parent: with sequence parallelism gradients are summed in fp32."""
+        return torch.float32 if self.sequence_parallel_size > 1 else dtype
+
+    # The accumulation boundary: g -> os ###########################################################
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self.reduce_ipg_grads()
+        if boundary and self.strategy.g == Placement.N:
+            self._reduce_left_over()
+        with self._reduction_stream():
+            self._in_flight.drain()
+        if boundary:
+            self._sync_gradients()
+        super().independent_gradient_partition_epilogue()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The boundary where the caller owns it (``managed_gradient_accumulation`` false): at ``engine.step()``."""
+        self.set_gradient_accumulation_boundary(True)
+        self._sync_gradients()
+
+    def _reduce_left_over(self) -> None:
+        """Gradients accumulated in earlier micro-steps whose parameters the last one did not use.
+
+        With ``overlap_comm`` stage 1 fills buckets from the hooks of the last micro-step, which they do not see.
+        """
+        for i, group in enumerate(self.bit16_groups):
+            for param in group:
+                waiting = not self.params_already_reduced[self.get_param_id(param)]
+                if waiting and param.numel() and self.get_gradient_for_reduction(param) is not None:
+                    self.setup_buckets()
+                    self.reduce_ready_partitions_and_remove_grads(param, i)
+        self.reduce_ipg_grads()
+
+    def _sync_gradients(self) -> None:
+        """Move the I-slices on to ``os`` and add them to the optimizer's shards.
+
+        All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
+        """
+        for group in range(len(self._layouts)):
+            self._shard(group)
+            if self._bucket_target == Placement.I:
+                self._target(group)
+        with self._reduction_stream():
+            for group, gradients in self._slices.items():
+                for start, width in self._layouts[group].windows(self.reduce_bucket_size):
+                    self._in_flight.submit(self._sync_window(group, gradients, start, width))
+            self._in_flight.drain()
+        self._wait_for_reductions()
+        self._slices.clear()
+        if self.cpu_offload:
+            for group, params in enumerate(self.params_in_partition):
+                for param in params:
+                    super().copy_grads_in_partition(param, group)
+
+    def _sync_window(self, group: int, gradients: Tensor, start: int, width: int) -> Transfer:
+        target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]
+        # With one row this may be a view, and the hop may overwrite it: the slice is dropped after this.
+        message = gradients[:, start : start + width].to(self._slice_wire_dtype()).contiguous()
+        total = self._postscale((yield from self._moves.sync_slice(message, target)))
+        if target == Placement.N:
+            layout.place(shard, start, total.view(layout.cols, layout.rows, -1), add=True)
+        else:
+            shard.narrow(0, start, width).add_(total)
+        return total
+
+    def _slice_wire_dtype(self) -> torch.dtype:
+        """Slices mix parameters: with several communication dtypes (torch.autocast) they go in fp32."""
+        dtypes = list(self.ipg_buckets)
+        return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
+
+    # Optimizer offload ############################################################################
+
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """Called for each parameter of a bucket. Nothing to copy then: shards are complete after ``_sync_gradients``."""
+        self.clear_grad_attribute(param)
+
+    def reset_cpu_buffers(self) -> None:
+        """Also drop the shards: with offload the parent would add the next step's gradients to a skipped step's."""
+        super().reset_cpu_buffers()
+        self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
+
+    # After the step: os -> N ######################################################################
+
+    def _gather_parameters(self) -> bool:
+        """Gather updated parameters between groups, then inside, in windows of ``allgather_bucket_size``.
+
+        Returns:
+            False if one hop does it: the parent's all-gather over its own group needs no staging then.
+        """
+        cluster = self.topology.cluster
+        if self.strategy.os != Placement.G or cluster.group_size == 1 or cluster.groups == 1:
+            return False
+        for group, flat in enumerate(self.bit16_groups_flat):
+            own = self.parallel_partitioned_bit16_groups[group][self.topology.rank]
+            width = max(1, self.allgather_bucket_size // cluster.ranks)
+            for start in range(0, own.numel(), width):
+                window = own.detach()[start : start + width]
+                self._in_flight.submit(self._gather_window(flat, self._layouts[group], window, start))
+        self._in_flight.drain()
+        return True
+
+    def _gather_window(self, flat: Tensor, layout: FlatLayout, window: Tensor, start: int) -> Transfer:
+        cells = yield from self._moves.gather_window(window)
+        layout.place(flat.detach(), start, cells.view(layout.cols, layout.rows, -1))
+        return cells
+
+    # Streams ######################################################################################
+
+    @contextmanager
+    def _reduction_stream(self, bucket: Any = None, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The stream of reductions, behind everything that filled the bucket; buckets are reused behind it."""
+        accelerator = get_accelerator()
+        stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
+        for event in bucket.ready_events.values() if bucket else ():
+            stream.wait_event(event)
+        if self.overlap_comm and not accelerator.resolves_data_dependency():
+            for producer in (bucket.copy_streams if bucket else None) or {accelerator.current_stream()}:
+                stream.wait_stream(producer)
+            accelerator.current_stream().wait_stream(stream)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+        with accelerator.stream(stream):
+            yield
+
+    def _wait_for_reductions(self) -> None:
+        if self.overlap_comm and not get_accelerator().resolves_data_dependency():
+            get_accelerator().current_stream().wait_stream(self.reduction_stream)
