@@ -42,10 +42,14 @@ class Hop(ABC):
     Sums are taken in rank order in fp32, or as the backend does; every rank of the group gets the same bits.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, name: str = "hop") -> None:
         self.group = group
+        self.name = name  # in the records of DeepSpeed's comms logger: intra_all_gather, inter_reduce_scatter, ...
         self.size: int = dist.get_world_size(group=group)
         self.rank: int = dist.get_rank(group=group)
+
+    def _options(self, operation: str) -> dict[str, Any]:
+        return {"group": self.group, "async_op": True, "log_name": f"{self.name}_{operation}"}
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
@@ -74,7 +78,7 @@ class Hop(ABC):
         if self.size == 1 or not shard.numel():
             return shard
         gathered = shard.new_empty(self.size * shard.numel())
-        yield dist.all_gather_into_tensor(gathered, shard.contiguous(), group=self.group, async_op=True)
+        yield dist.all_gather_into_tensor(gathered, shard.contiguous(), **self._options("all_gather"))
         return gathered
 
 
@@ -90,7 +94,7 @@ class ExchangeHop(Hop):
             return flat
         mine = splits[self.rank]
         parts = flat.new_empty(self.size * mine)
-        yield dist.all_to_all_single(parts, flat, [mine] * self.size, list(splits), group=self.group, async_op=True)
+        yield dist.all_to_all_single(parts, flat, [mine] * self.size, list(splits), **self._options("reduce_scatter"))
         total = parts[:mine].float()
         for part in range(1, self.size):
             total += parts[part * mine : (part + 1) * mine]
@@ -121,7 +125,7 @@ class NativeHop(Hop):
             return (yield from self._padded(flat, splits, longest))
         parts = flat.split(list(splits))
         yield _All(
-            dist.reduce(part, dist.get_global_rank(self.group, owner), group=self.group, async_op=True)
+            dist.reduce(part, dist.get_global_rank(self.group, owner), **self._options("reduce_scatter"))
             for owner, part in enumerate(parts)
             if part.numel()
         )
@@ -134,12 +138,12 @@ class NativeHop(Hop):
                 row[: part.numel()].copy_(part)
             flat = rows.view(-1)
         mine = flat.new_empty(longest)
-        yield dist.reduce_scatter_tensor(mine, flat, group=self.group, async_op=True)
+        yield dist.reduce_scatter_tensor(mine, flat, **self._options("reduce_scatter"))
         return mine[: splits[self.rank]]
 
     def all_reduce(self, flat: Tensor) -> Transfer:
         if self.size > 1 and flat.numel():
-            yield dist.all_reduce(flat, group=self.group, async_op=True)
+            yield dist.all_reduce(flat, **self._options("all_reduce"))
         return flat
 
 
@@ -151,12 +155,12 @@ class AllReduceHop(NativeHop):
         return flat.split(list(splits))[self.rank] if self.size > 1 else flat
 
 
-def make_hop(group: Any, reduce_scatter: bool = True) -> Hop:
+def make_hop(group: Any, name: str, reduce_scatter: bool = True) -> Hop:
     """The plain hop for this group's backend; ``reduce_scatter`` is DeepSpeed's key of that name."""
     if not reduce_scatter:
-        return AllReduceHop(group)
+        return AllReduceHop(group, name)
     backend = torch.distributed.get_backend(group)
-    return ExchangeHop(group) if backend == "gloo" else NativeHop(group)
+    return (ExchangeHop if backend == "gloo" else NativeHop)(group, name)
 
 
 class InFlight:

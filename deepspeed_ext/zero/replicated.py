@@ -63,7 +63,8 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         self.topology = topology
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._moves = Moves(
-            make_hop(topology.intra, self.reduce_scatter), make_hop(topology.inter, self.reduce_scatter)
+            make_hop(topology.intra, "intra", self.reduce_scatter),
+            make_hop(topology.inter, "inter", self.reduce_scatter),
         )
         self._in_flight = InFlight(overlap=self.overlap_comm)
         self._bucket_target = Placement.G if strategy.g == Placement.G else Placement.I
@@ -235,7 +236,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
     # Optimizer offload ############################################################################
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Called for each parameter of a bucket. Nothing to copy then: shards are complete after ``_sync_gradients``."""
+        """For each parameter of a bucket. Nothing to copy yet: shards are complete after ``_sync_gradients``."""
         self.clear_grad_attribute(param)
 
     def reset_cpu_buffers(self) -> None:

@@ -1,0 +1,176 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Our keys: accepted in every form, refused with one paragraph on every rank before anything is communicated."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.config import KEYS, check_section, our_keys
+from deepspeed_ext.placement import STRATEGIES
+
+BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
+    ({"paro_strategy": "ZeRO"}, "one of NNN, .*got 'ZeRO'"),
+    ({"paro_strategy": "auto"}, "one of NNN, .*got 'auto'"),
+    ({"paro_strategy": 3}, "got 3"),
+    ({"paro_strategy": None}, "got None"),
+    ({"paro_group_size": 2}, r"paro_group_size is set \(2\) without zero_optimization.paro_strategy"),
+    ({"paro_strategy": "NIG", "paro_group_size": 0}, "integer of at least 1 .*got 0 of type int"),
+    ({"paro_strategy": "NIG", "paro_group_size": -2}, "got -2"),
+    ({"paro_strategy": "NIG", "paro_group_size": "2"}, "got '2' of type str"),
+    ({"paro_strategy": "NIG", "paro_group_size": 2.0}, "got 2.0 of type float"),
+    ({"paro_strategy": "NIG", "paro_group_size": True}, "got True of type bool"),
+    ({"paro_strategy": "NIG", "paro_group_size": "auto"}, "got 'auto'"),
+    ({"paro_strategy": "NIG", "stage": 3}, "NIG places p = N, g = I, which is stage 2, got stage 3. Remove stage"),
+    ({"paro_strategy": "NNG", "stage": 2}, "which is stage 1, got stage 2"),
+    ({"paro_strategy": "GGG", "stage": 1}, "which is stage 3, got stage 1"),
+    ({"paro_stratgy": "NIG"}, "no key 'paro_stratgy': .*paro_strategy, paro_group_size. Did you mean 'paro_strategy'"),
+    ({"paro_strategy": "NIG", "paro_groupsize": 2}, "no key 'paro_groupsize'.*Did you mean 'paro_group_size'"),
+    ({"PaRO": "auto"}, "no key 'PaRO'"),
+]
+
+
+@pytest.mark.parametrize("section, message", BAD_SECTIONS, ids=lambda value: str(value)[:60])
+def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        check_section(section)
+    assert "\n" not in str(error.value)
+
+
+def test_options_are_frozen() -> None:
+    """A key added by accident fails here; one added on purpose is added here and to the README."""
+    assert KEYS == ("paro_strategy", "paro_group_size")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{key}`" in readme for key in KEYS)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_passes_with_its_stage_or_without(name: str) -> None:
+    stage = STRATEGIES[name].stage
+    for section in (
+        {"paro_strategy": name},
+        {"paro_strategy": name, "stage": stage},
+        {"paro_strategy": name, "stage": 0},
+    ):
+        assert check_section(section).name == name
+
+
+@pytest.mark.parametrize("section", [{}, {"stage": 2}, None, True, 3])
+def test_sections_without_our_keys_are_not_ours(section: Any) -> None:
+    assert our_keys(section) == []
+
+
+def config(**zero: Any) -> dict[str, Any]:
+    """A minimal ds_config."""
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+
+
+def parsed_zero_config(form: str, section: dict[str, Any], path: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Parse in one of the forms that DeepSpeed takes; class name, our fields, and the raw section as it is kept."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    text = json.dumps(config(**section))
+    Path(path).write_text(text, encoding="utf-8")
+    given: Any = {"dict": json.loads(text), "file": path, "base64": base64.urlsafe_b64encode(text.encode()).decode()}
+    parsed = DeepSpeedConfig(given[form])
+    zero = parsed.zero_config
+    fields = {key: getattr(zero, key, "absent") for key in ("stage", "overlap_comm", *KEYS)}
+    return type(zero).__name__, fields, parsed._param_dict["zero_optimization"]
+
+
+@pytest.mark.parametrize("form", ["dict", "file", "base64"])
+def test_each_form_of_config(ranks: Any, tmp_path: Path, form: str) -> None:
+    section = {"paro_strategy": "NIG", "paro_group_size": 2}
+    for answer in ranks(4).run(parsed_zero_config, form, section, str(tmp_path / "ds.json")):
+        assert answer == ("ParoZeroConfig", {"stage": 2, "overlap_comm": False, **section}, section)
+
+
+def test_off_means_the_exact_upstream_class(ranks: Any, tmp_path: Path) -> None:
+    name, fields, _ = ranks(4).run(parsed_zero_config, "dict", {"stage": 2}, str(tmp_path / "ds.json"))[0]
+    assert name == "DeepSpeedZeroConfig" and fields["paro_strategy"] == "absent"
+
+
+def initialize(zero: dict[str, Any], extra: dict[str, Any] | None = None, how: str = "initialize") -> None:
+    """Have DeepSpeed read the configuration with every collective forbidden."""
+    from unittest import mock
+
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was communicated")
+
+    collectives = ("all_reduce", "broadcast", "all_gather", "barrier", "all_gather_into_tensor", "new_group")
+    settings = {**config(**zero), **(extra or {})}
+    settings.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}})
+    with mock.patch.multiple(dist, **dict.fromkeys(collectives, refuse)):
+        if how == "zero.Init":
+            with deepspeed.zero.Init(config_dict_or_path=settings):
+                torch.nn.Linear(3, 3)
+        else:
+            model = torch.nn.Linear(3, 3)
+            deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+
+
+NIG = {"paro_strategy": "NIG", "paro_group_size": 2}
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"paro_strategy": "NIG", "paro_group_size": 3},
+        {},
+        r"3 with 4 data-parallel ranks \(4 = 1 x 3 \+ 1\).*\[1, 2, 4\]",
+    ),
+    ({"paro_strategy": "NIG", "paro_group_size": 8}, {}, r"paro_group_size 8 with 4 data-parallel"),
+    ({"paro_strategy": "NIG", "stage": 1}, {}, "stage 2, got stage 1"),
+    (
+        {"paro_strategy": "IIG", "paro_group_size": 2},
+        {},
+        r"IIG cuts parameters \(p = I\).*NNN, NNI, NNG, NII, NIG, NGG",
+    ),
+    (
+        {**NIG, "zenflow": {}},
+        {},
+        "zero_optimization.zenflow cannot be combined with zero_optimization.paro_strategy NIG",
+    ),
+    ({**NIG, "offload_param": {"device": "cpu"}}, {}, "zero_optimization.offload_param cannot be combined"),
+    ({**NIG, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, {}, "offload_optimizer.device cannot"),
+    ({**NIG, "offload_optimizer": {"device": "cpu", "super_offload": True}}, {}, "super_offload cannot be combined"),
+    ({**NIG, "zero_hpz_partition_size": 2}, {}, "zero_hpz_partition_size cannot be combined"),
+    ({**NIG, "zero_quantized_weights": True}, {}, "zero_quantized_weights cannot be combined"),
+    ({**NIG, "zero_quantized_gradients": True}, {}, "zero_quantized_gradients cannot be combined"),
+    ({**NIG, "elastic_checkpoint": True}, {}, "elastic_checkpoint cannot be combined"),
+    (NIG, {"compile": {"deepcompile": True}}, "compile.deepcompile cannot be combined"),
+    (NIG, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type cannot be combined"),
+    (NIG, {"expert_parallel": {"enabled": True}}, "expert_parallel cannot be combined"),
+    *((section, {}, message) for section, message in BAD_SECTIONS),
+]
+
+
+@pytest.mark.parametrize("how", ["initialize", "zero.Init"])
+def test_refused_alike_on_every_rank_before_any_communication(ranks: Any, how: str) -> None:
+    pool = ranks(4)
+    for zero, extra, message in REFUSED:
+        errors = pool.run_expect_error(initialize, zero, extra, how)
+        assert len({error.message for error in errors}) == 1, errors
+        assert errors[0].type in ("ValueError", "NotImplementedError"), errors[0]
+        assert re.search(message, errors[0].message) and "\n" not in errors[0].message, errors[0]
+
+
+def test_stage_0_is_a_no_op(ranks: Any) -> None:
+    assert set(ranks(4).run(stage_0_case)) == {"DeepSpeedEngine"}
+
+
+def stage_0_case() -> str:
+    """A reference model as some trainers make it: our key is left in, the stage is set to 0, and no optimizer."""
+    import deepspeed
+    import torch
+
+    engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 3), config=config(paro_strategy="NIG", stage=0))
+    assert engine.optimizer is None
+    engine.destroy()
+    return type(engine).__name__

@@ -1,0 +1,171 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Moves: layouts and plans by property, hops by what arrives, whatever the backend's way."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from deepspeed_ext.moves import FlatLayout, InFlight, Range, plan_bucket
+
+LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
+
+
+@given(LAYOUTS, some.data())
+def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
+    starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
+    ends = [data.draw(some.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
+    ranges = data.draw(some.permutations([Range(0, a, b - a) for a, b in zip(starts, ends, strict=True)]))
+    bucket = [position for r in ranges for position in range(r.start, r.start + r.numel)]  # values = flat positions
+    plan = plan_bucket((layout,), tuple(ranges))
+
+    message = [bucket[offset + i] for offset, numel in plan.sources for i in range(numel)]
+    expected = []
+    for col, runs in enumerate(plan.runs):
+        for run in runs:
+            first = (run.row * layout.cols + col) * layout.chunk + run.start
+            expected += range(first, first + run.numel)
+        assert sum(plan.row_splits(col, layout.rows)) == plan.col_splits[col] == sum(run.numel for run in runs)
+    assert message == expected and sorted(message) == sorted(bucket)
+    assert all(run.start + run.numel <= layout.chunk for runs in plan.runs for run in runs)
+
+
+def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
+    layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
+    plan = plan_bucket(layouts, (Range(1, 2, 5), Range(0, 0, 8)))
+    assert plan.col_splits == (6, 7)
+    columns = [[(run.buffer, run.row, run.start, run.numel) for run in runs] for runs in plan.runs]
+    assert columns == [
+        [(0, 0, 0, 2), (1, 0, 2, 1), (0, 1, 0, 2), (1, 1, 0, 1)],
+        [(0, 0, 0, 2), (1, 0, 0, 3), (0, 1, 0, 2)],
+    ]
+
+
+@given(LAYOUTS, some.integers(1, 400), some.booleans())
+def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
+    layout: FlatLayout, most: int, add: bool
+) -> None:
+    flat = torch.zeros(layout.numel)
+    positions = torch.arange(layout.rows * layout.cols * layout.chunk).view(layout.rows, layout.cols, layout.chunk)
+    windows = layout.windows(most)
+    assert sum(width for _, width in windows) == layout.chunk
+    for start, width in windows:
+        assert width == 1 or width * layout.rows <= most
+        cells = positions[:, :, start : start + width].transpose(0, 1).float()
+        layout.place(flat, start, cells, add=add)
+    assert torch.equal(flat, torch.arange(layout.numel).float())
+
+
+class Handle:
+    """A communication that notes when it is waited for."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(f"wait {self.name}")
+
+
+def transfer(log: list[str], name: str) -> Any:
+    """Two hops."""
+    for hop in (1, 2):
+        log.append(f"start {name}{hop}")
+        yield Handle(log, f"{name}{hop}")
+    log.append(f"done {name}")
+    return torch.empty(0)
+
+
+def test_overlapped_transfers_are_one_hop_apart() -> None:
+    log: list[str] = []
+    in_flight = InFlight(overlap=True)
+    for name in "ab":
+        in_flight.submit(transfer(log, name))
+    in_flight.drain()
+    # The first hop of b is on the wire together with the second of a.
+    assert log == [
+        *("start a1", "wait a1", "start a2", "start b1", "wait a2", "done a"),
+        *("wait b1", "start b2", "wait b2", "done b"),
+    ]
+
+
+def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
+    log: list[str] = []
+    in_flight = InFlight(overlap=False)
+    for name in "ab":
+        in_flight.submit(transfer(log, name))
+    assert log == [
+        f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
+    ]
+
+
+@settings(max_examples=10, deadline=None)
+@given(splits=some.lists(some.integers(0, 40), min_size=3, max_size=3), numel=some.integers(0, 50))
+def test_hops_agree_whatever_way_they_take(ranks: Any, splits: list[int], numel: int) -> None:
+    for rank, answers in enumerate(ranks(3).run(hops_case, splits, numel)):
+        assert len(answers) == 4
+        for kind, part, whole, gathered in answers:
+            start = sum(splits[:rank])
+            assert part == [3.0 * i + 3 for i in range(start, start + splits[rank])], kind
+            assert whole == [3.0 * i + 3 for i in range(numel)], kind
+            assert gathered == [float(r) for r in range(3) for _ in range(splits[0])], kind
+
+
+def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], list[float], list[float]]]:
+    """Element i of rank r is i + r: sums over three ranks are 3 i + 3."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.moves import AllReduceHop, ExchangeHop, NativeHop, make_hop
+
+    group, rank = dist.get_world_group(), dist.get_rank()
+    hops = [ExchangeHop(group), NativeHop(group), AllReduceHop(group), make_hop(group, "hop")]
+    assert type(hops[3]) is ExchangeHop and type(make_hop(group, "hop", reduce_scatter=False)) is AllReduceHop
+
+    def data(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32) + rank
+
+    def result(move: Any) -> list[float]:
+        kept: list[torch.Tensor] = []
+
+        def keep() -> Any:
+            kept.append((yield from move))
+            return kept[0]
+
+        in_flight = InFlight(overlap=False)
+        in_flight.submit(keep())
+        return kept[0].tolist()
+
+    return [
+        (
+            type(hop).__name__,
+            result(hop.reduce_scatter(data(sum(splits)), splits)),
+            result(hop.all_reduce(data(numel))),
+            result(hop.all_gather(torch.full((splits[0],), float(rank)))),
+        )
+        for hop in hops
+    ]
+
+
+def test_sums_of_16_bit_gradients_are_taken_in_fp32_and_in_rank_order(ranks: Any) -> None:
+    answers = ranks(3).run(precision_case)
+    assert all(answer == answers[0] for answer in answers)
+    exact, summed = answers[0]
+    assert summed == exact
+
+
+def precision_case() -> tuple[float, float]:
+    """256 + 1 + 1 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.moves import ExchangeHop
+
+    value = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+    kept = []
+
+    def keep() -> Any:
+        kept.append((yield from ExchangeHop(dist.get_world_group()).all_reduce(value)))
+        return kept[0]
+
+    InFlight(overlap=False).submit(keep())
+    return 258.0, kept[0][0].item()

@@ -1,0 +1,98 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Patches: declared, applied once, undone; a DeepSpeed that we do not know is refused only if our keys are used."""
+
+import subprocess
+import sys
+
+import pytest
+
+from deepspeed_ext import patches
+
+PRELUDE = """
+import sys
+import deepspeed_ext
+from deepspeed_ext import activation, patches
+import deepspeed
+from deepspeed.runtime import config as ds_config, engine as ds_engine
+from deepspeed.runtime.zero import stage_1_and_2
+def section(**zero):
+    return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+"""
+
+
+def run(code: str, prelude: str = PRELUDE) -> str:
+    """Run code in a fresh interpreter; its output."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", prelude + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_list_says_what_for() -> None:
+    assert len({patch.target for patch in patches.PATCHES}) == len(patches.PATCHES)
+    assert all(patch.why and patch.signature.startswith("(") for patch in patches.PATCHES)
+    replaced = [patch.path for patch in patches.PATCHES if patch.replace]
+    assert len(replaced) == 5, f"fewer patches is better; now {replaced}"
+
+
+def test_all_symbols_are_as_recorded() -> None:
+    out = run("print(*(f'{state}|{p.path}' for p, state in patches.status()), sep=chr(10)); patches.require()")
+    assert out.split() and all(line.startswith(("applied|", "as expected|")) for line in out.splitlines())
+
+
+def test_applied_once_and_undone() -> None:
+    run(
+        """
+targets = [p for p in patches.PATCHES if p.replace]
+once = [p.locate()[2] for p in targets]
+deepspeed_ext.activate(); deepspeed_ext.activate()
+assert [p.locate()[2] for p in targets] == once
+assert all(f.__deepspeed_ext__ and not hasattr(f.__wrapped__, "__deepspeed_ext__") for f in once)
+originals = [f.__wrapped__ for f in once]
+activation.deactivate()
+assert [p.locate()[2] for p in targets] == originals
+assert activation._hook not in sys.meta_path
+deepspeed_ext.activate()
+assert all(p.locate()[2].__deepspeed_ext__ for p in targets)
+"""
+    )
+
+
+def test_undo_leaves_what_others_put_on_top() -> None:
+    run(
+        """
+ours = ds_config.get_zero_config
+theirs = ds_config.get_zero_config = lambda param_dict: ours(param_dict)
+activation.deactivate()
+assert ds_config.get_zero_config is theirs
+"""
+    )
+
+
+MISSING = "import torch, deepspeed.runtime.zero.stage_1_and_2 as z\ndel z.all_gather_dp_groups\n"
+CHANGED = "import torch, deepspeed.runtime.zero.stage_1_and_2 as z\nz.all_gather_dp_groups = lambda groups: None\n"
+OVERRIDE = "import torch, deepspeed.runtime.zero.stage_1_and_2 as z\ndel z.DeepSpeedZeroOptimizer.average_tensor\n"
+GATE = "import torch, deepspeed.runtime.config as c\nc.get_zero_config = lambda param_dict, more: None\n"
+GATE_GONE = "import torch, deepspeed.runtime.config as c, deepspeed.runtime.zero.config as z\ndel c.get_zero_config\n"
+VERSION = "import deepspeed\ndeepspeed.__version__ = '0.20.1'\n"
+BROKEN = {
+    "missing": (MISSING, "deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups is gone"),
+    "changed": (CHANGED, "all_gather_dp_groups has signature (groups), expected (groups_flat, "),
+    "override": (OVERRIDE, "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor is gone"),
+    "gate": (GATE, "deepspeed.runtime.config.get_zero_config has signature (param_dict, more), expected (param_dict)"),
+    "gate gone": (GATE_GONE, "deepspeed.runtime.config.get_zero_config is gone"),
+    "version": (VERSION, "its version is 0.20.1, supported is >=0.19.8,<0.20"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used(fault: str) -> None:
+    breakage, message = BROKEN[fault]
+    # Break DeepSpeed with our hooks out, then activate: as if this were another DeepSpeed.
+    prelude = "import os\nos.environ['DEEPSPEED_EXT_DISABLE'] = '1'\n" + breakage
+    prelude += "os.environ['DEEPSPEED_EXT_DISABLE'] = ''\nimport deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
+    use = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))"
+    out = run(f"try:\n    {use}\nexcept RuntimeError as error:\n    print(error)", prelude)
+    assert message in out and "Tested: DeepSpeed 0.19.8" in out and "remove the keys that start with 'paro_'" in out
+    if not fault.startswith("gate"):
+        run("assert int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage) == 2", prelude)

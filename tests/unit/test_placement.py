@@ -1,0 +1,116 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy table against the published one, and its formulas against the definition of the moves."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates, Placement, Strategy, move_volume, parse_strategy
+
+# Bytes a rank receives in a step, as (intra, inter) in units of a M and b M with s micro-steps: full training in one
+# dtype, so that parameters, gradients and updates are M bytes each. From the paper's tables (arXiv:2310.06003).
+PUBLISHED: dict[str, tuple[int, Callable[[int], int], Callable[[int], int]]] = {
+    "NNN": (1, lambda s: 2, lambda s: 2),
+    "NNI": (1, lambda s: 2, lambda s: 2),
+    "NNG": (1, lambda s: 2, lambda s: 2),
+    "NII": (2, lambda s: s + 1, lambda s: 2),
+    "NIG": (2, lambda s: s + 1, lambda s: 2),
+    "NGG": (2, lambda s: s + 1, lambda s: s + 1),
+    "INI": (3, lambda s: 2 * s + 1, lambda s: 2),
+    "ING": (3, lambda s: 2 * s + 1, lambda s: 2),
+    "III": (3, lambda s: 3 * s, lambda s: 2),
+    "IIG": (3, lambda s: 3 * s, lambda s: 2),
+    "IGG": (3, lambda s: 3 * s, lambda s: s + 1),
+    "GNG": (3, lambda s: 2 * s + 1, lambda s: 2 * s + 1),
+    "GIG": (3, lambda s: 3 * s, lambda s: 2 * s + 1),
+    "GGG": (3, lambda s: 3 * s, lambda s: 3 * s),
+}
+
+
+def test_the_fourteen() -> None:
+    assert list(STRATEGIES) == list(PUBLISHED)
+    assert {name: row.stage for name, row in STRATEGIES.items()} == {n: row[0] for n, row in PUBLISHED.items()}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("n, m", [(4, 2), (6, 3), (64, 8), (8, 8), (8, 1), (1, 1)])
+@pytest.mark.parametrize("s", [1, 4])
+def test_bytes_are_the_published_ones(name: str, n: int, m: int, s: int) -> None:
+    a, b, states = (m - 1) / m, (n // m - 1) / n, ModelStates.of(1000)
+    volume = STRATEGIES[name].volume(Cluster(n, m), states, s)
+    _, intra, inter = PUBLISHED[name]
+    assert volume.intra == pytest.approx(intra(s) * a * 2000)
+    assert volume.inter == pytest.approx(inter(s) * b * 2000)
+
+
+def test_memory_and_bytes_of_the_papers_models() -> None:
+    cluster = Cluster(64, 8)
+    full = {n: row.memory(cluster, ModelStates.of(7 * 10**9)).total / 1e9 for n, row in STRATEGIES.items()}
+    assert full["NIG"] == pytest.approx(17.06, abs=0.01) and full["IIG"] == pytest.approx(4.81, abs=0.01)
+    few = ModelStates.of(65 * 10**9, trainable=65 * 10**9 * 3 // 1000)
+    inter = {n: row.volume(cluster, few, 4).inter / 1e9 for n, row in STRATEGIES.items()}
+    assert inter["GGG"] == pytest.approx(114, rel=0.01)
+    assert inter["ING"] == inter["IIG"] == inter["III"] == pytest.approx(0.085, rel=0.01)
+
+
+def test_six_times_fewer_bytes_than_zero3_at_accumulation_4() -> None:
+    volumes = {n: STRATEGIES[n].volume(Cluster(4, 2), ModelStates.of(10**6), 4).inter for n in ("GGG", "NIG")}
+    assert volumes["GGG"] / volumes["NIG"] == 6.0
+
+
+@given(some.integers(1, 12), some.integers(1, 12))
+def test_gathering_over_two_hops_is_gathering_over_all(k: int, m: int) -> None:
+    cluster = Cluster(k * m, m)
+    stepwise = move_volume(cluster, Placement.G, Placement.I, 1.0) + move_volume(
+        cluster, Placement.I, Placement.N, 1.0
+    )
+    whole = move_volume(cluster, Placement.G, Placement.N, 1.0)
+    assert (stepwise.intra, stepwise.inter) == pytest.approx((whole.intra, whole.inter))
+    # What all ranks receive together is what they lack: n-1 n-ths each.
+    assert whole.intra + whole.inter == pytest.approx((k * m - 1) / (k * m))
+
+
+def test_the_thirteen_others_say_why() -> None:
+    others = ["".join(letters) for letters in itertools.product("NIG", repeat=3)]
+    others = [name for name in others if name not in STRATEGIES]
+    assert len(others) == 13
+    for name in others:
+        with pytest.raises(ValueError, match=f"got '{name}'. {name} is not a strategy: .* os = {name[2]} is coarser"):
+            parse_strategy(name)
+
+
+@pytest.mark.parametrize("name", ["nig", "NI", "NIGG", "XYZ", "auto", "", None, 3, ["NIG"]])
+def test_unknown_names_get_the_list(name: object) -> None:
+    with pytest.raises(ValueError, match="must be one of NNN, NNI, NNG, NII, NIG, NGG, INI") as error:
+        parse_strategy(name)
+    assert repr(name) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "n, m, message",
+    [
+        (4, 0, "at least 1, got 0"),
+        (4, -2, "at least 1, got -2"),
+        (4, 8, "8 with 4"),
+        (6, 4, r"6 = 1 x 4 \+ 2.*\[1, 2, 3, 6\]"),
+    ],
+)
+def test_group_sizes_that_do_not_fit(n: int, m: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Cluster(n, m)
+
+
+def test_a_strategy_cannot_be_built_against_the_rule() -> None:
+    with pytest.raises(ValueError, match="IGI is not a strategy"):
+        Strategy(Placement.I, Placement.G, Placement.I)
+
+
+def test_the_module_is_pure() -> None:
+    code = "import sys, deepspeed_ext.placement; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

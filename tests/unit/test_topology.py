@@ -1,0 +1,61 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Groups within and between groups, in the data-parallel group only."""
+
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.topology import default_group_size, inter_ranks, intra_ranks, ranks_per_node
+
+
+def test_launcher_variables() -> None:
+    assert ranks_per_node({}) is None
+    assert ranks_per_node({"LOCAL_SIZE": "4"}) == 4
+    assert ranks_per_node({"LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}) == 8
+    assert ranks_per_node({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "0"}) is None
+
+
+def test_default_is_the_data_parallel_ranks_of_a_node() -> None:
+    assert default_group_size(range(8), 4) == 4
+    assert default_group_size([0, 2, 4, 6, 8, 10], 4) == 2  # two-way tensor parallelism on nodes of four
+    assert default_group_size([1, 9, 17], 8) == 1
+    assert default_group_size([3], None) == 1
+
+
+def test_default_refuses_unequal_nodes_and_unknown_ones() -> None:
+    with pytest.raises(ValueError, match=r"nodes of 4 processes.*6 data-parallel ranks: \[4, 2\].*paro_group_size"):
+        default_group_size(range(6), 4)
+    with pytest.raises(
+        ValueError, match=r"LOCAL_WORLD_SIZE, LOCAL_SIZE is set. Set zero_optimization.paro_group_size"
+    ):
+        default_group_size(range(6), None)
+
+
+def test_ranks_of_groups() -> None:
+    ranks = [10, 11, 12, 13, 14, 15]
+    assert [intra_ranks(ranks, 2, r) for r in (0, 1, 5)] == [[10, 11], [10, 11], [14, 15]]
+    assert [inter_ranks(ranks, 2, r) for r in (0, 3)] == [[10, 12, 14], [11, 13, 15]]
+
+
+def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> None:
+    for rank, (first, split) in enumerate(ranks(4).run(topology_case)):
+        j = rank // 2
+        assert first == ([2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank], True)
+        # Two data-parallel groups {0, 2} and {1, 3}, as under tensor parallelism: groups of one rank each.
+        assert split == ([rank], [rank % 2, rank % 2 + 2], [rank], True)
+
+
+def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
+    """Ranks of the groups of this rank, and whether a second call returns the same object."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.topology import data_parallel_ranks, get_topology
+
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    answers = []
+    for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
+        topology = get_topology(group, size)
+        groups = [data_parallel_ranks(g) for g in (topology.intra, topology.inter, topology.alone)]
+        answers.append((*groups, get_topology(group, size) is topology))
+    return answers

@@ -1,0 +1,244 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Small training runs for parity tests; everything here runs inside rank processes.
+
+``compare`` trains stock DeepSpeed and strategies on the same data, from the same seed, in the same processes, and
+returns plain numbers: the process that runs pytest does not import torch.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train and how.
+
+    Attributes:
+        sizes: widths of the network's layers; odd, so that nothing divides.
+        steps: optimizer steps.
+        accumulation: micro-steps in each.
+        zero: further keys of ``zero_optimization``; ``config``: further keys of the configuration.
+        groups: parameter groups, with different learning rates.
+        frozen: layers without gradients.
+        skipped: (micro-step, layer): layers that this micro-step does not use.
+        overflow: (micro-step, rank): where the loss becomes infinite.
+        backward: "engine" for engine.backward, "loss" for loss.backward().
+        boundary: "engine" decides, "user" sets it, or "step" (managed_gradient_accumulation false).
+        no_sync: whether micro-steps before the last run in engine.no_sync().
+        checkpointing: None, or use_reentrant of torch's activation checkpointing.
+    """
+
+    sizes: Sequence[int] = (13, 37, 29, 7)
+    steps: int = 5
+    accumulation: int = 1
+    dtype: str = "fp32"
+    optimizer: str = "SGD"
+    clipping: float = 0.5
+    groups: int = 1
+    frozen: Sequence[int] = ()
+    skipped: Sequence[tuple[int, int]] = ()
+    overflow: Sequence[tuple[int, int]] = ()
+    backward: str = "engine"
+    boundary: str = "engine"
+    no_sync: bool = False
+    checkpointing: bool | None = None
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+class Network(nn.Module):
+    """Layers of any width, each of which may be left out, with a parameter without elements and one without use."""
+
+    def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b, bias=i % 2 == 0) for i, (a, b) in enumerate(itertools.pairwise(sizes))
+        )
+        self.empty = nn.Parameter(torch.empty(0))
+        self.unused = nn.Parameter(torch.ones(11))
+        self.checkpointing = checkpointing
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply the layers; a skipped one is replaced by a cut or repetition of its input."""
+        for i, layer in enumerate(self.layers):
+            if i in skipped:
+                width = layer.out_features
+                x = x.repeat(1, -(-width // x.shape[1]))[:, :width]
+            elif self.checkpointing is not None and i:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.checkpointing)
+            else:
+                x = layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+class Record(NamedTuple):
+    """What a run leaves."""
+
+    losses: list[float]
+    weights: Tensor  # 1D, all parameters in fp32
+    norms: list[float]
+    scales: list[float]  # loss scale after each step
+    applied: list[bool]  # whether each step changed the weights
+
+
+def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
+    """The ds_config of a job."""
+    learning: dict[str, Any] = {"lr": 0.1}
+    if job.optimizer == "SGD":
+        learning["momentum"] = 0.9
+    else:  # a large eps: Adam would blow rounding of near-zero gradients up to the size of a step
+        learning.update(lr=1e-2, eps=1e-3, torch_adam=True)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": job.accumulation,
+        "optimizer": {"type": job.optimizer, "params": learning},
+        "gradient_clipping": job.clipping,
+        "zero_optimization": {**job.zero, **zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    if job.dtype != "fp32":
+        config[job.dtype] = {"enabled": True}
+    if job.dtype == "fp16":
+        config["fp16"].update(initial_scale_power=8, hysteresis=1, loss_scale_window=1000)
+    if job.boundary == "step":
+        config["managed_gradient_accumulation"] = False
+    for key, value in job.config.items():
+        config[key] = {**config[key], **value} if isinstance(config.get(key), dict) else value
+    return copy.deepcopy(config)
+
+
+def parameter_groups(model: Network, job: Job) -> list[dict[str, Any]]:
+    """The model's parameters in ``job.groups`` groups, dealt out in turn."""
+    for layer in job.frozen:
+        model.layers[layer].requires_grad_(False)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": parameters[i :: job.groups], "lr": 0.1 / (i + 1)} for i in range(job.groups)]
+
+
+def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
+    """Engine and model of a job, from a fixed seed."""
+    if job.dtype == "fp16":
+        get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed's CPU accelerator is only careful
+    torch.manual_seed(7)
+    model = Network(job.sizes, job.checkpointing)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model, job), config=configuration(job, zero)
+    )
+    return engine, model
+
+
+def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's micro-batches."""
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    while True:
+        x, y = (
+            torch.randn(2, size, generator=generator).to(DTYPES[job.dtype]) for size in (job.sizes[0], job.sizes[-1])
+        )
+        yield x, y
+
+
+def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> float:
+    """Forward and backward; returns the loss."""
+    skipped = [layer for at, layer in job.skipped if at == number]
+    loss = ((engine(x, skipped) - y) ** 2).float().mean()
+    backward = loss
+    if (number, dist.get_rank()) in job.overflow:
+        backward = loss * torch.inf
+    if job.backward == "engine":
+        engine.backward(backward)
+    else:
+        # The engine divides by the accumulation steps where it runs the backward itself.
+        engine.scale(backward).backward()
+    return loss.item()
+
+
+def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = None) -> Record:
+    """Train and return the record; ``look`` sees the engine before it is destroyed."""
+    engine, model = make_engine(job, zero)
+    data = batches(job)
+    record = Record([], torch.empty(0), [], [], [])
+    for number in range(job.steps * job.accumulation):
+        last = (number + 1) % job.accumulation == 0
+        if job.boundary == "user":
+            engine.set_gradient_accumulation_boundary(last)
+        if job.no_sync and not last:
+            with engine.no_sync():
+                record.losses.append(micro_step(engine, job, number, *next(data)))
+            engine.micro_steps += 1  # no_sync leaves the counting to the caller
+            continue
+        record.losses.append(micro_step(engine, job, number, *next(data)))
+        if last or job.boundary == "engine":
+            engine.step()
+        if last:
+            record.norms.append(float(engine.get_global_grad_norm() or 0.0))
+            record.scales.append(float(engine.optimizer.loss_scale))
+            record.applied.append(engine.was_step_applied())
+    if look is not None:
+        look(engine)
+    weights = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    engine.destroy()
+    return record._replace(weights=weights)
+
+
+def replicas_equal(weights: Tensor) -> bool:
+    """Whether all ranks hold the same bits."""
+    everybody = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, weights)
+    return all(torch.equal(other, weights) for other in everybody)
+
+
+class Difference(NamedTuple):
+    """How far a strategy's run is from stock DeepSpeed's."""
+
+    strategy: str
+    weights: float  # largest difference, relative to the largest weight
+    losses: float
+    norms: float  # relative
+    replicas_equal: bool
+    same_decisions: bool  # steps skipped and loss scales
+    optimizer: str
+
+
+def difference(name: str, ours: Record, stock: Record, optimizer: str) -> Difference:
+    """Compare two records."""
+    return Difference(
+        name,
+        ((ours.weights - stock.weights).abs().max() / stock.weights.abs().max()).item(),
+        max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)),
+        max(
+            (abs(a - b) / b for a, b in zip(ours.norms, stock.norms, strict=True) if 0 < b < float("inf")), default=0.0
+        ),
+        replicas_equal(ours.weights),
+        (ours.scales, ours.applied) == (stock.scales, stock.applied),
+        optimizer,
+    )
+
+
+def compare(job: Job, group_size: int, strategies: Sequence[str] = REPLICATED, stage: int = 2) -> list[Difference]:
+    """Train stock ``stage`` and each strategy; the differences."""
+    stock = train(job, {"stage": stage})
+    assert torch.isfinite(stock.weights).all()
+    rows = []
+    for name in strategies:
+        kind: list[str] = []
+        ours = train(
+            job,
+            {"paro_strategy": name, "paro_group_size": group_size},
+            look=lambda engine, kind=kind: kind.append(type(engine.optimizer).__name__),
+        )
+        rows.append(difference(name, ours, stock, kind[0]))
+    return rows

@@ -1,0 +1,188 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy with p = N trains what stock DeepSpeed trains: the oracle runs in the same processes."""
+
+from typing import Any
+
+import pytest
+import training
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from training import REPLICATED, Difference, Job
+
+SHARDED_GRADIENTS = ("NII", "NIG", "NGG")
+WHOLE_GRADIENTS = ("NNN", "NNI", "NNG")
+SMALL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300}
+
+
+def check(rows: list[Difference], weights: float = 1e-5, losses: float = 1e-6) -> None:
+    """Bounds that fp32 rounding stays far below; an error in any gradient does not."""
+    for row in rows:
+        assert row.optimizer == "ReplicatedOptimizer", row
+        assert row.weights <= weights and row.losses <= losses and row.norms <= weights, row
+        assert row.replicas_equal and row.same_decisions, row
+
+
+def run(ranks: Any, job: Job, world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:
+    """Rows of rank 0; all ranks must agree on what concerns replicas."""
+    return ranks(world).run(training.compare, job, group, **kwargs)[0]
+
+
+@pytest.mark.parametrize("world, group", [(4, 2), (4, 4), (4, 1), (6, 2), (6, 3)])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_parity_at_every_shape(ranks: Any, world: int, group: int, accumulation: int) -> None:
+    check(run(ranks, Job(accumulation=accumulation, zero=SMALL_BUCKETS), world, group))
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {},
+        {"overlap_comm": True, **SMALL_BUCKETS},
+        {"contiguous_gradients": False, **SMALL_BUCKETS},
+        {"contiguous_gradients": False, "overlap_comm": True, **SMALL_BUCKETS},
+        {"round_robin_gradients": True, **SMALL_BUCKETS},
+        {"parameter_alignment": True, **SMALL_BUCKETS},
+        {"reduce_scatter": False, **SMALL_BUCKETS},
+    ],
+    ids=lambda zero: "+".join(key for key in zero if "bucket" not in key) or "one-bucket",
+)
+def test_parity_with_each_key_of_the_parent(ranks: Any, zero: dict[str, Any]) -> None:
+    check(run(ranks, Job(accumulation=3, zero=zero)))
+
+
+@pytest.mark.parametrize(
+    "config", [{"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}, {"gradient_allreduce_op": "sum"}]
+)
+def test_parity_of_gradient_scaling(ranks: Any, config: dict[str, Any]) -> None:
+    check(run(ranks, Job(accumulation=2, config=config, zero={"reduce_scatter": False, **SMALL_BUCKETS})))
+
+
+def test_parity_with_two_parameter_groups_frozen_layers_and_adam(ranks: Any) -> None:
+    check(run(ranks, Job(groups=2, frozen=(1,), optimizer="Adam", accumulation=2, zero=SMALL_BUCKETS)))
+
+
+def test_parity_without_clipping(ranks: Any) -> None:
+    check(run(ranks, Job(clipping=0.0, accumulation=2)))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameter_unused_in_the_last_micro_batch(ranks: Any, overlap: bool) -> None:
+    # Layer 1 is used in the first micro-batch of each step only, layer 2 in the last only.
+    skipped = [(n, 1) for n in range(15) if n % 3] + [(n, 2) for n in range(15) if n % 3 < 2]
+    zero = {"overlap_comm": overlap, **SMALL_BUCKETS}
+    # Stage 1 with overlap_comm takes the local gradient of such a parameter for the mean, so stage 2 is the oracle.
+    check(run(ranks, Job(accumulation=3, skipped=skipped, zero=zero)))
+
+
+@pytest.mark.parametrize("boundary", ["user", "step"])
+@pytest.mark.parametrize("backward", ["engine", "loss"])
+def test_each_way_to_accumulate(ranks: Any, boundary: str, backward: str) -> None:
+    check(run(ranks, Job(accumulation=3, boundary=boundary, backward=backward, zero=SMALL_BUCKETS)))
+
+
+def test_loss_backward_called_directly(ranks: Any) -> None:
+    check(run(ranks, Job(accumulation=2, backward="loss", zero=SMALL_BUCKETS)))
+
+
+def test_no_sync(ranks: Any) -> None:
+    job = Job(accumulation=3, no_sync=True, zero=SMALL_BUCKETS)
+    check(run(ranks, job, strategies=WHOLE_GRADIENTS, stage=1))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
+    check(run(ranks, Job(accumulation=2, checkpointing=reentrant, zero=SMALL_BUCKETS)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("fp32_accumulation", [False, True])
+def test_half_precision_differs_no_more_than_rounding(ranks: Any, dtype: str, fp32_accumulation: bool) -> None:
+    config = {"data_types": {"grad_accum_dtype": "fp32"}} if fp32_accumulation else {}
+    job = Job(accumulation=3, dtype=dtype, config=config, zero=SMALL_BUCKETS)
+    # What the stock stages differ among themselves (measured by the test below it) is of this size, an eps of the
+    # type for each step; a wrong gradient moves the weights by 1e-1 and more.
+    rounding = {"bf16": 2e-2, "fp16": 3e-3}[dtype]
+    check(run(ranks, job), weights=rounding, losses=rounding)
+
+
+def test_overflow_on_one_rank_is_skipped_by_all(ranks: Any) -> None:
+    job = Job(accumulation=2, dtype="fp16", overflow=[(5, 3)], steps=5, zero=SMALL_BUCKETS)
+    results = ranks(4).run(overflow_case, job)
+    for rank_rows in results:
+        for name, stock_stage, scales, applied, unchanged in rank_rows:
+            assert applied == [True, True, False, True, True], (name, stock_stage, applied)
+            assert scales == [256.0, 256.0, 128.0, 128.0, 128.0], (name, scales)
+            assert unchanged, name
+
+
+def overflow_case(job: Job) -> list[tuple[str, int, list[float], list[bool], bool]]:
+    """Each strategy through an overflow in step 3; whether the skipped step left the weights as they were."""
+    import dataclasses
+
+    import torch
+
+    rows = []
+    for name in REPLICATED:
+        zero = {"paro_strategy": name, "paro_group_size": 2}
+        whole = training.train(job, zero)
+        before = training.train(dataclasses.replace(job, steps=2), zero).weights
+        after = training.train(dataclasses.replace(job, steps=3), zero).weights
+        rows.append((name, 0, whole.scales, whole.applied, torch.equal(before, after)))
+    return rows
+
+
+def test_overflow_parity(ranks: Any) -> None:
+    job = Job(accumulation=2, dtype="fp16", overflow=[(4, 1)], zero=SMALL_BUCKETS)
+    check(run(ranks, job), weights=3e-3, losses=3e-3)
+
+
+@pytest.mark.parametrize("fp32_accumulation", [False, True])
+def test_optimizer_offload(ranks: Any, fp32_accumulation: bool) -> None:
+    config: dict[str, Any] = {"zero_force_ds_cpu_optimizer": False}
+    job = Job(accumulation=3, groups=2, config=config, zero={"offload_optimizer": {"device": "cpu"}, **SMALL_BUCKETS})
+    if fp32_accumulation:
+        job = Job(
+            **{**job.__dict__, "dtype": "bf16", "config": {**config, "data_types": {"grad_accum_dtype": "fp32"}}}
+        )
+    rounding = 2e-2 if fp32_accumulation else 1e-5
+    check(run(ranks, job), weights=rounding, losses=max(1e-6, rounding if fp32_accumulation else 0))
+
+
+def test_overflow_with_offload_drops_the_gradients(ranks: Any) -> None:
+    config = {"zero_force_ds_cpu_optimizer": False, "data_types": {"grad_accum_dtype": "fp32"}}
+    zero = {"offload_optimizer": {"device": "cpu"}, **SMALL_BUCKETS}
+    job = Job(accumulation=2, dtype="fp16", overflow=[(4, 1)], config=config, zero=zero)
+    for rank_rows in ranks(4).run(overflow_offload_case, job):
+        for name, applied in rank_rows:
+            assert applied == [True, True, False, True, True], (name, applied)
+
+
+def overflow_offload_case(job: Job) -> list[tuple[str, list[bool]]]:
+    """Which steps were applied. No oracle: the parent adds the next gradients to those of the skipped step."""
+    return [(name, training.train(job, {"paro_strategy": name, "paro_group_size": 2}).applied) for name in REPLICATED]
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+@given(
+    sizes=some.lists(some.integers(1, 60), min_size=3, max_size=6),
+    bucket=some.integers(10, 4000),
+    accumulation=some.integers(1, 3),
+    groups=some.integers(1, 3),
+    overlap=some.booleans(),
+    contiguous=some.booleans(),
+)
+@pytest.mark.timeout(240)
+def test_random_models(
+    ranks: Any, sizes: list[int], bucket: int, accumulation: int, groups: int, overlap: bool, contiguous: bool
+) -> None:
+    zero = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": 2 * bucket,
+        "overlap_comm": overlap,
+        "contiguous_gradients": contiguous,
+    }
+    job = Job(sizes=sizes, accumulation=accumulation, groups=groups, zero=zero, steps=3)
+    check(run(ranks, job))

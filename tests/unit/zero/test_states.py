@@ -1,0 +1,142 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where model states are held, and that DeepSpeed's own tools still find them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import REPLICATED
+
+from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
+
+SIZES = (256, 255, 256, 300)
+
+
+@pytest.mark.parametrize("world, group", [(4, 2), (6, 3)])
+def test_each_state_is_as_large_as_the_formula_says(ranks: Any, world: int, group: int) -> None:
+    parameters, rows = ranks(world).run(memory_case, group)[0]
+    states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8)
+    for name, gradients, optimizer, left in rows:
+        expected = STRATEGIES[name].memory(Cluster(world, group), states)
+        assert optimizer == pytest.approx(expected.optimizer, rel=0.05), name
+        assert gradients == pytest.approx(expected.gradients, rel=0.05), name
+        assert left == 0, f"{name} keeps gradients after the step"
+
+
+def memory_case(group: int) -> tuple[int, list[tuple[str, int, int, int]]]:
+    """Bytes of gradients between two micro-steps, of optimizer states (SGD with momentum) and of what is left."""
+    import training
+
+    job = training.Job(sizes=SIZES, accumulation=2, zero={"reduce_bucket_size": 10_000})
+    rows = []
+    for name in REPLICATED:
+        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group})
+        data = training.batches(job)
+        training.micro_step(engine, job, 0, *next(data))
+        between = held_gradients(engine.optimizer)
+        engine.step()
+        training.micro_step(engine, job, 1, *next(data))
+        engine.step()
+        masters = engine.optimizer.single_partition_of_fp32_groups
+        states = engine.optimizer.optimizer.state
+        optimizer = sum(4 * (m.numel() + states[m]["momentum_buffer"].numel()) for m in masters)
+        rows.append((name, between, optimizer, held_gradients(engine.optimizer)))
+        count = sum(p.numel() for p in model.parameters())
+        engine.destroy()
+    return count, rows
+
+
+def held_gradients(optimizer: Any) -> int:
+    """Bytes of all gradient storage that the optimizer and the parameters hold, each storage once."""
+    tensors = list(optimizer._slices.values())
+    tensors += [shard.flat_partition for shard in optimizer.averaged_gradients.values() if shard is not None]
+    tensors += [p.grad for group in optimizer.bit16_groups for p in group if p.grad is not None and p.numel()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def test_stock_accessors_see_whole_states(ranks: Any) -> None:
+    for rows in ranks(4).run(accessors_case):
+        for name, weights, gradients, momenta in rows:
+            assert max(weights, gradients, momenta) <= 1e-6, (name, weights, gradients, momenta)
+
+
+def accessors_case() -> list[tuple[str, float, float, float]]:
+    """Largest differences to stock of what safe_get_full_* returns after the backward of a second step."""
+    import torch
+    import training
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
+    job = training.Job(accumulation=2)
+
+    def look(zero: dict[str, Any]) -> list[list[torch.Tensor]]:
+        engine, model = training.make_engine(job, zero)
+        data = training.batches(job)
+        for number in range(4):
+            training.micro_step(engine, job, number, *next(data))
+            if number < 3:
+                engine.step()
+        used = [p for layer in model.layers for p in layer.parameters()]
+        seen = [
+            [safe_get_full_fp32_param(p) for p in used],
+            [safe_get_full_grad(p) for p in used],
+            [safe_get_full_optimizer_state(p, "momentum_buffer") for p in used],
+        ]
+        engine.destroy()
+        return seen
+
+    stock = look({"stage": 2})
+    rows = []
+    for name in REPLICATED:
+        ours = look({"paro_strategy": name, "paro_group_size": 2})
+        a, b, c = (
+            max((x - y).abs().max().item() for x, y in zip(mine, theirs, strict=True))
+            for mine, theirs in zip(ours, stock, strict=True)
+        )
+        rows.append((name, a, b, c))
+    return rows
+
+
+def test_a_checkpoint_resumes_and_converts(ranks: Any, tmp_path: Path) -> None:
+    for rows in ranks(4).run(checkpoint_case, str(tmp_path)):
+        for name, resumed, exported in rows:
+            assert resumed == 0.0 and exported == 0.0, (name, resumed, exported)
+
+
+def checkpoint_case(folder: str) -> list[tuple[str, float, float]]:
+    """Differences of a resumed run to an uninterrupted one, and of zero_to_fp32's weights to the model's."""
+    import torch
+    import training
+    from deepspeed import comm as dist
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    job = training.Job(accumulation=1, groups=2)
+    rows = []
+    for name in REPLICATED:
+        zero = {"paro_strategy": name, "paro_group_size": 2}
+        engine, model = training.make_engine(job, zero)
+        data = training.batches(job)
+        steps = [next(data) for _ in range(4)]
+
+        def run(engine: Any, batches: list[Any]) -> None:
+            for x, y in batches:
+                training.micro_step(engine, job, 0, x, y)
+                engine.step()
+
+        run(engine, steps[:2])
+        engine.save_checkpoint(f"{folder}/{name}")
+        saved = {key: value.clone() for key, value in model.state_dict().items()}
+        run(engine, steps[2:])
+        whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+        engine.destroy()
+
+        engine, model = training.make_engine(job, zero)
+        engine.load_checkpoint(f"{folder}/{name}")
+        run(engine, steps[2:])
+        resumed = torch.cat([p.detach().flatten() for p in model.parameters()])
+        engine.destroy()
+        dist.barrier()
+        exported = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}")
+        gap = max((exported[k] - saved[k]).abs().max().item() for k in saved if saved[k].numel())
+        rows.append((name, (whole - resumed).abs().max().item(), gap))
+    return rows
