@@ -111,6 +111,7 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
         NotImplementedError: the strategy is valid, but cuts parameters.
     """
     from deepspeed import comm as dist
+    from deepspeed.utils import log_dist
 
     strategy = active_strategy(config)
     if strategy is None:
@@ -126,6 +127,12 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
             raise ValueError(
                 f"{key} cannot be combined with {SECTION}.{STRATEGY} {strategy.name}: {why}. Remove one of the two."
             )
+    if not config.zero_config.use_multi_rank_bucket_allreduce:
+        log_dist(
+            f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: a bucket is "
+            f"reduced to the owners of its parts either way",
+            ranks=[0],
+        )
     size = config.zero_config.paro_group_size
     if not dist.is_initialized():
         return

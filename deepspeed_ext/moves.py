@@ -344,7 +344,7 @@ class Moves:
         return [run for run in runs if target == Placement.I or run.row == self.inter.rank]
 
     def sync_slice(self, window: Tensor, target: Placement) -> Transfer:
-        """I -> G -> ``target`` of a window of a slice.
+        """I -> G -> ``target`` of a window of a slice: a reduce, or an all-reduce where the target is coarser than G.
 
         Args:
             window: (rows, width), contiguous: a window of each chunk of the I-slice; may be overwritten.
@@ -357,11 +357,20 @@ class Moves:
         if target == Placement.G:
             return (yield from self.inter.reduce_scatter(window.view(-1), [window.shape[1]] * self.inter.size))
         total = yield from self.inter.all_reduce(window.view(-1))
-        if target == Placement.N:
-            total = yield from self.intra.all_gather(total)
-        return total
+        return (yield from self.gather(total, Placement.I, target))
 
-    def gather_window(self, shard: Tensor) -> Transfer:
-        """G -> N of a window of this rank's chunk (1D): 1D of cols x rows x width elements, in that order."""
-        column = yield from self.inter.all_gather(shard)
-        return (yield from self.intra.all_gather(column))
+    def gather(self, shard: Tensor, source: Placement, target: Placement) -> Transfer:
+        """G -> I, I -> N or G -> N of a window of this rank's shard: between groups first, while it is smallest.
+
+        Args:
+            shard: 1D; for G a window of this rank's chunk (``width`` elements), for I the same of each row of its
+                slice (``rows * width``).
+
+        Returns:
+            1D: for I ``rows * width`` elements, for N ``cols * rows * width``, in that order.
+        """
+        if source == Placement.G > target:
+            shard = yield from self.inter.all_gather(shard)
+        if source > target == Placement.N:
+            shard = yield from self.intra.all_gather(shard)
+        return shard

@@ -92,7 +92,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         elements_per_buffer: int,
     ) -> None:
         """The same without ``contiguous_gradients``: the bucket is a list of gradients."""
-        self._reduce_bucket([grad.view(-1) for grad in grads], grad_params, communication_data_type)
+        self._reduce_bucket([grad.reshape(-1) for grad in grads], grad_params, communication_data_type)
 
     def _reduce_bucket(self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype) -> None:
         if not params:
@@ -213,9 +213,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         self._wait_for_reductions()
         self._slices.clear()
         if self.cpu_offload:
-            for group, params in enumerate(self.params_in_partition):
-                for param in params:
-                    super().copy_grads_in_partition(param, group)
+            self._copy_shards_to_cpu()
 
     def _sync_window(self, group: int, gradients: Tensor, start: int, width: int) -> Transfer:
         target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]
@@ -237,7 +235,18 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """For each parameter of a bucket. Nothing to copy yet: shards are complete after ``_sync_gradients``."""
+        if self.cpu_offload:
+            self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
+
+    def _copy_shards_to_cpu(self) -> None:
+        """Hand complete shards to the offloaded optimizer, with the norms and the overflow flag that it reads."""
+        used = set(self._offload_accumulated_param_ids)
+        for group, params in enumerate(self.params_in_partition):
+            for param in params:
+                super().copy_grads_in_partition(param, group)
+                if self.get_param_id(param) not in used:  # has no norm, which ignore_unused_parameters looks for
+                    del self.norm_for_param_grads[self.get_param_id(param)]
 
     def reset_cpu_buffers(self) -> None:
         """Also drop the shards: with offload the parent would add the next step's gradients to a skipped step's."""
@@ -265,7 +274,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         return True
 
     def _gather_window(self, flat: Tensor, layout: FlatLayout, window: Tensor, start: int) -> Transfer:
-        cells = yield from self._moves.gather_window(window)
+        cells = yield from self._moves.gather(window, self.strategy.os, self.strategy.p)
         layout.place(flat.detach(), start, cells.view(layout.cols, layout.rows, -1))
         return cells
 
@@ -279,7 +288,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         for event in bucket.ready_events.values() if bucket else ():
             stream.wait_event(event)
         if self.overlap_comm and not accelerator.resolves_data_dependency():
-            for producer in (bucket.copy_streams if bucket else None) or {accelerator.current_stream()}:
+            for producer in {accelerator.current_stream(), *(bucket.copy_streams if bucket else ())}:
                 stream.wait_stream(producer)
             accelerator.current_stream().wait_stream(stream)
             for tensor in tensors:

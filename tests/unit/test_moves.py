@@ -101,19 +101,31 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
 
 
 @settings(max_examples=10, deadline=None)
-@given(splits=some.lists(some.integers(0, 40), min_size=3, max_size=3), numel=some.integers(0, 50))
+@given(splits=some.lists(some.integers(0, 40), min_size=4, max_size=4), numel=some.integers(0, 50))
 def test_hops_agree_whatever_way_they_take(ranks: Any, splits: list[int], numel: int) -> None:
-    for rank, answers in enumerate(ranks(3).run(hops_case, splits, numel)):
+    for rank, answers in enumerate(ranks(4).run(hops_case, splits, numel)):
         assert len(answers) == 4
         for kind, part, whole, gathered in answers:
             start = sum(splits[:rank])
-            assert part == [3.0 * i + 3 for i in range(start, start + splits[rank])], kind
-            assert whole == [3.0 * i + 3 for i in range(numel)], kind
-            assert gathered == [float(r) for r in range(3) for _ in range(splits[0])], kind
+            assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
+            assert whole == [4.0 * i + 6 for i in range(numel)], kind
+            assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
+
+
+def result(move: Any) -> list[float]:
+    """Run a transfer and return what it gives."""
+    kept: list[torch.Tensor] = []
+
+    def keep() -> Any:
+        kept.append((yield from move))
+        return kept[0]
+
+    InFlight(overlap=False).submit(keep())
+    return kept[0].tolist()
 
 
 def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], list[float], list[float]]]:
-    """Element i of rank r is i + r: sums over three ranks are 3 i + 3."""
+    """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     from deepspeed import comm as dist
 
     from deepspeed_ext.moves import AllReduceHop, ExchangeHop, NativeHop, make_hop
@@ -124,17 +136,6 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
 
     def data(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32) + rank
-
-    def result(move: Any) -> list[float]:
-        kept: list[torch.Tensor] = []
-
-        def keep() -> Any:
-            kept.append((yield from move))
-            return kept[0]
-
-        in_flight = InFlight(overlap=False)
-        in_flight.submit(keep())
-        return kept[0].tolist()
 
     return [
         (
@@ -148,24 +149,49 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
 
 
 def test_sums_of_16_bit_gradients_are_taken_in_fp32_and_in_rank_order(ranks: Any) -> None:
-    answers = ranks(3).run(precision_case)
+    answers = ranks(4).run(precision_case)
     assert all(answer == answers[0] for answer in answers)
     exact, summed = answers[0]
     assert summed == exact
 
 
 def precision_case() -> tuple[float, float]:
-    """256 + 1 + 1 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
+    """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
     from deepspeed import comm as dist
 
     from deepspeed_ext.moves import ExchangeHop
 
-    value = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
-    kept = []
+    value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
+    return 258.0, result(ExchangeHop(dist.get_world_group()).all_reduce(value))[0]
 
-    def keep() -> Any:
-        kept.append((yield from ExchangeHop(dist.get_world_group()).all_reduce(value)))
-        return kept[0]
 
-    InFlight(overlap=False).submit(keep())
-    return 258.0, kept[0][0].item()
+def test_gathers_follow_the_placements(ranks: Any) -> None:
+    for rank, answers in enumerate(ranks(6).run(gathers_case)):
+        number = rank % 3  # in the group; ranks 0..2 are one group, 3..5 the other; rank r holds [r, r + 0.5]
+        column = [float(number), number + 0.5, number + 3.0, number + 3.5]
+        everything = [v for i in range(3) for v in (i, i + 0.5, i + 3.0, i + 3.5)]
+        assert answers == {
+            "GI": column,
+            "GN": everything,
+            "IN": [v for i in range(3) for v in (rank - number + i, rank - number + i + 0.5)],
+            **{same: [float(rank), rank + 0.5] for same in ("GG", "II", "NN")},
+        }
+
+
+def gathers_case() -> dict[str, list[float]]:
+    """What each gather gives on 6 ranks in groups of 3."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.moves import Moves, make_hop
+    from deepspeed_ext.placement import Placement
+    from deepspeed_ext.topology import get_topology
+
+    topology = get_topology(None, 3)
+    moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
+    shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
+    return {
+        source.name + target.name: result(moves.gather(shard, source, target))
+        for source in Placement
+        for target in Placement
+        if source >= target
+    }

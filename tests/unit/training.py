@@ -6,6 +6,7 @@
 returns plain numbers: the process that runs pytest does not import torch.
 """
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,9 @@ class Job:
         skipped: (micro-step, layer): layers that this micro-step does not use.
         overflow: (micro-step, rank): where the loss becomes infinite.
         backward: "engine" for engine.backward, "loss" for loss.backward().
-        boundary: "engine" decides, "user" sets it, or "step" (managed_gradient_accumulation false).
+        boundary: "engine" decides, "user" sets it, "step" (managed_gradient_accumulation false), or "coalesce": all
+            micro-steps in engine.coalesce_grad_reduction().
+        tensor_parallel: ranks of each data-parallel group's neighbors; see ``ModelParallelUnit``.
         no_sync: whether micro-steps before the last run in engine.no_sync().
         checkpointing: None, or use_reentrant of torch's activation checkpointing.
     """
@@ -55,6 +58,7 @@ class Job:
     boundary: str = "engine"
     no_sync: bool = False
     checkpointing: bool | None = None
+    tensor_parallel: int = 1
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -104,7 +108,7 @@ def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
         learning.update(lr=1e-2, eps=1e-3, torch_adam=True)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": job.accumulation,
+        "gradient_accumulation_steps": 1 if job.boundary == "coalesce" else job.accumulation,
         "optimizer": {"type": job.optimizer, "params": learning},
         "gradient_clipping": job.clipping,
         "zero_optimization": {**job.zero, **zero},
@@ -129,6 +133,37 @@ def parameter_groups(model: Network, job: Job) -> list[dict[str, Any]]:
     return [{"params": parameters[i :: job.groups], "lr": 0.1 / (i + 1)} for i in range(job.groups)]
 
 
+class ModelParallelUnit:
+    """Tells DeepSpeed of ``size`` tensor-parallel ranks side by side; the model of the tests is not really cut."""
+
+    def __init__(self, size: int) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        tensor = [list(range(first, first + size)) for first in range(0, world, size)]
+        data = [list(range(first, world, size)) for first in range(size)]
+        self._tensor, self._data = (
+            next(group for ranks, group in [(r, dist.new_group(r)) for r in all_ranks] if rank in ranks)
+            for all_ranks in (tensor, data)
+        )
+
+    def get_model_parallel_group(self) -> Any:
+        return self._tensor
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._tensor)
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._tensor)
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+    def get_data_parallel_rank(self) -> int:
+        return dist.get_rank(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._data)
+
+
 def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
     """Engine and model of a job, from a fixed seed."""
     if job.dtype == "fp16":
@@ -136,7 +171,10 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
     torch.manual_seed(7)
     model = Network(job.sizes, job.checkpointing)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameter_groups(model, job), config=configuration(job, zero)
+        model=model,
+        model_parameters=parameter_groups(model, job),
+        config=configuration(job, zero),
+        mpu=ModelParallelUnit(job.tensor_parallel) if job.tensor_parallel > 1 else None,
     )
     return engine, model
 
@@ -171,22 +209,22 @@ def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = N
     engine, model = make_engine(job, zero)
     data = batches(job)
     record = Record([], torch.empty(0), [], [], [])
-    for number in range(job.steps * job.accumulation):
-        last = (number + 1) % job.accumulation == 0
-        if job.boundary == "user":
-            engine.set_gradient_accumulation_boundary(last)
-        if job.no_sync and not last:
-            with engine.no_sync():
-                record.losses.append(micro_step(engine, job, number, *next(data)))
-            engine.micro_steps += 1  # no_sync leaves the counting to the caller
-            continue
-        record.losses.append(micro_step(engine, job, number, *next(data)))
-        if last or job.boundary == "engine":
-            engine.step()
-        if last:
-            record.norms.append(float(engine.get_global_grad_norm() or 0.0))
-            record.scales.append(float(engine.optimizer.loss_scale))
-            record.applied.append(engine.was_step_applied())
+    for step in range(job.steps):
+        with engine.coalesce_grad_reduction() if job.boundary == "coalesce" else contextlib.nullcontext():
+            for number in range(step * job.accumulation, (step + 1) * job.accumulation):
+                last = (number + 1) % job.accumulation == 0
+                if job.boundary == "user":
+                    engine.set_gradient_accumulation_boundary(last)
+                with engine.no_sync() if job.no_sync and not last else contextlib.nullcontext():
+                    record.losses.append(micro_step(engine, job, number, *next(data)))
+                if job.no_sync and not last:
+                    engine.micro_steps += 1  # no_sync leaves the counting to the caller
+                elif job.boundary == "engine" and not last:
+                    engine.step()
+        engine.step()
+        record.norms.append(float(engine.get_global_grad_norm() or 0.0))
+        record.scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))  # BF16_Optimizer has none
+        record.applied.append(engine.was_step_applied())
     if look is not None:
         look(engine)
     weights = torch.cat([p.detach().float().flatten() for p in model.parameters()])
@@ -226,6 +264,14 @@ def difference(name: str, ours: Record, stock: Record, optimizer: str) -> Differ
         (ours.scales, ours.applied) == (stock.scales, stock.applied),
         optimizer,
     )
+
+
+def stock_spread(job: Job) -> tuple[float, float]:
+    """How far stock stages 1 and 2 lie apart in weights (relative) and losses, but at least an ulp of the dtype."""
+    one, two = (train(job, {"stage": stage}) for stage in (1, 2))
+    apart = difference("stock", one, two, "")
+    ulp = torch.finfo(DTYPES[job.dtype]).eps
+    return max(apart.weights, ulp / 2), max(apart.losses, ulp)
 
 
 def compare(job: Job, group_size: int, strategies: Sequence[str] = REPLICATED, stage: int = 2) -> list[Difference]:

@@ -55,6 +55,29 @@ def held_gradients(optimizer: Any) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_in_flight_when_a_backward_has_returned(ranks: Any, overlap: bool) -> None:
+    assert ranks(4).run(in_flight_case, overlap) == [[0] * 3 * len(REPLICATED)] * 4
+
+
+def in_flight_case(overlap: bool) -> list[int]:
+    """Open transfers after each of three micro-steps, of which the last is the boundary."""
+    import training
+
+    zero = {"overlap_comm": overlap, "reduce_bucket_size": 300}
+    job = training.Job(accumulation=3)
+    counts = []
+    for name in REPLICATED:
+        engine, _ = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2, **zero})
+        data = training.batches(job)
+        for number in range(3):
+            training.micro_step(engine, job, number, *next(data))
+            counts.append(len(engine.optimizer._in_flight._open))
+            engine.step()
+        engine.destroy()
+    return counts
+
+
 def test_stock_accessors_see_whole_states(ranks: Any) -> None:
     for rows in ranks(4).run(accessors_case):
         for name, weights, gradients, momenta in rows:
