@@ -1,0 +1,391 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Train the same model twice, with stock ZeRO-3 and with a PaRO strategy, and show what differs.
+
+Both runs use the stock ``deepspeed`` launcher, the same script and the same data; only the configuration file is
+another. The losses must agree, and the bytes that cross between groups must be those of the formula. All ranks are
+CPU processes on this machine, which count as ``ranks / group size`` groups: the bytes are exact (they are read from
+the kernel's counters), the seconds say nothing about a cluster, whose links between groups are slow.
+
+Exit status 0 if every check passes, 1 if one fails, 2 if there was nothing to check.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+from deepspeed_ext.placement import Cluster, ModelStates, Strategy, Volume, parse_strategy
+
+SCRIPTS = Path(__file__).resolve().parent
+LOSS_BOUND = 1e-5
+BYTES_BOUND = 0.02
+COLORS = ("#7a8ba6", "#d9622b")
+MEGABYTE = 1e6
+_STAGES = {1: "NNG", 2: "NGG", 3: "GGG"}
+_BAR = re.compile(rb"\w+: +\d+%\|.*\]")  # what tqdm draws
+
+
+class RunFailed(Exception):
+    """A training run ended with an error or did not end in time."""
+
+
+@dataclass
+class Run:
+    """One finished training run: its configuration, what train.py reported, and how long all of it took."""
+
+    config: dict[str, Any]
+    report: dict[str, Any]
+    wall_seconds: float
+
+    @property
+    def strategy(self) -> Strategy:
+        return strategy_of(self.config)
+
+    @property
+    def label(self) -> str:
+        return label_of(self.config)
+
+    @property
+    def losses(self) -> list[float]:
+        return [step["loss"] for step in self.report["steps"]]
+
+    @property
+    def measured(self) -> Volume:
+        """Bytes that a rank received in the last step, mean over the ranks."""
+        summary = self.report["summary"]
+        return Volume(summary["intra_bytes"], summary["inter_bytes"])
+
+    @property
+    def formula(self) -> Volume:
+        """Bytes that a rank must receive in a step, from the strategy's three letters."""
+        report = self.report
+        cluster = Cluster(report["world_size"], report["group_size"])
+        width = report["parameter_bytes"] // report["parameters"]
+        states = ModelStates.of(report["parameters"], parameter_bytes=width, gradient_bytes=width)
+        return self.strategy.volume(cluster, states, report["gradient_accumulation_steps"])
+
+
+@dataclass
+class Check:
+    """One line of the verdict: a number and the bound that it must keep."""
+
+    what: str
+    value: float
+    bound: float
+    unit: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound
+
+    def __str__(self) -> str:
+        verdict = "PASS" if self.passed else "FAIL"
+        return f"{verdict}  {self.what}: {self.value:.2g}{self.unit} (bound {self.bound:g}{self.unit})"
+
+
+def strategy_of(config: dict[str, Any]) -> Strategy:
+    """The strategy that a configuration asks for; a stock ZeRO stage is one of the strategies, too."""
+    section = config["zero_optimization"]
+    return parse_strategy(section["paro_strategy"] if "paro_strategy" in section else _STAGES[section["stage"]])
+
+
+def label_of(config: dict[str, Any]) -> str:
+    section = config["zero_optimization"]
+    return section["paro_strategy"] if "paro_strategy" in section else f"ZeRO-{section['stage']}"
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, so that two runs side by side do not meet."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def environment() -> dict[str, str]:
+    """The caller's environment, made fit for several CPU ranks on one machine."""
+    env = dict(os.environ)
+    env["OMP_NUM_THREADS"] = "1"  # more threads than cores make every rank wait for the others
+    env["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed's default folder for compiled operators is shared by all environments of a user, which then rebuild
+    # one another's files, and wait forever for a lock that a killed build left behind.
+    env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    # The launcher and ninja lie beside this Python, also where the environment was not activated.
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    return env
+
+
+def split_output(stream: IO[bytes], log: IO[bytes]) -> None:
+    """Show progress bars on the terminal and keep all other output for the log, until the stream ends."""
+    pending = b""
+    while chunk := os.read(stream.fileno(), 65536):
+        *pieces, pending = re.split(rb"[\r\n]", pending + chunk)
+        if _BAR.match(pending):  # a bar that stands has no end of line yet
+            pieces.append(pending)
+            pending = b""
+        for piece in pieces:
+            if bar := _BAR.match(piece):
+                sys.stderr.write(f"\r{bar.group().decode(errors='replace')}  ")
+                sys.stderr.flush()
+            elif piece.strip():
+                log.write(piece + b"\n")
+    log.write(pending)
+    sys.stderr.write("\n")
+
+
+def launch(command: list[str], log_path: Path, timeout: float) -> None:
+    """Run the command in a process group of its own, so that no rank outlives a time-out or an interrupt.
+
+    Raises:
+        RunFailed: it failed, or was still running after ``timeout`` seconds.
+    """
+    env = environment()
+    expired = threading.Event()
+    with log_path.open("wb", buffering=0) as log:  # whoever follows the log sees each line at once
+        process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+        def expire() -> None:
+            expired.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(timeout, expire)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            split_output(process.stdout, log)
+            process.wait()
+        finally:
+            timer.cancel()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode == 0:
+        return
+    tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-40:])
+    why = f"exit status {process.returncode}"
+    if expired.is_set():
+        locks = [str(path) for path in Path(env["TORCH_EXTENSIONS_DIR"]).rglob("lock")]
+        why = f"not finished after {timeout:.0f} s"
+        why += f"; a build that was cut off may have left {', '.join(locks)}: delete it" if locks else ""
+    raise RunFailed(f"{tail}\n\nrun failed: {why}\ncommand: {' '.join(command)}\nwhole log: {log_path}")
+
+
+def remove_shared_memory(port: int) -> None:
+    """Free what DeepSpeed's shared-memory operator leaves behind: 66 MiB a rank, which nothing else unlinks."""
+    for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        buffer.unlink(missing_ok=True)
+
+
+def train(path: Path, group_size: int, log_path: Path, args: argparse.Namespace) -> Run:
+    """Train once with this configuration under the stock launcher."""
+    launcher = shutil.which("deepspeed", path=environment()["PATH"])
+    if launcher is None:
+        raise RunFailed("the deepspeed launcher was not found: is DeepSpeed installed in this environment?")
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        port = free_port()
+        command = [launcher, "--num_accelerators", str(args.ranks), "--master_port", str(port)]
+        command += [str(SCRIPTS / "train.py"), "--deepspeed", "--deepspeed_config", str(path)]
+        command += ["--steps", str(args.steps), "--group-size", str(group_size), "--report", str(report)]
+        try:
+            launch(command, log_path, args.timeout)
+        finally:
+            remove_shared_memory(port)
+        loaded = json.loads(report.read_text())
+    return Run(loaded["config"], loaded, time.perf_counter() - begin)
+
+
+def print_losses(a: Run, b: Run) -> None:
+    print(f"\n{'step':>4}  {'loss ' + a.label:>14}  {'loss ' + b.label:>14}  {'difference':>11}")
+    for index, (left, right) in enumerate(zip(a.losses, b.losses, strict=True)):
+        print(f"{index:>4}  {left:>14.6f}  {right:>14.6f}  {right - left:>+11.1e}")
+
+
+def print_costs(runs: tuple[Run, Run]) -> None:
+    report = runs[0].report
+    groups = report["world_size"] // report["group_size"]
+    print(
+        f"\n{report['parameters'] / 1e6:.2f} M parameters, {report['world_size']} ranks in {groups} groups, "
+        f"{report['gradient_accumulation_steps']} micro-batches a step; MB that a rank receives in one step:"
+    )
+    print(f"{'':<16}{'':<9}{'measured':>10}{'formula':>10}{'deviation':>11}")
+    for kind, title in (("inter", "between groups"), ("intra", "within a group")):
+        for run in runs:
+            measured, formula = getattr(run.measured, kind), getattr(run.formula, kind)
+            print(
+                f"{title:<16}{run.label:<9}{measured / MEGABYTE:>10.3f}{formula / MEGABYTE:>10.3f}"
+                f"{measured / formula - 1:>+11.1%}"
+            )
+    for run in runs:
+        summary = run.report["summary"]
+        print(
+            f"{'step time':<16}{run.label:<9}{summary['seconds_median']:>8.2f} s   (median; "
+            f"{summary['seconds_min']:.2f} to {summary['seconds_max']:.2f} s; whole run {run.wall_seconds:.0f} s)"
+        )
+
+
+def checks_of(a: Run, b: Run) -> list[Check]:
+    """What must hold: the same training, and B's traffic between groups as the formula says."""
+    loss = max(abs(left - right) for left, right in zip(a.losses, b.losses, strict=True))
+    deviation = abs(b.measured.inter / b.formula.inter - 1)
+    share, due = b.measured.inter / a.measured.inter, b.formula.inter / a.formula.inter
+    return [
+        Check(f"largest difference of the losses, {b.label} against {a.label}", loss, LOSS_BOUND),
+        Check(f"bytes between groups of {b.label} against the formula", 100 * deviation, 100 * BYTES_BOUND, " %"),
+        Check(f"bytes between groups of {b.label} as a share of {a.label}'s", 100 * share, round(100 * due, 1), " %"),
+    ]
+
+
+def print_verdict(a: Run, b: Run, checks: list[Check]) -> None:
+    ideal, measured = a.formula.inter / b.formula.inter, a.measured.inter / b.measured.inter
+    print()
+    for check in checks:
+        print(check)
+    print(f"INFO  bytes between groups, {a.label} / {b.label}: {ideal:.1f} by formula, {measured:.1f} measured")
+    print(
+        f"      The formula is the fair figure: it is {a.label} with ideal collectives. gloo gives {a.label} a "
+        "reduce-scatter\n      that sends as much as an all-reduce, and flat rings that cross between groups more "
+        "often than need be."
+    )
+
+
+def draw_losses(axes: Axes, a: Run, b: Run, checks: list[Check]) -> None:
+    axes.plot(a.losses, color=COLORS[0], linewidth=6, alpha=0.6, label=a.label, solid_capstyle="round")
+    axes.plot(b.losses, color=COLORS[1], linewidth=1.5, marker="o", markersize=3.5, label=b.label)
+    axes.set(title="Loss", xlabel="optimizer step", ylabel="loss (nats per byte)")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.text(0.97, 0.72, f"largest difference {checks[0].value:.1e}", transform=axes.transAxes, ha="right")
+    axes.legend(frameon=False, loc="upper right")
+
+
+def draw_bytes(axes: Axes, runs: tuple[Run, Run]) -> None:
+    measured = [run.measured.inter / MEGABYTE for run in runs]
+    formula = [run.formula.inter / MEGABYTE for run in runs]
+    axes.bar([run.label for run in runs], measured, width=0.55, color=COLORS)
+    axes.hlines(formula, [-0.36, 0.64], [0.36, 1.36], color="black", linewidth=1.5, label="formula")
+    for index, (seen, due) in enumerate(zip(measured, formula, strict=True)):
+        label = f"{seen:.1f} MB\n(formula {due:.1f})"
+        axes.text(index, max(seen, due) + 0.015 * max(measured), label, ha="center", va="bottom")
+    axes.set(title="Bytes between groups", ylabel="MB received per rank and step", ylim=(0, 1.18 * max(measured)))
+    axes.legend(frameon=False, loc="upper right")
+
+
+def draw_seconds(axes: Axes, runs: tuple[Run, Run]) -> None:
+    for index, run in enumerate(runs):
+        seconds = [step["seconds"] for step in run.report["steps"][1:]]
+        median = run.report["summary"]["seconds_median"]
+        # The points are spread sideways in the order of the steps, so that none hides another.
+        places = [index - 0.2 + 0.4 * position / max(len(seconds) - 1, 1) for position in range(len(seconds))]
+        axes.scatter(places, seconds, s=14, color=COLORS[index], alpha=0.8, linewidths=0)
+        axes.hlines(median, index - 0.3, index + 0.3, color="black", linewidth=1.5, label="median" if index else None)
+        axes.text(index + 0.33, median, f"{median:.2f} s", va="center")
+    axes.set_xticks([0, 1], [run.label for run in runs])
+    axes.set(title="Step time on this machine (no slow links)", ylabel="seconds per step", xlim=(-0.6, 1.75))
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="lower right")
+
+
+def draw(path: Path, a: Run, b: Run, checks: list[Check]) -> None:
+    """One picture of the comparison: losses, bytes between groups, seconds."""
+    report = a.report
+    pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, wspace=0.03)
+    draw_losses(left, a, b, checks)
+    draw_bytes(middle, (a, b))
+    draw_seconds(right, (a, b))
+    groups = report["world_size"] // report["group_size"]
+    figure.suptitle(
+        f"{b.label} against {a.label}: {report['parameters'] / 1e6:.1f} M parameters, {report['world_size']} CPU "
+        f"ranks in {groups} groups on one machine, gloo, {report['gradient_accumulation_steps']} micro-batches a step",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def write_rows(path: Path, runs: tuple[Run, Run], checks: list[Check]) -> None:
+    """All numbers behind the table and the picture."""
+    rows = {
+        "runs": [
+            {
+                "label": run.label,
+                "strategy": run.strategy.name,
+                "wall_seconds": run.wall_seconds,
+                "formula": {"intra_bytes": run.formula.intra, "inter_bytes": run.formula.inter},
+                **run.report,
+            }
+            for run in runs
+        ],
+        "checks": [
+            {"what": check.what, "value": check.value, "bound": check.bound, "passed": check.passed}
+            for check in checks
+        ],
+    }
+    path.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare two DeepSpeed configurations on this machine's CPU.")
+    configs = [SCRIPTS / "configs" / name for name in ("zero3.json", "nig.json")]
+    parser.add_argument("configs", nargs="*", type=Path, default=configs, help="two configurations: A, then B")
+    parser.add_argument("--ranks", type=int, default=4, help="processes to train with")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that one run may take")
+    parser.add_argument("--output", type=Path, default=Path("quickstart.png"), help="the picture; rows beside it")
+    args = parser.parse_args()
+    if len(args.configs) != 2:
+        parser.error(f"expected two configurations, got {len(args.configs)}")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    # A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets launch() clean up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sections = [json.loads(path.read_text())["zero_optimization"] for path in args.configs]
+    group_size = next((s["paro_group_size"] for s in reversed(sections) if "paro_group_size" in s), 2)
+    if not 1 < group_size < args.ranks:
+        print(f"expected groups of 2 to {args.ranks - 1} of the {args.ranks} ranks, got {group_size}", file=sys.stderr)
+        return 2
+    runs = []
+    for path in args.configs:
+        log_path = args.output.with_name(f"{args.output.stem}-{path.stem}.log").resolve()
+        print(f"training with {path.name} on {args.ranks} CPU ranks; log: {log_path}", flush=True)
+        try:
+            runs.append(train(path.resolve(), group_size, log_path, args))
+        except RunFailed as failure:
+            print(failure, file=sys.stderr)
+            return 2
+    a, b = runs
+    checks = checks_of(a, b)
+    print_losses(a, b)
+    print_costs((a, b))
+    write_rows(args.output.with_suffix(".json"), (a, b), checks)
+    draw(args.output, a, b, checks)
+    print_verdict(a, b, checks)
+    print(f"picture: {args.output}, rows: {args.output.with_suffix('.json')}")
+    return 0 if all(check.passed for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
