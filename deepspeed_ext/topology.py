@@ -78,7 +78,7 @@ class Topology:
         world: the data-parallel group itself.
         intra: this rank's group.
         inter: the ranks of its number in all groups.
-        alone: this rank only; what a state that is not cut is "sharded" over.
+        alone: this rank only, what a state that is not cut is "sharded" over; None unless asked for.
     """
 
     cluster: Cluster
@@ -86,26 +86,11 @@ class Topology:
     world: Any
     intra: Any
     inter: Any
-    alone: Any
+    alone: Any = None
 
     def shard_group(self, placement: Placement) -> Any:
         """The process group over which a state in this placement is cut."""
         return {Placement.N: self.alone, Placement.I: self.intra, Placement.G: self.world}[placement]
-
-
-def _new_group(ranks: list[int]) -> Any:
-    """A process group made by its members only.
-
-    ``deepspeed.comm.new_group`` is collective over the whole world: every rank would have to make every group of
-    every data-parallel group, k + m + n of them each, and know all of their ranks.
-    """
-    import torch.distributed
-
-    return torch.distributed.new_group(ranks, use_local_synchronization=True)
-
-
-# Two engines over one data-parallel group share its groups. Weak keys: destroyed groups take their entry along.
-_topologies: "weakref.WeakKeyDictionary[Any, dict[int, Topology]]" = weakref.WeakKeyDictionary()
 
 
 def data_parallel_ranks(group: Any) -> list[int]:
@@ -115,10 +100,19 @@ def data_parallel_ranks(group: Any) -> list[int]:
     return [dist.get_global_rank(group, i) for i in range(dist.get_world_size(group=group))]
 
 
-def get_topology(group: Any, group_size: int | None = None) -> Topology:
-    """The topology of a data-parallel group, made at the first call and shared afterwards.
+# Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along.
+_made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, int], Any]]" = weakref.WeakKeyDictionary()
 
-    Collective over ``group``. ``group_size`` None means the data-parallel ranks per node.
+
+def get_topology(group: Any, group_size: int | None = None, alone: bool = False) -> Topology:
+    """The topology of a data-parallel group; its process groups are made at the first call and shared afterwards.
+
+    Collective over all ranks, those of other data-parallel groups included.
+
+    Args:
+        group: a process group, or None for all ranks.
+        group_size: m; None means the data-parallel ranks per node.
+        alone: whether groups of one rank are needed too; there are as many of them as ranks.
 
     Raises:
         ValueError: no such group size; see ``Cluster`` and ``default_group_size``.
@@ -128,16 +122,38 @@ def get_topology(group: Any, group_size: int | None = None) -> Topology:
     group = dist.get_world_group() if group is None else group
     ranks = data_parallel_ranks(group)
     m = default_group_size(ranks, ranks_per_node()) if group_size is None else group_size
-    cluster = Cluster(len(ranks), m)
-    known = _topologies.setdefault(group, {})
-    if m not in known:
-        rank = dist.get_rank(group=group)
-        known[m] = Topology(
-            cluster,
-            rank,
-            group,
-            intra=_new_group(intra_ranks(ranks, m, rank)),
-            inter=_new_group(inter_ranks(ranks, m, rank)),
-            alone=_new_group([ranks[rank]]),
-        )
-    return known[m]
+    cluster, made = Cluster(len(ranks), m), _made.setdefault(group, {})
+    wanted = [("intra", m), ("inter", m), *([("alone", 1)] if alone else [])]
+    missing = [key for key in wanted if key not in made]
+    if missing:
+        made.update(_make_groups(ranks, missing))
+    return Topology(cluster, dist.get_rank(group=group), group, *(made[key] for key in wanted))
+
+
+def _make_groups(ranks: list[int], keys: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
+    """Make the groups of these kinds in every data-parallel group; returns those that this rank is in.
+
+    Every rank makes every group, in one order. A group made by its members alone (``use_local_synchronization``)
+    would cost less, but over NCCL it is split off the world's communicator, which needs all ranks to take part.
+    """
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+
+    # A data-parallel group is known by its first rank; group sizes may differ from one to the next.
+    mine = torch.tensor([ranks[0], *(m for _, m in keys)], device=get_accelerator().current_device_name())
+    everybody = mine.new_empty(dist.get_world_size() * mine.numel())
+    dist.all_gather_into_tensor(everybody, mine)
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in enumerate(everybody.view(-1, mine.numel()).tolist()):
+        members.setdefault(tuple(row), []).append(rank)
+
+    made = {}
+    for (_, *sizes), group_ranks in sorted(members.items()):
+        for (kind, _), m in zip(keys, sizes, strict=True):
+            of = inter_ranks if kind == "inter" else intra_ranks
+            for first in range(m) if kind == "inter" else range(0, len(group_ranks), m):
+                group = dist.new_group(of(group_ranks, m, first))
+                if dist.get_rank() in of(group_ranks, m, first):
+                    made[kind, m] = group
+    return made

@@ -14,7 +14,7 @@ from deepspeed.utils import log_dist
 
 import deepspeed_ext
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
-from deepspeed_ext.placement import Strategy
+from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology, get_topology
 from deepspeed_ext.zero.replicated import ReplicatedOptimizer
 
@@ -29,7 +29,8 @@ def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: An
         ValueError: the model or the optimizer is of a kind that the strategy does not support.
     """
     refuse_unsupported(strategy, engine, optimizer)
-    topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size)
+    group_size = engine._config.zero_config.paro_group_size
+    topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
     announce(strategy, topology)
     make = functools.partial(ReplicatedOptimizer, strategy=strategy, topology=topology)
     with mock.patch.object(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make):

@@ -55,7 +55,8 @@ def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
-        topology = get_topology(group, size)
+        assert get_topology(group, size).alone is None
+        topology = get_topology(group, size, alone=True)
         groups = [data_parallel_ranks(g) for g in (topology.intra, topology.inter, topology.alone)]
-        answers.append((*groups, get_topology(group, size) is topology))
+        answers.append((*groups, get_topology(group, size, alone=True) == topology))
     return answers
