@@ -1,0 +1,40 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The package builds without torch, without a compiler and without an index."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import deepspeed_ext
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Path) -> None:
+    source = tmp_path / "source"  # a build leaves files behind
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "deepspeed_ext", source / "deepspeed_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    # A module named torch that cannot be imported, and a search path without programs.
+    (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not need torch')\n", encoding="utf-8")
+    environment = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(tmp_path), "CC": "/nonexistent"}
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    done = subprocess.run(
+        [*build, "-w", str(tmp_path), str(source)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"deepspeed_ext-{deepspeed_ext.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+        metadata = next(name for name in names if name.endswith("entry_points.txt"))
+        assert "deepspeed_ext = deepspeed_ext.activation:autoload" in content.read(metadata).decode()
+    modules = {
+        f"deepspeed_ext/{p.relative_to(ROOT / 'deepspeed_ext')}" for p in (ROOT / "deepspeed_ext").rglob("*.py")
+    }
+    assert modules == {name for name in names if name.endswith(".py")}
