@@ -69,7 +69,7 @@ def activate() -> None:
         sys.meta_path.insert(0, _hook)
     for name in patches.modules():
         module = sys.modules.get(name)
-        if module is not None and not getattr(module.__spec__, "_initializing", False):
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _apply(name)
 
 

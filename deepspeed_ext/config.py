@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy, parse_strategy
-from deepspeed_ext.topology import default_group_size, ranks_per_node
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -27,6 +26,16 @@ _PREFIX = "paro"
 def our_keys(section: Any) -> list[str]:
     """Keys of the section that are meant for us, misspelt ones included."""
     return [key for key in section if str(key).lower().startswith(_PREFIX)] if isinstance(section, Mapping) else []
+
+
+def check_top_level(config: Mapping[str, Any]) -> None:
+    """Refuse our keys outside their section, where DeepSpeed would ignore them.
+
+    Raises:
+        ValueError: one is there.
+    """
+    for key in our_keys(config):
+        raise ValueError(f"{key!r} is at the top level of the configuration; it belongs into {SECTION}.")
 
 
 def check_section(section: Mapping[str, Any]) -> Strategy:
@@ -134,12 +143,8 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
             ranks=[0],
         )
     size = config.zero_config.paro_group_size
-    if not dist.is_initialized():
-        return
-    if size is not None:
+    if size is not None and dist.is_initialized():
         Cluster(data_parallel_size, size)
-    elif data_parallel_size == dist.get_world_size():
-        default_group_size(range(data_parallel_size), ranks_per_node())
 
 
 def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:

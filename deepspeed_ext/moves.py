@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.placement import Placement
@@ -159,8 +160,16 @@ def make_hop(group: Any, name: str, reduce_scatter: bool = True) -> Hop:
     """The plain hop for this group's backend; ``reduce_scatter`` is DeepSpeed's key of that name."""
     if not reduce_scatter:
         return AllReduceHop(group, name)
-    backend = torch.distributed.get_backend(group)
-    return (ExchangeHop if backend == "gloo" else NativeHop)(group, name)
+    return (ExchangeHop if _backend(group) == "gloo" else NativeHop)(group, name)
+
+
+def _backend(group: Any) -> str:
+    """The backend for tensors of the accelerator; a group may have one for each kind of device."""
+    device = get_accelerator().device_name().partition(":")[0]
+    backends = dict(
+        entry.split(":") for entry in torch.distributed.get_backend_config(group).split(",") if ":" in entry
+    )
+    return backends.get(device, torch.distributed.get_backend(group))
 
 
 class InFlight:
@@ -333,10 +342,12 @@ class Moves:
         Returns:
             1D: the sums of this rank's ``bucket_runs(plan, target)``.
         """
-        mine = yield from self.intra.reduce_scatter(message, plan.col_splits)
+        # One name for all: what a hop has consumed is freed while the next is on the wire.
+        message = yield from self.intra.reduce_scatter(message, plan.col_splits)
         if target == Placement.G:
-            mine = yield from self.inter.reduce_scatter(mine, plan.row_splits(self.intra.rank, self.inter.size))
-        return mine
+            splits = plan.row_splits(self.intra.rank, self.inter.size)
+            message = yield from self.inter.reduce_scatter(message, splits)
+        return message
 
     def bucket_runs(self, plan: BucketPlan, target: Placement) -> list[Run]:
         """What ``reduce_bucket`` returns on this rank, in order."""

@@ -27,7 +27,7 @@ class Patch:
     Attributes:
         target: module and qualified name, separated by a colon.
         why: what for.
-        signature: of the symbol as we know it; another one is refused.
+        signature: of the symbol as we know it, without annotations; another one is refused.
         replace: makes the replacement from the original; None where a subclass of ours overrides or calls it.
         gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
     """
@@ -66,10 +66,17 @@ class Patch:
             *_, value = self.locate()
         except (AttributeError, ImportError):
             return f"{self.path} is gone (used for: {self.why})"
-        signature = str(inspect.signature(getattr(value, "__func__", value)))
+        signature = _signature(getattr(value, "__func__", value))
         if signature != self.signature:
             return f"{self.path} has signature {signature}, expected {self.signature} (used for: {self.why})"
         return None
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    """Names, kinds and defaults. Annotations print differently from one Python to the next."""
+    signature = inspect.signature(function)
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
 
 
 # Replacements #####################################################################################
@@ -80,7 +87,8 @@ def _parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
     def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         from deepspeed_ext import config
 
-        section = param_dict.get(config.SECTION) if isinstance(param_dict, dict) else None
+        config.check_top_level(param_dict)
+        section = param_dict.get(config.SECTION)
         if not config.our_keys(section):
             return get_zero_config(param_dict, *args, **kwargs)
         require()
@@ -162,7 +170,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "deepspeed.runtime.config:DeepSpeedConfig.__init__",
         "refuse what our keys contradict before anything is communicated",
-        "(self, config: Union[str, dict], mpu=None, mesh_device=None)",
+        "(self, config, mpu=None, mesh_device=None)",
         _check_our_keys,
         gate=True,
     ),
@@ -190,7 +198,7 @@ PATCHES: tuple[Patch, ...] = (
             (
                 "average_tensor",
                 "reduce a full bucket",
-                "(self, tensor: torch.Tensor, communication_data_type: torch.dtype)",
+                "(self, tensor, communication_data_type)",
             ),
             (
                 "_buffered_reduce_fallback_preserving_fp32",
@@ -202,6 +210,14 @@ PATCHES: tuple[Patch, ...] = (
             ("copy_grads_in_partition", "copy gradients to an offloaded optimizer", "(self, param, group_idx=None)"),
             ("independent_gradient_partition_epilogue", "end a micro-step", "(self)"),
             ("finalize_gradient_accumulation_boundary", "end an unmanaged accumulation", "(self)"),
+            ("scaled_global_norm", "have replicas of the optimizer agree on the norm", "(self, norm_type=2)"),
+            ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
+            (
+                "_load_legacy_checkpoint",
+                "refuse a checkpoint that is cut otherwise",
+                "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False)",
+            ),
+            ("destroy", "drop gradients", "(self)"),
             ("reset_cpu_buffers", "drop the gradients of a skipped step with offload", "(self)"),
             ("reduce_ipg_grads", "flush buckets", "(self, comm_dtype=None)"),
             ("reduce_ready_partitions_and_remove_grads", "put a gradient into a bucket", "(self, param, i)"),

@@ -101,7 +101,7 @@ def data_parallel_ranks(group: Any) -> list[int]:
 
 
 # Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along.
-_made: "weakref.WeakKeyDictionary[Any, dict[tuple[str, int], Any]]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[Any, dict[tuple[int | None, bool], Topology]]" = weakref.WeakKeyDictionary()
 
 
 def get_topology(group: Any, group_size: int | None = None, alone: bool = False) -> Topology:
@@ -115,45 +115,72 @@ def get_topology(group: Any, group_size: int | None = None, alone: bool = False)
         alone: whether groups of one rank are needed too; there are as many of them as ranks.
 
     Raises:
-        ValueError: no such group size; see ``Cluster`` and ``default_group_size``.
+        ValueError: no such group size, for this rank or another; see ``Cluster`` and ``default_group_size``.
     """
     from deepspeed import comm as dist
 
     group = dist.get_world_group() if group is None else group
-    ranks = data_parallel_ranks(group)
-    m = default_group_size(ranks, ranks_per_node()) if group_size is None else group_size
-    cluster, made = Cluster(len(ranks), m), _made.setdefault(group, {})
-    wanted = [("intra", m), ("inter", m), *([("alone", 1)] if alone else [])]
-    missing = [key for key in wanted if key not in made]
-    if missing:
-        made.update(_make_groups(ranks, missing))
-    return Topology(cluster, dist.get_rank(group=group), group, *(made[key] for key in wanted))
+    made = _made.setdefault(group, {})
+    if (group_size, alone) not in made:
+        sizes = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
+        mine = _make_groups(sizes, alone)
+        cluster = Cluster(*next((len(ranks), m) for ranks, m in sizes if dist.get_rank() in ranks))
+        made[group_size, alone] = Topology(cluster, dist.get_rank(group=group), group, **mine)
+    return made[group_size, alone]
 
 
-def _make_groups(ranks: list[int], keys: list[tuple[str, int]]) -> dict[tuple[str, int], Any]:
-    """Make the groups of these kinds in every data-parallel group; returns those that this rank is in.
+def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
+    """Ranks and group size of every data-parallel group, ascending; the same on all ranks.
 
-    Every rank makes every group, in one order. A group made by its members alone (``use_local_synchronization``)
-    would cost less, but over NCCL it is split off the world's communicator, which needs all ranks to take part.
+    Raises:
+        ValueError: on all ranks, if one of them finds no group size or the ranks of a group find different ones (a
+            launcher tells each rank about its own node only).
     """
     import torch
     from deepspeed import comm as dist
     from deepspeed.accelerator import get_accelerator
 
-    # A data-parallel group is known by its first rank; group sizes may differ from one to the next.
-    mine = torch.tensor([ranks[0], *(m for _, m in keys)], device=get_accelerator().current_device_name())
-    everybody = mine.new_empty(dist.get_world_size() * mine.numel())
+    problem = ""
+    try:
+        m = default_group_size(ranks, ranks_per_node()) if group_size is None else group_size
+        Cluster(len(ranks), m)
+    except ValueError as error:
+        m, problem = 0, str(error)
+    # A data-parallel group is known by its first rank.
+    mine = torch.tensor([ranks[0], m], device=get_accelerator().current_device_name())
+    everybody = mine.new_empty(2 * dist.get_world_size())
     dist.all_gather_into_tensor(everybody, mine)
-    members: dict[tuple[int, ...], list[int]] = {}
-    for rank, row in enumerate(everybody.view(-1, mine.numel()).tolist()):
-        members.setdefault(tuple(row), []).append(rank)
+    members: dict[int, list[int]] = {}
+    found: dict[int, set[int]] = {}
+    for rank, (first, size) in enumerate(everybody.view(-1, 2).tolist()):
+        members.setdefault(first, []).append(rank)
+        found.setdefault(first, set()).add(size)
+    for first, sizes in found.items():
+        if sizes != {max(sizes)} or 0 in sizes:
+            raise ValueError(
+                problem
+                or f"paro_strategy groups the data-parallel ranks of a node, but the launcher tells the ranks "
+                f"{members[first]} of node sizes that make different groups: {sorted(sizes)} (0: none). Set "
+                f"zero_optimization.paro_group_size to a divisor of {len(members[first])}."
+            )
+    return [(members[first], max(found[first])) for first in sorted(members)]
+
+
+def _make_groups(sizes: list[tuple[list[int], int]], alone: bool) -> dict[str, Any]:
+    """Make the process groups of every data-parallel group; those that this rank is in, by kind.
+
+    Every rank makes every group, in one order. A group made by its members alone (``use_local_synchronization``)
+    would cost less, but over NCCL it is split off the world's communicator, which needs all ranks to take part.
+    """
+    from deepspeed import comm as dist
 
     made = {}
-    for (_, *sizes), group_ranks in sorted(members.items()):
-        for (kind, _), m in zip(keys, sizes, strict=True):
-            of = inter_ranks if kind == "inter" else intra_ranks
-            for first in range(m) if kind == "inter" else range(0, len(group_ranks), m):
-                group = dist.new_group(of(group_ranks, m, first))
-                if dist.get_rank() in of(group_ranks, m, first):
-                    made[kind, m] = group
+    for ranks, m in sizes:
+        wanted = [("intra", intra_ranks(ranks, m, first)) for first in range(0, len(ranks), m)]
+        wanted += [("inter", inter_ranks(ranks, m, first)) for first in range(m)]
+        wanted += [("alone", [rank]) for rank in ranks if alone]
+        for kind, members in wanted:
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                made[kind] = group
     return made

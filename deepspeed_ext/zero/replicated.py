@@ -23,11 +23,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import PARTITION_COUNT
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_ext.moves import FlatLayout, InFlight, Moves, Range, Transfer, make_hop, plan_bucket
+from deepspeed_ext.moves import BucketPlan, FlatLayout, InFlight, Moves, Range, Transfer, make_hop, plan_bucket
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
 
@@ -92,6 +95,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         elements_per_buffer: int,
     ) -> None:
         """The same without ``contiguous_gradients``: the bucket is a list of gradients."""
+        self._clear_previous_reduced_grads()  # of earlier buckets, which are packed into messages by now
         self._reduce_bucket([grad.reshape(-1) for grad in grads], grad_params, communication_data_type)
 
     def _reduce_bucket(self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype) -> None:
@@ -108,9 +112,8 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
 
     def _accumulate_bucket(self, tensors: list[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype) -> Transfer:
         plan = plan_bucket(self._layouts, ranges)
-        bucket = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        message = torch.cat([bucket.narrow(0, offset, numel) for offset, numel in plan.sources])
-        message = self._prescale(message).to(dtype)
+        message = self._prescale(self._pack(tensors, plan)).to(dtype)
+        del tensors  # the message is a copy; nothing full-size should wait for hops to end
         mine = yield from self._moves.reduce_bucket(message, plan, self._bucket_target)
         offset = 0
         for run in self._moves.bucket_runs(plan, self._bucket_target):
@@ -121,6 +124,11 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
             else:
                 self._slices[run.buffer][run.row].narrow(0, run.start, run.numel).add_(part)
         return mine
+
+    @staticmethod
+    def _pack(tensors: list[Tensor], plan: BucketPlan) -> Tensor:
+        bucket = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return torch.cat([bucket.narrow(0, offset, numel) for offset, numel in plan.sources])
 
     def _target(self, group: int) -> Tensor:
         """What buckets of this parameter group are added to; made on the current stream, where it is used last."""
@@ -177,6 +185,11 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         if boundary:
             self._sync_gradients()
         super().independent_gradient_partition_epilogue()
+        if boundary:
+            # All is in the shards now. Kept, as the parent does, it would be reduced again by another backward.
+            for group in self.bit16_groups:
+                for param in group:
+                    param.grad_accum = None
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """The boundary where the caller owns it (``managed_gradient_accumulation`` false): at ``engine.step()``."""
@@ -206,9 +219,9 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
             if self._bucket_target == Placement.I:
                 self._target(group)
         with self._reduction_stream():
-            for group, gradients in self._slices.items():
+            for group in sorted(self._slices):
                 for start, width in self._layouts[group].windows(self.reduce_bucket_size):
-                    self._in_flight.submit(self._sync_window(group, gradients, start, width))
+                    self._in_flight.submit(self._sync_window(group, self._slices[group], start, width))
             self._in_flight.drain()
         self._wait_for_reductions()
         self._slices.clear()
@@ -230,6 +243,64 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         """Slices mix parameters: with several communication dtypes (torch.autocast) they go in fp32."""
         dtypes = list(self.ipg_buckets)
         return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
+
+    # Replicas of the optimizer (os = I or N) decide alike, even if a backend rounds differently in each group ####
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+        """The parent's norm over its group, the largest of all replicas; -1 if it is invalid for one of them."""
+        norm = super().scaled_global_norm(norm_type)
+        norm = self._largest_of_replicas(torch.where(norm < 0, torch.inf, norm))
+        return torch.where(norm.isinf(), -1.0, norm)
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Whether a replica has found an overflow."""
+        found = torch.tensor([float(super().has_overflow(partition_gradients))])
+        return bool(self._largest_of_replicas(found).item())
+
+    def _largest_of_replicas(self, value: Tensor) -> Tensor:
+        if self.strategy.os == Placement.G:
+            return value
+        group = self.topology.inter if self.strategy.os == Placement.I else self.topology.world
+        largest = value.to(get_accelerator().current_device_name())
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return largest.to(value.device)
+
+    # Checkpoints and offloaded states ################################################################
+
+    def _load_legacy_checkpoint(
+        self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
+    ) -> None:
+        """Refuse optimizer states that are cut otherwise: the parent would pad a shard that is too short.
+
+        Raises:
+            ValueError: the checkpoint's states are cut over another number of ranks.
+        """
+        saved = state_dict_list[dist.get_rank(group=self.dp_process_group)][PARTITION_COUNT]
+        if (load_optimizer_states or load_from_fp32_weights) and list(saved) != list(self.partition_count):
+            raise ValueError(
+                f"The optimizer states of the checkpoint are cut over {saved} ranks (an entry for each parameter "
+                f"group), but paro_strategy {self.strategy.name} in groups of {self.topology.cluster.group_size} cuts "
+                f"them over {self.partition_count}. Load it with the strategy and group size that saved it, or load "
+                f"module weights only."
+            )
+        super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Also moves the slices where the parent moves gradients."""
+        super().offload_states(*args, **kwargs)
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            self._slices = {group: gradients.cpu() for group, gradients in self._slices.items()}
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Brings the slices back, too."""
+        super().reload_states(*args, **kwargs)
+        device = get_accelerator().current_device_name()
+        self._slices = {group: gradients.to(device) for group, gradients in self._slices.items()}
+
+    def destroy(self) -> None:
+        """Also drops gradients of an accumulation that was not finished."""
+        self._slices.clear()
+        super().destroy()
 
     # Optimizer offload ############################################################################
 

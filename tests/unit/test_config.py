@@ -148,6 +148,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (NIG, {"compile": {"deepcompile": True}}, "compile.deepcompile cannot be combined"),
     (NIG, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type cannot be combined"),
     (NIG, {"expert_parallel": {"enabled": True}}, "expert_parallel cannot be combined"),
+    ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*belongs into zero_optimization"),
     *((section, {}, message) for section, message in BAD_SECTIONS),
 ]
 

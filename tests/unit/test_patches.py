@@ -58,6 +58,14 @@ assert all(p.locate()[2].__deepspeed_ext__ for p in targets)
     )
 
 
+def test_signatures_are_compared_without_annotations() -> None:
+    def one(a: "int | str", *, b: int = 3) -> None: ...
+
+    def two(a, *, b=3): ...  # type: ignore[no-untyped-def]
+
+    assert patches._signature(one) == patches._signature(two) == "(a, *, b=3)"
+
+
 def test_undo_leaves_what_others_put_on_top() -> None:
     run(
         """

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups within and between groups, in the data-parallel group only."""
 
+import re
 from typing import Any
 
 import pytest
@@ -60,3 +61,24 @@ def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
         groups = [data_parallel_ranks(g) for g in (topology.intra, topology.inter, topology.alone)]
         answers.append((*groups, get_topology(group, size, alone=True) == topology))
     return answers
+
+
+@pytest.mark.parametrize(
+    "sizes, message", [("1122", r"sizes.*\[1, 2\].*divisor of 4"), ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is")]
+)
+def test_nodes_that_disagree_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
+    errors = ranks(4).run_expect_error(nodes_case, sizes)
+    for error in errors:
+        assert error.type == "ValueError" and re.search(message, error.message), error
+
+
+def nodes_case(sizes: str) -> None:
+    """Each rank is told another node size, as on nodes with different numbers of devices."""
+    import os
+
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.topology import get_topology
+
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
+    get_topology(None)

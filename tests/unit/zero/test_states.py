@@ -163,3 +163,64 @@ def checkpoint_case(folder: str) -> list[tuple[str, float, float]]:
         gap = max((exported[k] - saved[k]).abs().max().item() for k in saved if saved[k].numel())
         rows.append((name, (whole - resumed).abs().max().item(), gap))
     return rows
+
+
+@pytest.mark.parametrize("saved, loaded", [({"stage": 2}, "NII"), ("NIG", "NNN"), ("NII", "NNI"), ("NIG", "NGG")])
+def test_a_checkpoint_cut_otherwise_is_refused_and_one_cut_alike_loads(
+    ranks: Any, tmp_path: Path, saved: Any, loaded: str
+) -> None:
+    if isinstance(saved, str) and STRATEGIES[saved].os == STRATEGIES[loaded].os:
+        assert ranks(4).run(foreign_checkpoint_case, str(tmp_path), saved, loaded) == [0.0] * 4
+        return
+    for error in ranks(4).run_expect_error(foreign_checkpoint_case, str(tmp_path), saved, loaded):
+        assert error.type == "ValueError" and "are cut over [4] ranks" in error.message, error
+        assert f"paro_strategy {loaded} in groups of 2 cuts them over" in error.message
+
+
+def foreign_checkpoint_case(folder: str, saved: Any, loaded: str) -> float:
+    """Save with one strategy, load with another; the difference of the weights after it."""
+    import torch
+    import training
+
+    job = training.Job(dtype="bf16", config={"optimizer": {"params": {"momentum": 0.0}}})
+    weights = []
+    for zero in (saved, loaded):
+        zero = {"paro_strategy": zero, "paro_group_size": 2} if isinstance(zero, str) else zero
+        engine, model = training.make_engine(job, zero)
+        if weights:
+            engine.load_checkpoint(folder)
+        else:
+            training.micro_step(engine, job, 0, *next(training.batches(job)))
+            engine.step()
+            engine.save_checkpoint(folder)
+        weights.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
+        engine.destroy()
+    return (weights[0] - weights[1]).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["NIG", "NNG"])
+def test_states_may_be_offloaded_between_micro_steps(ranks: Any, name: str) -> None:
+    assert ranks(4).run(offload_states_case, name) == [(0.0, 0)] * 4
+
+
+def offload_states_case(name: str) -> tuple[float, int]:
+    """Difference that offloading and reloading all states after each backward makes, and what destroy leaves."""
+    import torch
+    import training
+
+    job = training.Job(accumulation=2, steps=2, zero={"paro_strategy": name, "paro_group_size": 2})
+    weights = []
+    for offload in (False, True):
+        engine, model = training.make_engine(job, {})
+        data = training.batches(job)
+        for number in range(4):
+            training.micro_step(engine, job, number, *next(data))
+            if offload:
+                engine.offload_states(pin_memory=False)
+                engine.reload_states()
+            engine.step()
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        training.micro_step(engine, job, 0, *next(data))
+        optimizer = engine.optimizer
+        engine.destroy()
+    return (weights[0] - weights[1]).abs().max().item(), len(optimizer._slices)
