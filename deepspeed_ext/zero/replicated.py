@@ -107,14 +107,21 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         )
         for group in {entry[0] for entry in params}:
             self._target(group)
-        with self._reduction_stream(self.ipg_buckets[dtype], tensors):
-            self._in_flight.submit(self._accumulate_bucket(tensors, ranges, self._wire_dtype(dtype)))
-
-    def _accumulate_bucket(self, tensors: list[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype) -> Transfer:
         plan = plan_bucket(self._layouts, ranges)
-        message = self._prescale(self._pack(tensors, plan)).to(dtype)
-        del tensors  # the message is a copy; nothing full-size should wait for hops to end
-        mine = yield from self._moves.reduce_bucket(message, plan, self._bucket_target)
+        with self._reduction_stream(self.ipg_buckets[dtype], tensors):
+            # Packed at once, and owned by the move alone: nothing of full size waits for hops that do not need it.
+            message = self._prescale(self._pack(tensors, plan)).to(self._wire_dtype(dtype))
+            move = self._moves.reduce_bucket(message, plan, self._bucket_target)
+            del message
+            self._in_flight.submit(self._accumulate_bucket(move, plan))
+
+    @staticmethod
+    def _pack(tensors: list[Tensor], plan: BucketPlan) -> Tensor:
+        bucket = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return torch.cat([bucket.narrow(0, offset, numel) for offset, numel in plan.sources])
+
+    def _accumulate_bucket(self, move: Transfer, plan: BucketPlan) -> Transfer:
+        mine = yield from move
         offset = 0
         for run in self._moves.bucket_runs(plan, self._bucket_target):
             part = mine.narrow(0, offset, run.numel)
@@ -124,11 +131,6 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
             else:
                 self._slices[run.buffer][run.row].narrow(0, run.start, run.numel).add_(part)
         return mine
-
-    @staticmethod
-    def _pack(tensors: list[Tensor], plan: BucketPlan) -> Tensor:
-        bucket = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        return torch.cat([bucket.narrow(0, offset, numel) for offset, numel in plan.sources])
 
     def _target(self, group: int) -> Tensor:
         """What buckets of this parameter group are added to; made on the current stream, where it is used last."""
