@@ -16,103 +16,31 @@ This module imports neither torch nor DeepSpeed in the process that runs pytest.
 """
 
 import contextlib
-import copy
-import faulthandler
 import fcntl
-import functools
-import gc
-import itertools
 import multiprocessing
 import os
 import pickle
-import pkgutil
-import random
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from rank_process import Finished, Place, Raised, serve
+
 # What the fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, which alone
 # imports a thousand modules of torch's compiler.
 _PRELOAD = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "pytest"]
-_GROUP_TIMEOUT = timedelta(seconds=90)  # a wrong collective on the world group ends by itself, with a traceback
 _GRACE = 1.0  # seconds that the other ranks get to answer once one rank has failed
 _TAIL_LINES = 30
-
-# Globals of DeepSpeed 0.19 that one case would hand on to the next: the owner, then its names.
-# ``deepspeed.utils.groups`` is missing since ``destroy_process_group`` clears it.
-_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
-_GLOBALS: dict[str, tuple[str, ...]] = {
-    "deepspeed.runtime.torch_autocast": (
-        "TORCH_AUTOCAST_INITIALIZED",
-        "TORCH_AUTOCAST_DTYPE",
-        "_WARNED_NESTED_AUTOCAST",
-    ),
-    # ZeRO-3 counts persistent elements over all engines of the process against one limit.
-    "deepspeed.runtime.zero.partition_parameters:Init": (
-        "param_id",
-        "param_persistence_threshold",
-        "model_persistence_threshold",
-        "num_persisted_parameters",
-        "num_persisted_elements",
-        "apply_param_persistence",
-        "override_module_apply",
-    ),
-    "deepspeed.runtime.zero.partition_parameters": ("zero_init_context", "top_level_context"),
-    "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
-    "deepspeed.runtime.pipe.p2p": ("_groups", "_grid", "_async"),
-    "deepspeed.runtime.tensor_parallel.init_utils": ("_TP_MODEL_INIT_ARGS",),
-    _CHECKPOINTING: (
-        "deepspeed_checkpointing_enabled",
-        "mpu",
-        "num_layers",
-        "PARTITION_ACTIVATIONS",
-        "CPU_CHECKPOINT",
-        "CONTIGUOUS_CHECKPOINTING",
-        "SYNCHRONIZE",
-        "PROFILE_TIME",
-    ),
-    # zero.Init replaces it for good (mem_efficient_linear).
-    "torch.nn.functional": ("linear",),
-}
-# The same, for objects of which every attribute is put back.
-_OBJECTS = (
-    "deepspeed.comm.comm:comms_logger",
-    "deepspeed.comm.comm:timers",
-    # Tests override what the device supports (fp16 on a CPU) by assigning to it.
-    "deepspeed.accelerator.real_accelerator:ds_accelerator",
-)
-
-
-class Raised(NamedTuple):
-    """An exception that a rank raised; the object itself may not survive pickling."""
-
-    type: str
-    message: str
-    traceback: str
-
-    def __str__(self) -> str:
-        return f"raised {self.type}: {self.message}"
-
-
-class _Finished(NamedTuple):
-    value: Any
-
-    def __str__(self) -> str:
-        return "finished"
 
 
 class _Died(NamedTuple):
@@ -122,7 +50,7 @@ class _Died(NamedTuple):
         return f"died ({self.reason})"
 
 
-_Answer = _Finished | Raised | _Died
+_Answer = Finished | Raised | _Died
 
 
 class RankError(RuntimeError):
@@ -194,7 +122,7 @@ class RankPool:
             RankError: a rank raised or died. Its traceback is in the message, and the pool restarts at its next use.
             RankTimeout: a rank did not answer; it was killed with all others.
         """
-        return [answer.value for answer in self._call(pickle.dumps((fn, args, kwargs)), _Finished, timeout)]
+        return [answer.value for answer in self._call(pickle.dumps((fn, args, kwargs)), Finished, timeout)]
 
     def run_expect_error(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
@@ -240,9 +168,9 @@ class RankPool:
             log.touch()
             stacks.touch()
             conn, remote = context.Pipe()
-            place = _Place(rank, self.world_size, port, self._workdir)
+            place = Place(rank, self.world_size, port, self._workdir)
             args = (remote, place, log, stacks)
-            process = context.Process(target=_serve, args=args, name=f"rank{rank}", daemon=True)
+            process = context.Process(target=serve, args=args, name=f"rank{rank}", daemon=True)
             process.start()
             remote.close()
             self._ranks.append(_Rank(process, conn, log, stacks))
@@ -279,7 +207,7 @@ class RankPool:
         bad = [rank for rank, answer in answers.items() if not isinstance(answer, wanted)]
         # Peers of a dead rank fail too, a moment later or earlier: the death is the cause.
         first = next((rank for rank in bad if isinstance(answers[rank], _Died)), bad[0])
-        expected = "" if wanted is _Finished else ", but every rank was expected to raise"
+        expected = "" if wanted is Finished else ", but every rank was expected to raise"
         lines = [f"rank {first} of {self.world_size} {answers[first]}{expected}", self._states(answers, without=first)]
         answer = answers[first]
         if isinstance(answer, Raised):
@@ -378,160 +306,3 @@ def remove_stale_build_locks(directory: Path) -> TextIO:
             lock.unlink()
     fcntl.flock(session_lock, fcntl.LOCK_SH)
     return session_lock
-
-
-# ---- in a rank
-
-
-class _Place(NamedTuple):
-    """Where a rank stands: all that it needs to meet the others."""
-
-    rank: int
-    world_size: int
-    port: int
-    workdir: Path
-
-
-class _ProcessState:
-    """What a case may change in its process, as it was before the first case."""
-
-    def __init__(self) -> None:
-        self._cwd = os.getcwd()
-        self._environ = dict(os.environ)
-        self._globals = [(pkgutil.resolve_name(path), name) for path, names in _GLOBALS.items() for name in names]
-        self._values = [_copied(getattr(owner, name)) for owner, name in self._globals]
-        self._objects = [vars(pkgutil.resolve_name(path)) for path in _OBJECTS]
-        self._attributes = [{name: _copied(value) for name, value in entry.items()} for entry in self._objects]
-        self._caches = _function_caches()
-        gc.freeze()  # a collection need not visit all that was imported before
-
-    def restore(self) -> None:
-        """Put all of it back, and let go of what the last case left to the garbage collector."""
-        import deepspeed
-        import torch
-
-        _destroy_engines()
-        if torch.distributed.is_initialized():
-            deepspeed.comm.destroy_process_group()
-        os.chdir(self._cwd)
-        os.environ.clear()
-        os.environ.update(self._environ)
-        for (owner, name), value in zip(self._globals, self._values, strict=True):
-            setattr(owner, name, _copied(value))
-        for live, saved in zip(self._objects, self._attributes, strict=True):
-            live.clear()
-            live.update({name: _copied(value) for name, value in saved.items()})
-        for cache in self._caches + _function_caches():
-            cache.cache_clear()
-        torch.set_default_dtype(torch.float32)
-        torch.set_grad_enabled(True)
-        gc.collect()
-
-
-def _destroy_engines() -> None:
-    """Destroy the engines that cases left behind.
-
-    Otherwise they live forever, with the threads and sockets of their groups: the hooks on gradient accumulators
-    refer back to the engine from C++, where the garbage collector does not see them.
-    """
-    import deepspeed
-
-    for entry in gc.get_objects():
-        if issubclass(type(entry), deepspeed.DeepSpeedEngine):
-            entry.destroy()
-
-
-def _function_caches() -> list[Any]:
-    """The ``functools`` caches of DeepSpeed and its add-ons, among the objects that are not frozen.
-
-    One of them, on a method of ZeRO-3, keeps every model alive that was ever trained, and with it its groups.
-    """
-    cache_type = type(functools.cache(_copied))
-    entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
-    return [entry for entry in entries if str(entry.__module__).startswith("deepspeed")]
-
-
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
-
-
-def _serve(conn: connection.Connection, place: _Place, log: Path, stacks: Path) -> None:
-    """The life of a rank: answer one case after the other until the parent is gone."""
-    _enter(place, log, stacks)
-    state = _ProcessState()
-    for case in itertools.count():
-        try:
-            payload = conn.recv_bytes()
-        except EOFError:
-            return
-        sys.stdout.flush()
-        os.ftruncate(sys.stdout.fileno(), 0)  # the log tells of one case only
-        conn.send_bytes(_answer(payload, lambda case=case: _begin_case(place, state, case)))
-
-
-def _enter(place: _Place, log: Path, stacks: Path) -> None:
-    """Make the forked process a rank: its output, its signals, its environment."""
-    with log.open("a") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent decides
-    threading.Thread(target=_die_with_parent, name="die_with_parent", daemon=True).start()
-    warnings.simplefilter("ignore", FutureWarning)  # torch's deprecations of what DeepSpeed calls
-    size = str(place.world_size)
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.rank),
-        WORLD_SIZE=size,
-        LOCAL_WORLD_SIZE=size,
-        LOCAL_SIZE=size,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(place.port),
-    )
-    _configure_libraries()
-
-
-def _configure_libraries() -> None:
-    import deepspeed
-    import torch
-
-    torch.set_num_threads(1)
-    # A shared-memory all-reduce for inference: minutes to compile on a busy machine, and every rank that loads it
-    # leaves 66 MB in /dev/shm that nothing removes. Without it DeepSpeed uses gloo.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _begin_case(place: _Place, state: _ProcessState, case: int) -> None:
-    """Forget the last case, and meet the other ranks in a process group of this case's own."""
-    import deepspeed
-    import torch
-
-    state.restore()
-    random.seed(0)
-    torch.manual_seed(0)
-    deepspeed.init_distributed(
-        dist_backend="gloo",
-        timeout=_GROUP_TIMEOUT,
-        init_method=f"file://{place.workdir}/case{case}",
-        rank=place.rank,
-        world_size=place.world_size,
-    )
-
-
-def _answer(payload: bytes, begin: Callable[[], None]) -> bytes:
-    """Run one case. Nothing that it raises, ``SystemExit`` included, ends the rank."""
-    try:
-        begin()
-        fn, args, kwargs = pickle.loads(payload)
-        return pickle.dumps(_Finished(fn(*args, **kwargs)))
-    except BaseException as error:
-        return pickle.dumps(Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error))))

@@ -1,0 +1,242 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What runs inside a rank process: entering it, putting globals back between cases, answering cases. See ranks.py."""
+
+import copy
+import faulthandler
+import functools
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import pkgutil
+import random
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_GROUP_TIMEOUT = timedelta(seconds=90)  # a wrong collective on the world group ends by itself, with a traceback
+
+# Globals of DeepSpeed 0.19 that one case would hand on to the next: the owner, then its names.
+# ``deepspeed.utils.groups`` is missing since ``destroy_process_group`` clears it.
+_CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
+_GLOBALS: dict[str, tuple[str, ...]] = {
+    "deepspeed.runtime.torch_autocast": (
+        "TORCH_AUTOCAST_INITIALIZED",
+        "TORCH_AUTOCAST_DTYPE",
+        "_WARNED_NESTED_AUTOCAST",
+    ),
+    # ZeRO-3 counts persistent elements over all engines of the process against one limit.
+    "deepspeed.runtime.zero.partition_parameters:Init": (
+        "param_id",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "num_persisted_parameters",
+        "num_persisted_elements",
+        "apply_param_persistence",
+        "override_module_apply",
+    ),
+    "deepspeed.runtime.zero.partition_parameters": ("zero_init_context", "top_level_context"),
+    "deepspeed.runtime.zero.parameter_offload": ("FWD_MODULE_STACK",),
+    "deepspeed.runtime.pipe.p2p": ("_groups", "_grid", "_async"),
+    "deepspeed.runtime.tensor_parallel.init_utils": ("_TP_MODEL_INIT_ARGS",),
+    _CHECKPOINTING: (
+        "deepspeed_checkpointing_enabled",
+        "mpu",
+        "num_layers",
+        "PARTITION_ACTIVATIONS",
+        "CPU_CHECKPOINT",
+        "CONTIGUOUS_CHECKPOINTING",
+        "SYNCHRONIZE",
+        "PROFILE_TIME",
+    ),
+    # zero.Init replaces it for good (mem_efficient_linear).
+    "torch.nn.functional": ("linear",),
+}
+# The same, for objects of which every attribute is put back.
+_OBJECTS = (
+    "deepspeed.comm.comm:comms_logger",
+    "deepspeed.comm.comm:timers",
+    # Tests override what the device supports (fp16 on a CPU) by assigning to it.
+    "deepspeed.accelerator.real_accelerator:ds_accelerator",
+)
+
+
+class Raised(NamedTuple):
+    """An exception that a rank raised; the object itself may not survive pickling."""
+
+    type: str
+    message: str
+    traceback: str
+
+    def __str__(self) -> str:
+        return f"raised {self.type}: {self.message}"
+
+
+class Finished(NamedTuple):
+    value: Any
+
+    def __str__(self) -> str:
+        return "finished"
+
+
+class Place(NamedTuple):
+    """Where a rank stands: all that it needs to meet the others."""
+
+    rank: int
+    world_size: int
+    port: int
+    workdir: Path
+
+
+class _ProcessState:
+    """What a case may change in its process, as it was before the first case."""
+
+    def __init__(self) -> None:
+        self._cwd = os.getcwd()
+        self._environ = dict(os.environ)
+        self._globals = [(pkgutil.resolve_name(path), name) for path, names in _GLOBALS.items() for name in names]
+        self._values = [_copied(getattr(owner, name)) for owner, name in self._globals]
+        self._objects = [vars(pkgutil.resolve_name(path)) for path in _OBJECTS]
+        self._attributes = [{name: _copied(value) for name, value in entry.items()} for entry in self._objects]
+        self._caches = _function_caches()
+        gc.freeze()  # a collection need not visit all that was imported before
+
+    def restore(self) -> None:
+        """Put all of it back, and let go of what the last case left to the garbage collector."""
+        import deepspeed
+        import torch
+
+        _destroy_engines()
+        if torch.distributed.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        os.chdir(self._cwd)
+        os.environ.clear()
+        os.environ.update(self._environ)
+        for (owner, name), value in zip(self._globals, self._values, strict=True):
+            setattr(owner, name, _copied(value))
+        for live, saved in zip(self._objects, self._attributes, strict=True):
+            live.clear()
+            live.update({name: _copied(value) for name, value in saved.items()})
+        for cache in self._caches + _function_caches():
+            cache.cache_clear()
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        gc.collect()
+
+
+def _destroy_engines() -> None:
+    """Destroy the engines that cases left behind.
+
+    Otherwise they live forever, with the threads and sockets of their groups: the hooks on gradient accumulators
+    refer back to the engine from C++, where the garbage collector does not see them.
+    """
+    import deepspeed
+
+    for entry in gc.get_objects():
+        if issubclass(type(entry), deepspeed.DeepSpeedEngine):
+            entry.destroy()
+
+
+def _function_caches() -> list[Any]:
+    """The ``functools`` caches of DeepSpeed and its add-ons, among the objects that are not frozen.
+
+    One of them, on a method of ZeRO-3, keeps every model alive that was ever trained, and with it its groups.
+    """
+    cache_type = type(functools.cache(_copied))
+    entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
+    return [entry for entry in entries if str(entry.__module__).startswith("deepspeed")]
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+
+
+def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) -> None:
+    """The life of a rank: answer one case after the other until the parent is gone."""
+    _enter(place, log, stacks)
+    state = _ProcessState()
+    for case in itertools.count():
+        try:
+            payload = conn.recv_bytes()
+        except EOFError:
+            return
+        sys.stdout.flush()
+        os.ftruncate(sys.stdout.fileno(), 0)  # the log tells of one case only
+        conn.send_bytes(_answer(payload, lambda case=case: _begin_case(place, state, case)))
+
+
+def _enter(place: Place, log: Path, stacks: Path) -> None:
+    """Make the forked process a rank: its output, its signals, its environment."""
+    with log.open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent decides
+    threading.Thread(target=_die_with_parent, name="die_with_parent", daemon=True).start()
+    warnings.simplefilter("ignore", FutureWarning)  # torch's deprecations of what DeepSpeed calls
+    size = str(place.world_size)
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        LOCAL_SIZE=size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(place.port),
+    )
+    _configure_libraries()
+
+
+def _configure_libraries() -> None:
+    import deepspeed
+    import torch
+
+    torch.set_num_threads(1)
+    # A shared-memory all-reduce for inference: minutes to compile on a busy machine, and every rank that loads it
+    # leaves 66 MB in /dev/shm that nothing removes. Without it DeepSpeed uses gloo.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _begin_case(place: Place, state: _ProcessState, case: int) -> None:
+    """Forget the last case, and meet the other ranks in a process group of this case's own."""
+    import deepspeed
+    import torch
+
+    state.restore()
+    random.seed(0)
+    torch.manual_seed(0)
+    deepspeed.init_distributed(
+        dist_backend="gloo",
+        timeout=_GROUP_TIMEOUT,
+        init_method=f"file://{place.workdir}/case{case}",
+        rank=place.rank,
+        world_size=place.world_size,
+    )
+
+
+def _answer(payload: bytes, begin: Callable[[], None]) -> bytes:
+    """Run one case. Nothing that it raises, ``SystemExit`` included, ends the rank."""
+    try:
+        begin()
+        fn, args, kwargs = pickle.loads(payload)
+        return pickle.dumps(Finished(fn(*args, **kwargs)))
+    except BaseException as error:
+        return pickle.dumps(Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error))))
