@@ -100,8 +100,10 @@ def data_parallel_ranks(group: Any) -> list[int]:
     return [dist.get_global_rank(group, i) for i in range(dist.get_world_size(group=group))]
 
 
-# Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along.
-_made: "weakref.WeakKeyDictionary[Any, dict[tuple[int | None, bool], Topology]]" = weakref.WeakKeyDictionary()
+# Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
+# with it the threads and sockets of the groups inside. So an entry must not refer to its key, as a Topology does.
+_Made = dict[tuple[int | None, bool], tuple[Cluster, dict[str, Any]]]
+_made: "weakref.WeakKeyDictionary[Any, _Made]" = weakref.WeakKeyDictionary()
 
 
 def get_topology(group: Any, group_size: int | None = None, alone: bool = False) -> Topology:
@@ -123,10 +125,10 @@ def get_topology(group: Any, group_size: int | None = None, alone: bool = False)
     made = _made.setdefault(group, {})
     if (group_size, alone) not in made:
         sizes = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
-        mine = _make_groups(sizes, alone)
         cluster = Cluster(*next((len(ranks), m) for ranks, m in sizes if dist.get_rank() in ranks))
-        made[group_size, alone] = Topology(cluster, dist.get_rank(group=group), group, **mine)
-    return made[group_size, alone]
+        made[group_size, alone] = (cluster, _make_groups(sizes, alone))
+    cluster, groups = made[group_size, alone]
+    return Topology(cluster, dist.get_rank(group=group), group, **groups)
 
 
 def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
