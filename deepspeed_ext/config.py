@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our keys of the ``zero_optimization`` section, and every reason to refuse one.
 
-A section without one of our keys never gets past ``has_our_keys``: DeepSpeed parses it with its own class.
+A section in which ``our_keys`` finds none is not read here: DeepSpeed parses it with its own class.
 """
 
 import difflib

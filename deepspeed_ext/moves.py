@@ -225,11 +225,6 @@ class FlatLayout:
         """Elements of a cell. The last cells reach over the end where ``numel`` does not divide."""
         return -(-self.numel // (self.rows * self.cols))
 
-    @property
-    def slice_numel(self) -> int:
-        """Elements of an I-slice: one column, row after row."""
-        return self.rows * self.chunk
-
     def windows(self, most: int) -> list[tuple[int, int]]:
         """Windows (start, length) over the chunk, such that a window of all rows has at most ``most`` elements."""
         width = max(1, most // self.rows)

@@ -182,7 +182,7 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         f"{_ENGINE}._configure_zero_optimizer",
-        "make our subclass of ZeRO's optimizer",
+        "make our subclass of ZeRO's optimizer, which has the name DeepSpeedZeroOptimizer in the engine meanwhile",
         "(self, optimizer)",
         _make_our_optimizer,
     ),

@@ -102,8 +102,8 @@ def data_parallel_ranks(group: Any) -> list[int]:
 
 # Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
 # with it the threads and sockets of the groups inside. So an entry must not refer to its key, as a Topology does.
-_Made = dict[tuple[int | None, bool], tuple[Cluster, dict[str, Any]]]
-_made: "weakref.WeakKeyDictionary[Any, _Made]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[Any, dict[int | None, tuple[Cluster, Any, Any]]]" = weakref.WeakKeyDictionary()
+_made_alone: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def get_topology(group: Any, group_size: int | None = None, alone: bool = False) -> Topology:
@@ -123,12 +123,17 @@ def get_topology(group: Any, group_size: int | None = None, alone: bool = False)
 
     group = dist.get_world_group() if group is None else group
     made = _made.setdefault(group, {})
-    if (group_size, alone) not in made:
+    if group_size not in made:
         sizes = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
         cluster = Cluster(*next((len(ranks), m) for ranks, m in sizes if dist.get_rank() in ranks))
-        made[group_size, alone] = (cluster, _make_groups(sizes, alone))
-    cluster, groups = made[group_size, alone]
-    return Topology(cluster, dist.get_rank(group=group), group, **groups)
+        intra = [intra_ranks(ranks, m, first) for ranks, m in sizes for first in range(0, len(ranks), m)]
+        inter = [inter_ranks(ranks, m, first) for ranks, m in sizes for first in range(m)]
+        made[group_size] = (cluster, _make_groups(intra), _make_groups(inter))
+    if alone and group not in _made_alone:
+        _made_alone[group] = _make_groups([[rank] for rank in range(dist.get_world_size())])
+    cluster, intra_group, inter_group = made[group_size]
+    only_me = _made_alone[group] if alone else None
+    return Topology(cluster, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
 
 
 def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
@@ -158,7 +163,7 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
         members.setdefault(first, []).append(rank)
         found.setdefault(first, set()).add(size)
     for first, sizes in found.items():
-        if sizes != {max(sizes)} or 0 in sizes:
+        if len(sizes) > 1 or 0 in sizes:
             raise ValueError(
                 problem
                 or f"paro_strategy groups the data-parallel ranks of a node, but the launcher tells the ranks "
@@ -168,21 +173,13 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
     return [(members[first], max(found[first])) for first in sorted(members)]
 
 
-def _make_groups(sizes: list[tuple[list[int], int]], alone: bool) -> dict[str, Any]:
-    """Make the process groups of every data-parallel group; those that this rank is in, by kind.
+def _make_groups(all_ranks: list[list[int]]) -> Any:
+    """Make a process group of each of these disjoint lists of ranks; returns the one that this rank is in.
 
     Every rank makes every group, in one order. A group made by its members alone (``use_local_synchronization``)
     would cost less, but over NCCL it is split off the world's communicator, which needs all ranks to take part.
     """
     from deepspeed import comm as dist
 
-    made = {}
-    for ranks, m in sizes:
-        wanted = [("intra", intra_ranks(ranks, m, first)) for first in range(0, len(ranks), m)]
-        wanted += [("inter", inter_ranks(ranks, m, first)) for first in range(m)]
-        wanted += [("alone", [rank]) for rank in ranks if alone]
-        for kind, members in wanted:
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                made[kind] = group
-    return made
+    groups = [dist.new_group(ranks) for ranks in all_ranks]
+    return next(group for ranks, group in zip(all_ranks, groups, strict=True) if dist.get_rank() in ranks)

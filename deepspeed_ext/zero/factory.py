@@ -27,6 +27,7 @@ def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: An
 
     Raises:
         ValueError: the model or the optimizer is of a kind that the strategy does not support.
+        RuntimeError: the engine did not look the class up under that name.
     """
     refuse_unsupported(strategy, engine, optimizer)
     group_size = engine._config.zero_config.paro_group_size
@@ -34,7 +35,10 @@ def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: An
     announce(strategy, topology)
     make = functools.partial(ReplicatedOptimizer, strategy=strategy, topology=topology)
     with mock.patch.object(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make):
-        return configure(engine, optimizer)
+        made = configure(engine, optimizer)
+    if not isinstance(made, ReplicatedOptimizer):
+        raise RuntimeError(f"expected the engine to make a ReplicatedOptimizer for {strategy.name}, got {type(made)}")
+    return made
 
 
 def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:

@@ -11,17 +11,6 @@ import ranks as rank_pools
 
 rank_pools.prepare_environment()  # before any test module imports torch or DeepSpeed
 
-_TEST_TIMEOUT = 120.0  # seconds; a collective that goes wrong hangs
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Guard each test that has no time limit of its own, unless a setting of pytest-timeout does."""
-    if not config.pluginmanager.hasplugin("timeout") or config.getoption("timeout") or config.getini("timeout"):
-        return
-    for item in items:
-        if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(_TEST_TIMEOUT))
-
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import DeepSpeed while the first tests run, if any test will need ranks."""

@@ -56,8 +56,10 @@ def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
-        assert get_topology(group, size).alone is None
+        without = get_topology(group, size)
+        assert without.alone is None
         topology = get_topology(group, size, alone=True)
+        assert (topology.intra, topology.inter) == (without.intra, without.inter)
         groups = [data_parallel_ranks(g) for g in (topology.intra, topology.inter, topology.alone)]
         answers.append((*groups, get_topology(group, size, alone=True) == topology))
     return answers
