@@ -20,12 +20,58 @@ SECTION = "zero_optimization"
 STRATEGY = "paro_strategy"
 GROUP_SIZE = "paro_group_size"
 KEYS = (STRATEGY, GROUP_SIZE)
+MICS_SIZE = "mics_shard_size"
+MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
+MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)  # DeepSpeed's own until 0.19.6
 _PREFIX = "paro"
 
 
 def our_keys(section: Any) -> list[str]:
     """Keys of the section that are meant for us, misspelt ones included."""
-    return [key for key in section if str(key).lower().startswith(_PREFIX)] if isinstance(section, Mapping) else []
+    if not isinstance(section, Mapping):
+        return []
+    return [key for key in section if str(key).lower().startswith(_PREFIX) or key in MICS_KEYS]
+
+
+def without_mics(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration without the keys of MiCS, which DeepSpeed would reject as removed."""
+    section = config.get(SECTION)
+    if not isinstance(section, Mapping) or not set(MICS_KEYS) & set(section):
+        return config
+    return {**config, SECTION: {key: value for key, value in section.items() if key not in MICS_KEYS}}
+
+
+def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A raw section with the keys of MiCS replaced by ours: III, with that group size.
+
+    Raises:
+        ValueError: no such size, or our own keys beside it.
+    """
+    revived = {key: value for key, value in section.items() if key not in MICS_KEYS}
+    size, hierarchical = section.get(MICS_SIZE, -1), section.get(MICS_HIERARCHICAL, False)
+    if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+        raise ValueError(
+            f"{SECTION}.{MICS_SIZE} must be an integer of at least 1 (ranks over which model states are cut), or -1 "
+            f"for off, got {size!r} of type {type(size).__name__}."
+        )
+    if size == -1:
+        if hierarchical:
+            raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
+        return revived
+    given = [key for key in KEYS if key in section]
+    if given:
+        raise ValueError(
+            f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(given)} is "
+            f"set as well ({', '.join(repr(section[key]) for key in given)}). Keep one of the two."
+        )
+    if hierarchical:
+        from deepspeed.utils import log_dist
+
+        log_dist(
+            f"deepspeed_ext: {SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only",
+            ranks=[0],
+        )
+    return {**revived, STRATEGY: "III", GROUP_SIZE: size}
 
 
 def check_top_level(config: Mapping[str, Any]) -> None:
@@ -72,40 +118,115 @@ def check_section(section: Mapping[str, Any]) -> Strategy:
     return strategy
 
 
-# What a user may have configured beside a strategy that runs on ZeRO stages 1 and 2 and that this optimizer does not
-# do: (key, how to find it in the parsed configuration, why). Refused, never skipped.
+# What a user may have configured beside a strategy and that our optimizers do not do: (key, how to find it in the
+# parsed configuration, why, with which strategies). Refused, never skipped.
 _Finder = Callable[["DeepSpeedConfig"], Any]
-_REFUSED_WITH_REPLICATED_PARAMETERS: tuple[tuple[str, _Finder, str], ...] = (
-    (f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way"),
+
+
+def _always(strategy: Strategy) -> bool:
+    return True
+
+
+def _replicated(strategy: Strategy) -> bool:
+    return strategy.p == Placement.N
+
+
+def _cut(strategy: Strategy) -> bool:
+    return strategy.p != Placement.N
+
+
+def _updated_between_groups(strategy: Strategy) -> bool:
+    return _cut(strategy) and strategy.p != strategy.os
+
+
+_OFFLOAD_PARAM = ", ".join(name for name, row in STRATEGIES.items() if row.p == row.os != Placement.N)
+
+_REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
+    (f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way", _always),
     (
         f"{SECTION}.offload_optimizer.super_offload",
         lambda c: getattr(c.zero_config.offload_optimizer, "super_offload", False),
-        "SuperOffload is an optimizer of stage 3",
+        "SuperOffload is an optimizer of its own",
+        _always,
     ),
     (
         f"{SECTION}.offload_optimizer.device",
         lambda c: getattr(c.zero_config.offload_optimizer, "device", None) == "nvme",
-        "optimizer states on NVMe need stage 3; use device cpu",
+        "optimizer states on NVMe are not supported; use device cpu",
+        _always,
     ),
-    (f"{SECTION}.offload_param", lambda c: c.zero_config.offload_param, "parameters are not cut; it needs stage 3"),
+    (
+        f"{SECTION}.offload_param",
+        lambda c: c.zero_config.offload_param,
+        "parameters are not cut; it needs stage 3",
+        _replicated,
+    ),
+    (
+        f"{SECTION}.offload_param.device",
+        lambda c: getattr(c.zero_config.offload_param, "device", None) == "nvme",
+        "parameters on NVMe are not supported; use device cpu",
+        _cut,
+    ),
+    (
+        f"{SECTION}.offload_param.device",
+        lambda c: getattr(c.zero_config.offload_param, "device", "none") != "none",
+        f"updated parameters are gathered between groups on the device; strategies that offload parameters: "
+        f"{_OFFLOAD_PARAM}",
+        _updated_between_groups,
+    ),
+    (
+        f"{SECTION}.stage3_use_all_reduce_for_fetch_params",
+        lambda c: c.zero_config.use_all_reduce_for_fetch_params,
+        "parameters are gathered by all-gathers within and between groups",
+        _cut,
+    ),
     (
         f"{SECTION}.zero_hpz_partition_size",
         lambda c: c.zero_config.zero_hpz_partition_size > 1,
-        "hpZ cuts parameters of stage 3 inside a group",
+        "hpZ cuts the parameters of stage 3 inside a group; strategies with p = I do that",
+        _always,
     ),
     (
         f"{SECTION}.zero_quantized_weights",
-        lambda c: c.zero_config.zero_quantized_weights or c.zero_config.zero_quantized_nontrainable_weights,
-        "quantized weights need stage 3",
+        lambda c: c.zero_config.zero_quantized_weights,
+        "parameters are gathered exactly",
+        _always,
     ),
-    (f"{SECTION}.zero_quantized_gradients", lambda c: c.zero_config.zero_quantized_gradients, "qgZ needs stage 3"),
-    (f"{SECTION}.elastic_checkpoint", lambda c: c.zero_config.elastic_checkpoint, "use universal checkpoints"),
-    ("compile.deepcompile", lambda c: c.compile_config.deepcompile, "DeepCompile replaces the reduction of gradients"),
-    ("optimizer.type", lambda c: c.optimizer_name == "muon", "Muon needs whole gradients where its state is"),
+    (
+        f"{SECTION}.zero_quantized_nontrainable_weights",
+        lambda c: c.zero_config.zero_quantized_nontrainable_weights,
+        "parameters are gathered exactly",
+        _always,
+    ),
+    (
+        f"{SECTION}.zero_quantized_gradients",
+        lambda c: c.zero_config.zero_quantized_gradients,
+        "gradients are reduced exactly",
+        _always,
+    ),
+    (
+        f"{SECTION}.elastic_checkpoint",
+        lambda c: c.zero_config.elastic_checkpoint,
+        "use universal checkpoints",
+        _always,
+    ),
+    (
+        "compile.deepcompile",
+        lambda c: c.compile_config.deepcompile,
+        "DeepCompile replaces the reduction of gradients",
+        _always,
+    ),
+    (
+        "optimizer.type",
+        lambda c: c.optimizer_name == "muon",
+        "Muon needs whole gradients where its state is",
+        _always,
+    ),
     (
         "expert_parallel",
         lambda c: getattr(getattr(c, "expert_parallel_config", None), "enabled", False),
         "expert groups are not data-parallel groups",
+        _always,
     ),
 )
 
@@ -117,7 +238,6 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
 
     Raises:
         ValueError: what is configured contradicts the strategy, or the group size does not fit.
-        NotImplementedError: the strategy is valid, but cuts parameters.
     """
     from deepspeed import comm as dist
     from deepspeed.utils import log_dist
@@ -125,14 +245,8 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
     strategy = active_strategy(config)
     if strategy is None:
         return
-    if strategy.p != Placement.N:
-        works = ", ".join(name for name, row in STRATEGIES.items() if row.p == Placement.N)
-        raise NotImplementedError(
-            f"{SECTION}.{STRATEGY} {strategy.name} cuts parameters (p = {strategy.p.name}); this version runs the "
-            f"strategies with p = N: {works}. The one with the same g and os, or the nearest, uses more memory."
-        )
-    for key, find, why in _REFUSED_WITH_REPLICATED_PARAMETERS:
-        if find(config):
+    for key, find, why, applies in _REFUSED:
+        if applies(strategy) and find(config):
             raise ValueError(
                 f"{key} cannot be combined with {SECTION}.{STRATEGY} {strategy.name}: {why}. Remove one of the two."
             )
@@ -181,6 +295,11 @@ def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
     Raises:
         ValueError: see ``check_section``; pydantic's for DeepSpeed's own keys.
     """
+    section = revive_mics(section)
+    if not our_keys(section):
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        return DeepSpeedZeroConfig(**section)
     strategy = check_section(section)
     if section.get("stage") == 0:
         from deepspeed.utils import log_dist

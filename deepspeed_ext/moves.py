@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Moves of flat buffers between placements, made of hops.
+"""Moves of flat buffers between placements, made of hops; see Note [Hops and transfers] in ``hops.py``.
 
 Note [Flat buffers, cells and slices]
     A flat buffer is cut into rows x cols *cells* of ``chunk`` elements; cell (row j, column i) starts at element
@@ -9,201 +9,21 @@ Note [Flat buffers, cells and slices]
     {i, m+i, 2m+i, ...}: a reduce-scatter of it between groups lands on exactly ZeRO's chunk, so checkpoints need no
     permutation. Where the optimizer's states are not cut between groups there is one row, and the slice is
     contiguous.
-
-Note [Hops and transfers]
-    A hop is a sum or a gather over one process group. Its methods are generators: they start one communication,
-    yield its handle, and go on when it is done; the result is the generator's return value. A *transfer* composes
-    them into a move. ``InFlight`` runs transfers, one after the other or overlapped: the first hop of a transfer is
-    on the wire while the one before it is in its second hop.
+    With p = N the flat buffer is all parameters of a parameter group, as in ZeRO-1/2; with p = I or G it is each
+    parameter, as in ZeRO-3, and the cells of several parameters travel side by side: (cols, rows, width).
 """
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.hops import Hop, Transfer
 from deepspeed_ext.placement import Placement
 from deepspeed_ext.topology import Topology
-
-Transfer = Generator[Any, None, Tensor]  # yields handles with a wait() method
-
-
-class Hop(ABC):
-    """One leg of a move, over one process group of ``size`` ranks.
-
-    ``reduce_scatter`` is the one to replace: a compressed reduction implements it, and gets ``all_reduce`` for it.
-    Sums are taken in rank order in fp32, or as the backend does; every rank of the group gets the same bits.
-    """
-
-    def __init__(self, group: Any, name: str = "hop") -> None:
-        self.group = group
-        self.name = name  # in the records of DeepSpeed's comms logger: intra_all_gather, inter_reduce_scatter, ...
-        self.size: int = dist.get_world_size(group=group)
-        self.rank: int = dist.get_rank(group=group)
-
-    def _options(self, operation: str) -> dict[str, Any]:
-        return {"group": self.group, "async_op": True, "log_name": f"{self.name}_{operation}"}
-
-    @abstractmethod
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
-        """Sum of ``flat`` (1D) over the group, of which this rank gets part ``rank``.
-
-        Args:
-            flat: 1D, the parts one after the other; may be overwritten.
-            splits: length of each part, the same on all ranks; they may differ.
-
-        Returns:
-            1D of ``splits[rank]`` elements, dtype of ``flat``.
-        """
-
-    def all_reduce(self, flat: Tensor) -> Transfer:
-        """Sum of ``flat`` (1D) over the group, on all ranks; ``flat`` may be overwritten."""
-        if self.size == 1 or not flat.numel():
-            return flat
-        part = -(-flat.numel() // self.size)
-        padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
-        mine = yield from self.reduce_scatter(padded, [part] * self.size)
-        gathered = yield from self.all_gather(mine)
-        return gathered[: flat.numel()]
-
-    def all_gather(self, shard: Tensor) -> Transfer:
-        """The ``shard`` (1D) of every rank of the group, in rank order: 1D of ``size * shard.numel()`` elements."""
-        if self.size == 1 or not shard.numel():
-            return shard
-        gathered = shard.new_empty(self.size * shard.numel())
-        yield dist.all_gather_into_tensor(gathered, shard.contiguous(), **self._options("all_gather"))
-        return gathered
-
-
-class ExchangeHop(Hop):
-    """For gloo: an all-to-all and a local sum.
-
-    gloo's reduce-scatter sends what an all-reduce would, twice the bytes (measured at the interface). Unequal parts
-    cost nothing extra here, the sum is taken in fp32, and its order is fixed.
-    """
-
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
-        if self.size == 1 or not flat.numel():
-            return flat
-        mine = splits[self.rank]
-        parts = flat.new_empty(self.size * mine)
-        yield dist.all_to_all_single(parts, flat, [mine] * self.size, list(splits), **self._options("reduce_scatter"))
-        total = parts[:mine].float()
-        for part in range(1, self.size):
-            total += parts[part * mine : (part + 1) * mine]
-        return total.to(flat.dtype)
-
-
-class _All:
-    """Several started communications as one handle."""
-
-    def __init__(self, handles: Iterable[Any]) -> None:
-        self._handles = list(handles)
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
-
-
-class NativeHop(Hop):
-    """For backends whose reduce-scatter is one (NCCL): equal parts by reduce-scatter, unequal ones as is cheaper."""
-
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
-        if self.size == 1 or not flat.numel():
-            return flat
-        longest = max(splits)
-        # A rank receives (size-1)*longest by a padded reduce-scatter, and about all of flat by a chain of rooted
-        # reduces, one to the owner of each part.
-        if (self.size - 1) * longest <= flat.numel():
-            return (yield from self._padded(flat, splits, longest))
-        parts = flat.split(list(splits))
-        yield _All(
-            dist.reduce(part, dist.get_global_rank(self.group, owner), **self._options("reduce_scatter"))
-            for owner, part in enumerate(parts)
-            if part.numel()
-        )
-        return parts[self.rank]
-
-    def _padded(self, flat: Tensor, splits: Sequence[int], longest: int) -> Transfer:
-        if any(split != longest for split in splits):
-            rows = flat.new_zeros(self.size, longest)
-            for row, part in zip(rows, flat.split(list(splits)), strict=True):
-                row[: part.numel()].copy_(part)
-            flat = rows.view(-1)
-        mine = flat.new_empty(longest)
-        yield dist.reduce_scatter_tensor(mine, flat, **self._options("reduce_scatter"))
-        return mine[: splits[self.rank]]
-
-    def all_reduce(self, flat: Tensor) -> Transfer:
-        if self.size > 1 and flat.numel():
-            yield dist.all_reduce(flat, **self._options("all_reduce"))
-        return flat
-
-
-class AllReduceHop(NativeHop):
-    """For ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
-
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
-        flat = yield from self.all_reduce(flat)
-        return flat.split(list(splits))[self.rank] if self.size > 1 else flat
-
-
-def make_hop(group: Any, name: str, reduce_scatter: bool = True) -> Hop:
-    """The plain hop for this group's backend; ``reduce_scatter`` is DeepSpeed's key of that name."""
-    if not reduce_scatter:
-        return AllReduceHop(group, name)
-    return (ExchangeHop if _backend(group) == "gloo" else NativeHop)(group, name)
-
-
-def _backend(group: Any) -> str:
-    """The backend for tensors of the accelerator; a group may have one for each kind of device."""
-    device = get_accelerator().device_name().partition(":")[0]
-    backends = dict(
-        entry.split(":") for entry in torch.distributed.get_backend_config(group).split(",") if ":" in entry
-    )
-    return backends.get(device, torch.distributed.get_backend(group))
-
-
-class InFlight:
-    """Runs transfers. Overlapped, each submitted transfer moves all earlier ones on by one hop first.
-
-    So at most as many transfers are open as one has hops, and all ranks start the same communications in the same
-    order.
-    """
-
-    def __init__(self, overlap: bool) -> None:
-        self._overlap = overlap
-        self._open: deque[tuple[Transfer, Any]] = deque()
-
-    def submit(self, transfer: Transfer) -> None:
-        """Start a transfer; without overlap, also finish it."""
-        self._advance()
-        self._resume(transfer)
-        if not self._overlap:
-            self.drain()
-
-    def drain(self) -> None:
-        """Finish all transfers."""
-        while self._open:
-            self._advance()
-
-    def _advance(self) -> None:
-        for _ in range(len(self._open)):
-            transfer, handle = self._open.popleft()
-            handle.wait()
-            self._resume(transfer)
-
-    def _resume(self, transfer: Transfer) -> None:
-        with contextlib.suppress(StopIteration):
-            self._open.append((transfer, next(transfer)))
 
 
 @dataclass(frozen=True)
@@ -229,6 +49,21 @@ class FlatLayout:
         """Windows (start, length) over the chunk, such that a window of all rows has at most ``most`` elements."""
         width = max(1, most // self.rows)
         return [(x, min(width, self.chunk - x)) for x in range(0, self.chunk, width)]
+
+    def pack(self, flat: Tensor, cells: Tensor) -> None:
+        """Copy the flat buffer into its cells, with zeros behind its end.
+
+        Args:
+            flat: 1D of ``numel`` elements.
+            cells: (cols, rows, chunk), of any dtype and strides.
+        """
+        missing = self.rows * self.cols * self.chunk - self.numel
+        whole = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+        cells.copy_(whole.view(self.rows, self.cols, self.chunk).transpose(0, 1))
+
+    def unpack(self, cells: Tensor) -> Tensor:
+        """The flat buffer, 1D of ``numel`` elements, from its cells (cols, rows, chunk); a view where that can be."""
+        return cells.transpose(0, 1).reshape(-1)[: self.numel]
 
     def place(self, flat: Tensor, start: int, cells: Tensor, add: bool = False) -> None:
         """Copy (or add) a window of every cell into the flat buffer.
@@ -326,6 +161,23 @@ class Moves:
         self.intra = intra
         self.inter = inter
 
+    def reduce(self, message: Tensor, col_splits: Sequence[int], row_splits: Sequence[int] | None = None) -> Transfer:
+        """N -> I or, with ``row_splits``, N -> G.
+
+        Args:
+            message: 1D, a part for each number in the group; may be overwritten.
+            col_splits: elements of each part, the same on all ranks.
+            row_splits: elements for each group in this rank's part.
+
+        Returns:
+            1D: the sum of this rank's part, or of its row of that part.
+        """
+        # One name for all: what a hop has consumed is freed while the next is on the wire.
+        message = yield from self.intra.reduce_scatter(message, col_splits)
+        if row_splits is not None:
+            message = yield from self.inter.reduce_scatter(message, row_splits)
+        return message
+
     def reduce_bucket(self, message: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
         """N -> I or N -> G of the parts of a bucket.
 
@@ -337,12 +189,21 @@ class Moves:
         Returns:
             1D: the sums of this rank's ``bucket_runs(plan, target)``.
         """
-        # One name for all: what a hop has consumed is freed while the next is on the wire.
-        message = yield from self.intra.reduce_scatter(message, plan.col_splits)
-        if target == Placement.G:
-            splits = plan.row_splits(self.intra.rank, self.inter.size)
-            message = yield from self.inter.reduce_scatter(message, splits)
-        return message
+        row_splits = plan.row_splits(self.intra.rank, self.inter.size) if target == Placement.G else None
+        return self.reduce(message, plan.col_splits, row_splits)
+
+    def reduce_cells(self, cells: Tensor, target: Placement) -> Transfer:
+        """N -> I or N -> G of buffers that are cut each by itself.
+
+        Args:
+            cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten.
+            target: I or G.
+
+        Returns:
+            1D: for I this rank's column, ``rows * width`` elements; for G its cell, ``width``.
+        """
+        cols, rows, width = cells.shape
+        return self.reduce(cells.view(-1), [rows * width] * cols, [width] * rows if target == Placement.G else None)
 
     def bucket_runs(self, plan: BucketPlan, target: Placement) -> list[Run]:
         """What ``reduce_bucket`` returns on this rank, in order."""

@@ -74,6 +74,9 @@ class Patch:
 
 def _signature(function: Callable[..., Any]) -> str:
     """Names, kinds and defaults. Annotations print differently from one Python to the next."""
+    function = inspect.unwrap(function)
+    while getattr(function, "__module__", None) == "deepspeed.utils.nvtx":  # a decorator that hides what it wraps
+        function = inspect.getclosurevars(function).nonlocals["func"]
     signature = inspect.signature(function)
     plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=plain, return_annotation=signature.empty))
@@ -95,6 +98,16 @@ def _parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
         return config.parse_section(section)
 
     return parse
+
+
+def _leave_mics_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reject)
+    def _reject_removed_config_keys(param_dict: dict[str, Any]) -> Any:
+        from deepspeed_ext.config import without_mics
+
+        return reject(without_mics(param_dict))
+
+    return _reject_removed_config_keys
 
 
 def _check_our_keys(init: Callable[..., None]) -> Callable[..., None]:
@@ -154,9 +167,45 @@ def _gather_our_parameters(all_gather_dp_groups: Callable[..., None]) -> Callabl
     return gather
 
 
+def _compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(assert_ints_same)
+    def assert_ints_same_as_other_ranks(ints: list[int]) -> None:
+        from deepspeed_ext.zero.coordinator import assert_same_in_group
+
+        if not assert_same_in_group(ints):
+            assert_ints_same(ints)
+
+    return assert_ints_same_as_other_ranks
+
+
+def _modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.zero.modified import replicated
+
+        params, ours = replicated(params)
+        self.paro_modifier = (modifier_rank, ours) if modifier_rank is not None and ours else None
+        init(self, params, 0 if self.paro_modifier else modifier_rank, *args, **kwargs)
+
+    return __init__
+
+
+def _broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(leave)
+    def _exit(self: Any, *exc: Any) -> Any:
+        if getattr(self, "paro_modifier", None) is not None:
+            from deepspeed_ext.zero.modified import broadcast_to_replicas
+
+            broadcast_to_replicas(*self.paro_modifier)
+        return leave(self, *exc)
+
+    return _exit
+
+
 # The list #########################################################################################
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 PATCHES: tuple[Patch, ...] = (
@@ -165,6 +214,13 @@ PATCHES: tuple[Patch, ...] = (
         "accept our keys in zero_optimization",
         "(param_dict)",
         _parse_our_keys,
+        gate=True,
+    ),
+    Patch(
+        "deepspeed.runtime.config:_reject_removed_config_keys",
+        "accept the keys of MiCS, which DeepSpeed has removed",
+        "(param_dict)",
+        _leave_mics_to_us,
         gate=True,
     ),
     Patch(
@@ -191,6 +247,24 @@ PATCHES: tuple[Patch, ...] = (
         "gather updated parameters between groups first, then inside",
         "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)",
         _gather_our_parameters,
+    ),
+    Patch(
+        "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
+        "compare the order in which modules are used among the ranks that gather together",
+        "(ints)",
+        _compare_within_group,
+    ),
+    Patch(
+        "deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__",
+        "take modifier_rank as a data-parallel rank where parameters are cut inside groups",
+        "(self, params, modifier_rank=None, fwd_module=None, enabled=True)",
+        _modify_in_all_groups,
+    ),
+    Patch(
+        "deepspeed.runtime.zero.partition_parameters:GatheredParameters._exit",
+        "bring what one rank has modified to all groups where parameters are cut inside groups",
+        "(self, *exc)",
+        _broadcast_to_all_groups,
     ),
     *(
         Patch(f"{_ZERO12}.{name}", why, signature)
@@ -223,6 +297,42 @@ PATCHES: tuple[Patch, ...] = (
             ("reduce_ready_partitions_and_remove_grads", "put a gradient into a bucket", "(self, param, i)"),
             ("setup_buckets", "open buckets", "(self)"),
             ("get_gradient_for_reduction", "read an accumulated gradient", "(self, param)"),
+        )
+    ),
+    *(
+        Patch(f"{_ZERO3}.{name}", why, signature)
+        for name, why, signature in (
+            ("_create_fp16_sub_groups", "limit sub-groups to a bucket of the gather", "(self, params_group)"),
+            ("_get_parameter_partitions", "hold slices in the flat parameter buffer", "(self)"),
+            ("_set_fp16_partitioned_groups_flat", "hold slices in the flat parameter buffer", "(self)"),
+            ("_pre_step", "wait for gathers of parameters", "(self)"),
+            ("_post_step", "gather updated parameters", "(self, timer_names)"),
+            ("_setup_for_real_optimizer", "place gradients", "(self)"),
+            ("reduce_ready_partitions_and_remove_grads", "keep a gradient that is not cut", "(self, param)"),
+            (
+                "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+                "reduce a full bucket",
+                "(self, params_to_reduce, communication_data_type)",
+            ),
+            (
+                "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads",
+                "reduce a full bucket without reduce-scatter",
+                "(self, buffer_to_reduce, communication_data_type)",
+            ),
+            ("partition_grads", "release the gradients of a bucket", "(self, params_to_release, grad_partitions)"),
+            ("independent_gradient_partition_epilogue", "end a micro-step", "(self)"),
+            ("finalize_gradient_accumulation_boundary", "end an unmanaged accumulation", "(self)"),
+            ("_finalize_offload_gradient_accumulation", "hand gradients to an offloaded optimizer", "(self)"),
+            ("zero_grad", "forget accumulated gradients", "(self, set_to_none=True)"),
+            ("_get_norm_groups", "have replicas of the optimizer agree on the norm", "(self)"),
+            ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
+            (
+                "load_state_dict",
+                "refuse a checkpoint that is cut otherwise; complete parameters",
+                "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False, "
+                "checkpoint_folder=None, load_serial=None, param_shapes=None)",
+            ),
+            ("destroy", "give parameters back", "(self)"),
         )
     ),
 )

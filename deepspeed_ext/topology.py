@@ -92,6 +92,10 @@ class Topology:
         """The process group over which a state in this placement is cut."""
         return {Placement.N: self.alone, Placement.I: self.intra, Placement.G: self.world}[placement]
 
+    def replica_group(self, placement: Placement) -> Any:
+        """The process group of the ranks that hold the same shard of a state in this placement; None if only one."""
+        return {Placement.N: self.world, Placement.I: self.inter, Placement.G: None}[placement]
+
 
 def data_parallel_ranks(group: Any) -> list[int]:
     """Global ranks of a process group (None: all ranks), in group order."""

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has the engine make our optimizer in the place of DeepSpeed's."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +10,25 @@ from unittest import mock
 
 import deepspeed
 import deepspeed.runtime.engine
+import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we take its name
+import deepspeed.runtime.zero.stage3
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.utils import log_dist
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import log_dist, logger
 
 import deepspeed_ext
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
-from deepspeed_ext.placement import Placement, Strategy
-from deepspeed_ext.topology import Topology, get_topology
+from deepspeed_ext.hops import make_hop
+from deepspeed_ext.moves import Moves
+from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
+from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
+from deepspeed_ext.zero.partitioned import PartitionedOptimizer, watch_parameters
 from deepspeed_ext.zero.replicated import ReplicatedOptimizer
 
 
 def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
-    """``DeepSpeedEngine._configure_zero_optimizer`` with our class under the name of DeepSpeed's.
+    """``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
 
     The engine passes some 35 arguments to the class it finds by name, and they change from release to release: so
     the name is what we replace, for the duration of the call.
@@ -33,12 +41,56 @@ def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: An
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
     announce(strategy, topology)
-    make = functools.partial(ReplicatedOptimizer, strategy=strategy, topology=topology)
-    with mock.patch.object(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make):
-        made = configure(engine, optimizer)
-    if not isinstance(made, ReplicatedOptimizer):
-        raise RuntimeError(f"expected the engine to make a ReplicatedOptimizer for {strategy.name}, got {type(made)}")
-    return made
+    warn_if_too_large(strategy, topology, engine)
+    made: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        for module, name, make in _replacements(strategy, topology, engine._config.zero_config):
+
+            def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
+                stack.close()  # found: nothing below needs to see our names, and the patches are checked there
+                made.append(make(*args, **kwargs))
+                return made[-1]
+
+            stack.enter_context(mock.patch.object(module, name, remember))
+        configured = configure(engine, optimizer)
+    if not any(configured is one for one in made):
+        raise RuntimeError(
+            f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
+            f"{type(configured)}"
+        )
+    return configured
+
+
+def _replacements(strategy: Strategy, topology: Topology, config: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """What the engine may make: (module and name where it looks the class up, what to make)."""
+    placed = {"strategy": strategy, "topology": topology}
+    if strategy.p == Placement.N:
+        return [
+            (
+                deepspeed.runtime.engine,
+                "DeepSpeedZeroOptimizer",
+                functools.partial(ReplicatedOptimizer, **placed),
+            )
+        ]
+    gathers = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
+    return [
+        (
+            deepspeed.runtime.zero.stage3,
+            "DeepSpeedZeroOptimizer_Stage3",
+            functools.partial(PartitionedOptimizer, **placed, **gathers),
+        ),
+        (deepspeed.runtime.engine, "DeepSpeedZeRoOffload", functools.partial(_inference, **placed, **gathers)),
+    ]
+
+
+def _inference(
+    module: Any, *, strategy: Strategy, topology: Topology, bucket: int, sequential: bool, **kwargs: Any
+) -> DeepSpeedZeRoOffload:
+    """What the engine makes without an optimizer: parameters are cut and gathered, that is all."""
+    moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
+    kwargs["module"] = module
+    offload, _ = watch_parameters(DeepSpeedZeRoOffload, kwargs, strategy, topology, moves, bucket, sequential)
+    return offload
 
 
 def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
@@ -70,3 +122,44 @@ def announce(strategy: Strategy, topology: Topology) -> None:
     if m in (1, n):
         same = "the whole of the data-parallel ranks, so I means G" if m == n else "one rank, so I means N"
         log_dist(f"deepspeed_ext: a group is {same}. {SECTION}.{GROUP_SIZE} is {m}.", ranks=[0])
+
+
+def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> None:
+    """Warn on rank 0 if the model states of a rank exceed its device's memory by the formula."""
+    available = get_accelerator().total_memory()
+    if get_accelerator().device_name() == "cpu":
+        available /= ranks_per_node() or 1
+    states = _states_on_device(engine)
+    needed = strategy.memory(topology.cluster, states).total
+    if needed <= available:
+        return
+    fits = [row.name for row in STRATEGIES.values() if row.memory(topology.cluster, states).total <= available]
+    p, g, os = (part / 1e9 for part in (states.parameters, states.gradients, states.optimizer))
+    logger.warning(
+        f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
+        f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "
+        f"optimizer states {os:.3g} GB, over {topology.cluster.ranks} ranks in groups of "
+        f"{topology.cluster.group_size}). Strategies that fit: {', '.join(fits) or 'none'}."
+    )
+
+
+def _states_on_device(engine: Any) -> ModelStates:
+    """Bytes of the engine's model states that are kept on the device, for an optimizer with Adam's states."""
+    params = {id(p): p for p in engine.module.parameters()}.values()
+    numels = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in params]
+    trainable = sum(numel for numel, _, grad in numels if grad)
+    _, gradient_dtype = engine.get_data_types()
+    config = engine._config.zero_config
+    parameters = sum(numel * size for numel, size, _ in numels)
+    updated = sum(numel * size for numel, size, grad in numels if grad)
+    master = sum(numel * 4 for numel, size, grad in numels if grad and size < 4)
+    return ModelStates(
+        parameters=0.0 if _offloads(config.offload_param) else parameters,
+        gradients=trainable * gradient_dtype.itemsize,
+        updated=updated,
+        optimizer=0.0 if _offloads(config.offload_optimizer) else master + 8.0 * trainable,
+    )
+
+
+def _offloads(section: Any) -> bool:
+    return getattr(section, "device", "none") != "none"

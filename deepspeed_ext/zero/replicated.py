@@ -30,9 +30,11 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_ext.moves import BucketPlan, FlatLayout, InFlight, Moves, Range, Transfer, make_hop, plan_bucket
+from deepspeed_ext.hops import InFlight, Transfer, make_hop
+from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucket
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
+from deepspeed_ext.zero.replicas import largest_norm, largest_of_replicas
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -250,22 +252,16 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
         """The parent's norm over its group, the largest of all replicas; -1 if it is invalid for one of them."""
-        norm = super().scaled_global_norm(norm_type)
-        norm = self._largest_of_replicas(torch.where(norm < 0, torch.inf, norm))
-        return torch.where(norm.isinf(), -1.0, norm)
+        return largest_norm(super().scaled_global_norm(norm_type), self._replicas)
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Whether a replica has found an overflow."""
         found = torch.tensor([float(super().has_overflow(partition_gradients))])
-        return bool(self._largest_of_replicas(found).item())
+        return bool(largest_of_replicas(found, self._replicas).item())
 
-    def _largest_of_replicas(self, value: Tensor) -> Tensor:
-        if self.strategy.os == Placement.G:
-            return value
-        group = self.topology.inter if self.strategy.os == Placement.I else self.topology.world
-        largest = value.to(get_accelerator().current_device_name())
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return largest.to(value.device)
+    @property
+    def _replicas(self) -> Any:
+        return self.topology.replica_group(self.strategy.os)
 
     # Checkpoints and offloaded states ################################################################
 

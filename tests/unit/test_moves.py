@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.moves import FlatLayout, InFlight, Range, plan_bucket
+from deepspeed_ext.hops import InFlight
+from deepspeed_ext.moves import FlatLayout, Range, plan_bucket
 
 LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
 
@@ -128,7 +129,7 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.moves import AllReduceHop, ExchangeHop, NativeHop, make_hop
+    from deepspeed_ext.hops import AllReduceHop, ExchangeHop, NativeHop, make_hop
 
     group, rank = dist.get_world_group(), dist.get_rank()
     hops = [ExchangeHop(group), NativeHop(group), AllReduceHop(group), make_hop(group, "hop")]
@@ -159,7 +160,7 @@ def precision_case() -> tuple[float, float]:
     """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.moves import ExchangeHop
+    from deepspeed_ext.hops import ExchangeHop
 
     value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
     return 258.0, result(ExchangeHop(dist.get_world_group()).all_reduce(value))[0]
@@ -182,7 +183,8 @@ def gathers_case() -> dict[str, list[float]]:
     """What each gather gives on 6 ranks in groups of 3."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.moves import Moves, make_hop
+    from deepspeed_ext.hops import make_hop
+    from deepspeed_ext.moves import Moves
     from deepspeed_ext.placement import Placement
     from deepspeed_ext.topology import get_topology
 

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
+PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -29,6 +30,7 @@ class Job:
 
     Attributes:
         sizes: widths of the network's layers; odd, so that nothing divides.
+        empty: whether it has a parameter without elements, with which stock ZeRO-3 fails.
         steps: optimizer steps.
         accumulation: micro-steps in each.
         zero: further keys of ``zero_optimization``; ``config``: further keys of the configuration.
@@ -45,6 +47,7 @@ class Job:
     """
 
     sizes: Sequence[int] = (13, 37, 29, 7)
+    empty: bool = True
     steps: int = 5
     accumulation: int = 1
     dtype: str = "fp32"
@@ -66,12 +69,13 @@ class Job:
 class Network(nn.Module):
     """Layers of any width, each of which may be left out, with a parameter without elements and one without use."""
 
-    def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None) -> None:
+    def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None, empty: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.Linear(a, b, bias=i % 2 == 0) for i, (a, b) in enumerate(itertools.pairwise(sizes))
         )
-        self.empty = nn.Parameter(torch.empty(0))
+        if empty:
+            self.empty = nn.Parameter(torch.empty(0))
         self.unused = nn.Parameter(torch.ones(11))
         self.checkpointing = checkpointing
 
@@ -169,7 +173,7 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
     if job.dtype == "fp16":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed's CPU accelerator is only careful
     torch.manual_seed(7)
-    model = Network(job.sizes, job.checkpointing)
+    model = Network(job.sizes, job.checkpointing, job.empty)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, job),
@@ -227,9 +231,16 @@ def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = N
         record.applied.append(engine.was_step_applied())
     if look is not None:
         look(engine)
-    weights = torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    weights = whole_weights(model)
     engine.destroy()
     return record._replace(weights=weights)
+
+
+def whole_weights(model: nn.Module) -> Tensor:
+    """1D: all parameters of the model, gathered, in fp32."""
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return torch.cat([p.detach().float().flatten() for p in parameters])
 
 
 def replicas_equal(weights: Tensor) -> bool:

@@ -1,0 +1,226 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Hops: the sums and gathers over one process group that moves are made of.
+
+Note [Hops and transfers]
+    A hop is a sum or a gather over one process group. Its methods are generators: they start one communication,
+    yield its handle, and go on when it is done; the result is the generator's return value. A *transfer* composes
+    them into a move. ``InFlight`` runs transfers, one after the other or overlapped: the first hop of a transfer is
+    on the wire while the one before it is in its second hop.
+"""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+Transfer = Generator[Any, None, Tensor]  # yields handles with a wait() method
+
+
+class Hop(ABC):
+    """One leg of a move, over one process group of ``size`` ranks.
+
+    ``reduce_scatter`` is the one to replace: a compressed reduction implements it, and gets ``all_reduce`` for it.
+    Sums are taken in rank order in fp32, or as the backend does; every rank of the group gets the same bits.
+    """
+
+    def __init__(self, group: Any, name: str = "hop") -> None:
+        self.group = group
+        self.name = name  # in the records of DeepSpeed's comms logger: intra_all_gather, inter_reduce_scatter, ...
+        self.size: int = dist.get_world_size(group=group)
+        self.rank: int = dist.get_rank(group=group)
+
+    def _options(self, operation: str) -> dict[str, Any]:
+        return {"group": self.group, "async_op": True, "log_name": f"{self.name}_{operation}"}
+
+    @abstractmethod
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+        """Sum of ``flat`` (1D) over the group, of which this rank gets part ``rank``.
+
+        Args:
+            flat: 1D, the parts one after the other; may be overwritten.
+            splits: length of each part, the same on all ranks; they may differ.
+
+        Returns:
+            1D of ``splits[rank]`` elements, dtype of ``flat``.
+        """
+
+    def all_reduce(self, flat: Tensor) -> Transfer:
+        """Sum of ``flat`` (1D) over the group, on all ranks; ``flat`` may be overwritten."""
+        if self.size == 1 or not flat.numel():
+            return flat
+        part = -(-flat.numel() // self.size)
+        padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
+        mine = yield from self.reduce_scatter(padded, [part] * self.size)
+        gathered = yield from self.all_gather(mine)
+        return gathered[: flat.numel()]
+
+    def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Transfer:
+        """The ``shard`` (1D) of every rank of the group, in rank order: 1D of ``size * shard.numel()`` elements.
+
+        Args:
+            shard: 1D.
+            out: where to gather, of which ``shard`` may be this rank's part already; by default a new tensor.
+        """
+        if self.size == 1 or not shard.numel():
+            return shard
+        gathered = shard.new_empty(self.size * shard.numel()) if out is None else out
+        yield dist.all_gather_into_tensor(gathered, shard.contiguous(), **self._options("all_gather"))
+        return gathered
+
+
+class ExchangeHop(Hop):
+    """For gloo: an all-to-all and a local sum.
+
+    gloo's reduce-scatter sends what an all-reduce would, twice the bytes (measured at the interface). Unequal parts
+    cost nothing extra here, the sum is taken in fp32, and its order is fixed.
+    """
+
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+        if self.size == 1 or not flat.numel():
+            return flat
+        mine = splits[self.rank]
+        parts = flat.new_empty(self.size * mine)
+        yield dist.all_to_all_single(parts, flat, [mine] * self.size, list(splits), **self._options("reduce_scatter"))
+        total = parts[:mine].float()
+        for part in range(1, self.size):
+            total += parts[part * mine : (part + 1) * mine]
+        return total.to(flat.dtype)
+
+
+class _All:
+    """Several started communications as one handle."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self._handles = list(handles)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+class NativeHop(Hop):
+    """For backends whose reduce-scatter is one (NCCL): equal parts by reduce-scatter, unequal ones as is cheaper."""
+
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+        if self.size == 1 or not flat.numel():
+            return flat
+        longest = max(splits)
+        # A rank receives (size-1)*longest by a padded reduce-scatter, and about all of flat by a chain of rooted
+        # reduces, one to the owner of each part.
+        if (self.size - 1) * longest <= flat.numel():
+            return (yield from self._padded(flat, splits, longest))
+        parts = flat.split(list(splits))
+        yield _All(
+            dist.reduce(part, dist.get_global_rank(self.group, owner), **self._options("reduce_scatter"))
+            for owner, part in enumerate(parts)
+            if part.numel()
+        )
+        return parts[self.rank]
+
+    def _padded(self, flat: Tensor, splits: Sequence[int], longest: int) -> Transfer:
+        if any(split != longest for split in splits):
+            rows = flat.new_zeros(self.size, longest)
+            for row, part in zip(rows, flat.split(list(splits)), strict=True):
+                row[: part.numel()].copy_(part)
+            flat = rows.view(-1)
+        mine = flat.new_empty(longest)
+        yield dist.reduce_scatter_tensor(mine, flat, **self._options("reduce_scatter"))
+        return mine[: splits[self.rank]]
+
+    def all_reduce(self, flat: Tensor) -> Transfer:
+        if self.size > 1 and flat.numel():
+            yield dist.all_reduce(flat, **self._options("all_reduce"))
+        return flat
+
+
+class AllReduceHop(NativeHop):
+    """For ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
+
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+        flat = yield from self.all_reduce(flat)
+        return flat.split(list(splits))[self.rank] if self.size > 1 else flat
+
+
+def make_hop(group: Any, name: str, reduce_scatter: bool = True) -> Hop:
+    """The plain hop for this group's backend; ``reduce_scatter`` is DeepSpeed's key of that name."""
+    if not reduce_scatter:
+        return AllReduceHop(group, name)
+    return (ExchangeHop if _backend(group) == "gloo" else NativeHop)(group, name)
+
+
+def _backend(group: Any) -> str:
+    """The backend for tensors of the accelerator; a group may have one for each kind of device."""
+    device = get_accelerator().device_name().partition(":")[0]
+    backends = dict(
+        entry.split(":") for entry in torch.distributed.get_backend_config(group).split(",") if ":" in entry
+    )
+    return backends.get(device, torch.distributed.get_backend(group))
+
+
+class InFlight:
+    """Runs transfers. Overlapped, each submitted transfer moves all earlier ones on by one hop first.
+
+    So at most as many transfers are open as one has hops, and all ranks start the same communications in the same
+    order.
+    """
+
+    def __init__(self, overlap: bool) -> None:
+        self._overlap = overlap
+        self._open: deque[tuple[Transfer, Any]] = deque()
+
+    def submit(self, transfer: Transfer) -> None:
+        """Start a transfer; without overlap, also finish it."""
+        self._advance()
+        self._resume(transfer)
+        if not self._overlap:
+            self.drain()
+
+    def drain(self) -> None:
+        """Finish all transfers."""
+        while self._open:
+            self._advance()
+
+    def _advance(self) -> None:
+        for _ in range(len(self._open)):
+            transfer, handle = self._open.popleft()
+            handle.wait()
+            self._resume(transfer)
+
+    def _resume(self, transfer: Transfer) -> None:
+        with contextlib.suppress(StopIteration):
+            self._open.append((transfer, next(transfer)))
+
+
+class Started:
+    """A transfer whose first hop is on the wire; ``finish`` runs the rest.
+
+    Where waiting for a communication orders streams and does not block the host, all hops are started at once.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._handle: Any = None
+        self._result: Tensor | None = None
+        self._resume()
+        if not get_accelerator().is_synchronized_device():
+            self.finish()
+
+    def finish(self) -> Tensor:
+        """The transfer's result."""
+        while self._result is None:
+            self._handle.wait()
+            self._resume()
+        return self._result
+
+    def _resume(self) -> None:
+        try:
+            self._handle = next(self._transfer)
+        except StopIteration as done:
+            self._result = done.value

@@ -1,0 +1,73 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO-3's record of the order in which modules are used, compared among the ranks that gather together.
+
+DeepSpeed compares it over all ranks of the job, by broadcasts that a rank enters while its record is incomplete. With
+p = I groups gather apart and may see different data: one whose record has become invalid must not wait for the others.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+_comparing: ContextVar[Any] = ContextVar("process group whose ranks compare their records", default=None)
+
+
+class GroupCoordinator(PartitionedParameterCoordinator):
+    """DeepSpeed's coordinator, with a process group of its own.
+
+    Args:
+        group: the ranks that gather parameters together. The others are the parent's.
+    """
+
+    def __init__(self, *args: Any, group: Any, **kwargs: Any) -> None:
+        self._gathering_group = group
+        super().__init__(*args, **kwargs)
+
+    def reset_step(self) -> None:
+        """Begin a forward; compare the record of the last one within the group."""
+        with _comparing_within(self._gathering_group):
+            super().reset_step()
+
+
+@contextmanager
+def _comparing_within(group: Any) -> Iterator[None]:
+    token = _comparing.set(group)
+    try:
+        yield
+    finally:
+        _comparing.reset(token)
+
+
+def assert_same_in_group(ints: Sequence[int]) -> bool:
+    """Whether a group has been set to compare within; if so, compare.
+
+    One small all-reduce, of the length and a checksum: all ranks of the group find the same, and nobody waits for a
+    rank that has raised.
+
+    Raises:
+        RuntimeError: the ranks of the group have different lists; on all of them.
+    """
+    group = _comparing.get()
+    if group is None:
+        return False
+    checksum = zlib.crc32(torch.tensor(list(ints), dtype=torch.int64).numpy().tobytes())
+    mine = torch.tensor([len(ints), checksum], device=get_accelerator().current_device_name())
+    bounds = torch.cat([mine, -mine])
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(bounds[:2], -bounds[2:]):
+        ranks = [dist.get_global_rank(group, i) for i in range(dist.get_world_size(group=group))]
+        raise RuntimeError(
+            f"The ranks {ranks}, which gather parameters together, have used modules in different orders (rank "
+            f"{dist.get_rank()}: {len(ints)} entries in the record, between {-bounds[2].item()} and "
+            f"{bounds[0].item()} in the group). Modules that only some ranks use, such as experts, must be inside a "
+            f"leaf module: set zero_optimization.leaf_module, or call deepspeed.utils.set_z3_leaf_modules."
+        )
+    return True

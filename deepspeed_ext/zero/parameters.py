@@ -1,0 +1,334 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters with p = I or G: how they are held, and how they are gathered for use.
+
+Note [Rows]
+    ZeRO-3 cuts each parameter into chunks, over the process group in which its optimizer states are cut: with os = G
+    a rank holds chunk r of n, with os = I chunk i of m, as ``ds_tensor``. Where parameters are cut likewise (p = os)
+    that is all. With p = I and os = G a rank holds its I-slice, k chunks of n: one *row* for each group, of which its
+    own, row j, is ``ds_tensor``: a view, not a copy. An optimizer step changes row j; then one all-gather between
+    groups completes the slice (``gather_updates``), and forward and backward gather inside the group only.
+
+    The slices of the trainable parameters of a sub-group make one block, (k, elements of the sub-group): row j of it
+    is the sub-group's flat partition, the all-gather runs in place, without a buffer. It is started after the step
+    and waited for when a parameter of the block is first used.
+
+What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_gather``, ``all_gather_coalesced`` and
+``partition``. They are put back by ``release``.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
+from torch import Tensor
+
+from deepspeed_ext.hops import Started, Transfer
+from deepspeed_ext.moves import FlatLayout, Moves
+from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.topology import Topology, data_parallel_ranks
+from deepspeed_ext.zero.modified import REPLICAS
+
+_METHODS = ("all_gather", "all_gather_coalesced", "partition")
+_OWNER = "paro_parameters"  # attribute of a parameter: the object of this module that holds it
+
+
+class Gather:
+    """Parameters on their way; DeepSpeed's coordinator waits for it.
+
+    Args:
+        params: not available before, all of one dtype on the wire; they are marked as in flight.
+        transfer: results in their cells side by side.
+        layouts: of each.
+    """
+
+    def __init__(self, params: Sequence[Any], transfer: Transfer, layouts: Sequence[FlatLayout]) -> None:
+        self._params = params
+        self._layouts = layouts
+        for param in params:
+            param.ds_status = ZeroParamStatus.INFLIGHT
+        self._started: Started | None = Started(transfer)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make the parameters available. ``handle_dependency`` needs no care: nothing outlives this call."""
+        if self._started is None:
+            return
+        flat, self._started = self._started.finish(), None
+        width = sum(layout.chunk for layout in self._layouts)
+        cells = flat.view(self._layouts[0].cols, self._layouts[0].rows, width)
+        offset = 0
+        for param, layout in zip(self._params, self._layouts, strict=True):
+            whole = layout.unpack(cells[:, :, offset : offset + layout.chunk])
+            offset += layout.chunk
+            param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class Gathers:
+    """Several gathers as one."""
+
+    def __init__(self, gathers: Iterable[Gather]) -> None:
+        self._gathers = list(gathers)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make all parameters available."""
+        for gather in self._gathers:
+            gather.wait(handle_dependency=handle_dependency)
+
+
+class PartitionedParameters:
+    """The parameters of a model, cut as a strategy says. See Note [Rows].
+
+    Args:
+        params: ZeRO parameters, cut over any process group; trainable and frozen.
+        strategy: one with p = I or G.
+        topology: process groups of the data-parallel group.
+        moves: its hops.
+        bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
+        sequential: gather each parameter by itself (DeepSpeed's ``allgather_sequential``).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        strategy: Strategy,
+        topology: Topology,
+        moves: Moves,
+        bucket: int,
+        sequential: bool = False,
+    ) -> None:
+        self.strategy = strategy
+        self.topology = topology
+        self._moves = moves
+        self._bucket = max(1, bucket)
+        self._sequential = sequential
+        self._params = list(params)
+        self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
+        self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
+        self._blocks: list[Tensor] = []  # (k, elements) of each sub-group
+        self._block_of: dict[int, int] = {}  # ds_id: number of the block
+        self._under_way: dict[int, Any] = {}  # number of the block: handle of the all-gather into it
+        for param in self._params:
+            if hasattr(param, _OWNER):
+                getattr(param, _OWNER).release()
+            self._cut(param)
+        if self.sliced:
+            for some in self._batches(self._params):
+                self._make_slices(some)
+        self._attach()
+
+    @property
+    def sliced(self) -> bool:
+        """Whether parameters are held as slices of several rows."""
+        return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.cluster.groups > 1
+
+    def layout(self, param: Any) -> FlatLayout:
+        """How the parameter is cut into cells."""
+        return self._layouts[param.ds_id]
+
+    # Making ###########################################################################################
+
+    def _cut(self, param: Any) -> None:
+        """Cut a parameter over the group of its optimizer states, with zeros in the padding."""
+        group = self.topology.shard_group(self.strategy.os)
+        if data_parallel_ranks(param.ds_process_group) != data_parallel_ranks(group):
+            param.all_gather()
+            param.ds_process_group = group
+            param.ds_zero_partition_rank = dist.get_rank(group=group)
+            param.ds_zero_partition_world_size = dist.get_world_size(group=group)
+            param.ds_tensor = None
+            param.partition()
+        chunk = param.ds_tensor.ds_numel
+        real = min(chunk, max(0, param.ds_numel - dist.get_rank(group=group) * chunk))
+        param.ds_tensor[real:].zero_()
+
+    def _make_slices(self, params: Sequence[Any]) -> None:
+        chunks = torch.cat([param.ds_tensor for param in params])
+        transfer = self._moves.gather(chunks, Placement.G, Placement.I)
+        rows = Started(transfer).finish().view(self.topology.cluster.groups, -1)
+        offset = 0
+        for param in params:
+            chunk = param.ds_tensor.ds_numel
+            mine = rows[:, offset : offset + chunk].contiguous()
+            offset += chunk
+            self._rows[param.ds_id] = list(mine)
+            param.ds_tensor.data = mine[self._moves.inter.rank]
+            self._rows[param.ds_id][self._moves.inter.rank] = param.ds_tensor
+
+    def _batches(self, params: Iterable[Any]) -> list[list[Any]]:
+        """The parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
+        batches: list[list[Any]] = []
+        filled: dict[torch.dtype, tuple[list[Any], int]] = {}
+        for param in params:
+            dtype = get_allgather_dtype(param, param.ds_tensor)
+            batch, numel = filled.get(dtype, ([], math.inf))
+            if numel + param.ds_numel > self._bucket:
+                batch, numel = [], 0
+                batches.append(batch)
+            batch.append(param)
+            filled[dtype] = batch, numel + param.ds_numel
+        return batches
+
+    def _attach(self) -> None:
+        for param in self._params:
+            setattr(param, _OWNER, self)
+            if self.strategy.os == Placement.I:
+                setattr(param, REPLICAS, self.topology.world)
+            partition = param.partition
+            originals = {name: getattr(param, name) for name in _METHODS}
+            param.paro_originals = originals
+            param.all_gather = functools.partial(self._all_gather, param)
+            param.all_gather_coalesced = self.all_gather_coalesced
+            param.partition = functools.partial(self._partition, param, partition)
+
+    def release(self) -> None:
+        """Give the parameters back to DeepSpeed: whole in ``ds_tensor`` and its process group, with its methods."""
+        self.drain()
+        for param in self._params:
+            if getattr(param, _OWNER, None) is self:
+                for name, original in param.paro_originals.items():
+                    setattr(param, name, original)
+                delattr(param, _OWNER)
+                if hasattr(param, REPLICAS):
+                    delattr(param, REPLICAS)
+                del param.paro_originals
+
+    # Blocks of slices: the optimizer's side ###########################################################
+
+    def partitions(self, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
+        """All that is held of the parameters, block after block, row after row."""
+        return [
+            self._held(param)[row]
+            for sub_group in sub_groups
+            for row in range(len(self._held(sub_group[0])))
+            for param in sub_group
+        ]
+
+    def make_blocks(self, buffer: Tensor, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
+        """Take the flat buffer of ``partitions(sub_groups)`` as blocks.
+
+        Returns:
+            For each sub-group the flat partition, 1D, which an optimizer step changes: row j of its block.
+        """
+        self._blocks, offset = [], 0
+        for number, sub_group in enumerate(sub_groups):
+            rows = len(self._held(sub_group[0]))
+            numel = rows * sum(param.ds_tensor.ds_numel for param in sub_group)
+            self._blocks.append(buffer.narrow(0, offset, numel).view(rows, -1))
+            offset += numel
+            self._block_of.update((param.ds_id, number) for param in sub_group)
+        own = self._moves.inter.rank if self.sliced else 0
+        return [block[own] for block in self._blocks]
+
+    @torch.no_grad()
+    def gather_updates(self) -> None:
+        """os -> p: start to complete the slices from the groups' rows. Nothing to do where p = os.
+
+        All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
+        another does with its data.
+        """
+        if not self.sliced:
+            return
+        self.drain()
+        for number, block in enumerate(self._blocks):
+            own = block[self._moves.inter.rank].detach()
+            handle = next(self._moves.inter.all_gather(own, out=block.view(-1)), None)
+            if handle is not None:
+                self._under_way[number] = handle
+
+    def drain(self) -> None:
+        """Wait for all gathers; before row j changes again."""
+        for number in list(self._under_way):
+            self._under_way.pop(number).wait()
+
+    # Gathering ########################################################################################
+
+    def _held(self, param: Any) -> list[Tensor]:
+        """What this rank holds of the parameter: one tensor or the rows of its slice; 1D each."""
+        return self._rows.get(param.ds_id) or [param.ds_tensor]
+
+    def _wait_for_updates(self, params: Iterable[Any]) -> None:
+        for number in sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}):
+            handle = self._under_way.get(number)
+            if handle is not None:
+                handle.wait()  # may be waited for again: by each stream that reads the block
+                if get_accelerator().is_synchronized_device():
+                    del self._under_way[number]
+
+    def _start(self, params: Sequence[Any], dtype: torch.dtype) -> Gather:
+        """p -> N of parameters with one dtype on the wire."""
+        self._wait_for_updates(params)
+        device = get_accelerator().current_device_name()
+        held = [self._held(param) for param in params]
+        pieces = [rows[i].to(device=device, dtype=dtype) for i in range(len(held[0])) for rows in held]
+        message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        transfer = self._moves.gather(message, self.strategy.p, Placement.N)
+        return Gather(params, transfer, [self.layout(param) for param in params])
+
+    @torch.no_grad()
+    def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Gathers:
+        """Start to gather parameters, none of them available yet.
+
+        Args:
+            params: in any order, the same on all ranks that gather together.
+            safe_mode, quantize: DeepSpeed's, which nothing sets with a strategy of ours.
+
+        Raises:
+            RuntimeError: one is available or in flight.
+        """
+        ordered = sorted(params, key=lambda param: param.ds_id)
+        for param in ordered:
+            if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+                raise RuntimeError(f"expected a parameter that is not available: {param.ds_summary()}")
+        if self._sequential:
+            return Gathers(self._start([param], get_allgather_dtype(param, param.ds_tensor)) for param in ordered)
+        by_dtype: dict[torch.dtype, list[Any]] = {}
+        for param in ordered:
+            by_dtype.setdefault(get_allgather_dtype(param, param.ds_tensor), []).append(param)
+        return Gathers(self._start(by_dtype[dtype], dtype) for dtype in sort_dtypes(by_dtype))
+
+    def _all_gather(
+        self, param: Any, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
+    ) -> list[Any] | None:
+        """DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches."""
+        wanted = [
+            p
+            for p in dict.fromkeys([param] if param_list is None else param_list)
+            if p.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        ]
+        if async_op:
+            return [self.all_gather_coalesced([p]) for p in wanted]
+        for some in self._batches(wanted):
+            self.all_gather_coalesced(some).wait()
+        return None
+
+    def _partition(
+        self,
+        param: Any,
+        partition: Any,
+        param_list: Sequence[Any] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """DeepSpeed's ``param.partition``, which writes back what was changed: also into the rows of other groups."""
+        params = [param] if param_list is None else param_list
+        if has_been_updated and self.sliced:
+            for updated in params:
+                if updated.ds_status == ZeroParamStatus.AVAILABLE:
+                    self._write_rows(updated)
+        partition(param_list=params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+
+    @torch.no_grad()
+    def _write_rows(self, param: Any) -> None:
+        layout, whole = self.layout(param), param.data.reshape(-1)
+        for number, row in enumerate(self._held(param)):
+            first = (number * layout.cols + self._moves.intra.rank) * layout.chunk
+            piece = whole[first : first + layout.chunk]
+            row[: piece.numel()].copy_(piece)
