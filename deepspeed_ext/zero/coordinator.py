@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
+import deepspeed.runtime.zero.parameter_offload as parameter_offload
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -35,6 +37,21 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         """Begin a forward; compare the record of the last one within the group."""
         with _comparing_within(self._gathering_group):
             super().reset_step()
+
+
+@contextmanager
+def coordinator_of(group: Any) -> Iterator[None]:
+    """A DeepSpeedZeRoOffload that is made in this context coordinates within the group.
+
+    Args:
+        group: the ranks that gather parameters together.
+    """
+
+    def make(*args: Any, **kwargs: Any) -> GroupCoordinator:
+        return GroupCoordinator(*args, group=group, **kwargs)
+
+    with mock.patch.object(parameter_offload, "PartitionedParameterCoordinator", make):
+        yield
 
 
 @contextmanager

@@ -23,7 +23,9 @@ from deepspeed_ext.hops import make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
-from deepspeed_ext.zero.partitioned import PartitionedOptimizer, watch_parameters
+from deepspeed_ext.zero.coordinator import coordinator_of
+from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.partitioned import PartitionedOptimizer
 from deepspeed_ext.zero.replicated import ReplicatedOptimizer
 
 
@@ -88,8 +90,9 @@ def _inference(
 ) -> DeepSpeedZeRoOffload:
     """What the engine makes without an optimizer: parameters are cut and gathered, that is all."""
     moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
-    kwargs["module"] = module
-    offload, _ = watch_parameters(DeepSpeedZeRoOffload, kwargs, strategy, topology, moves, bucket, sequential)
+    with coordinator_of(topology.shard_group(strategy.p)):
+        offload = DeepSpeedZeRoOffload(module, **kwargs)
+    PartitionedParameters(module.parameters(), strategy, topology, moves, bucket, sequential)
     return offload
 
 

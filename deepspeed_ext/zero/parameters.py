@@ -117,7 +117,7 @@ class PartitionedParameters:
         for param in self._params:
             if hasattr(param, _OWNER):
                 getattr(param, _OWNER).release()
-            self._cut(param)
+        self._cut()
         if self.sliced:
             for some in self._batches(self._params):
                 self._make_slices(some)
@@ -134,19 +134,22 @@ class PartitionedParameters:
 
     # Making ###########################################################################################
 
-    def _cut(self, param: Any) -> None:
-        """Cut a parameter over the group of its optimizer states, with zeros in the padding."""
+    def _cut(self) -> None:
+        """Cut every parameter over the group of its optimizer states, with zeros in the padding."""
         group = self.topology.shard_group(self.strategy.os)
-        if data_parallel_ranks(param.ds_process_group) != data_parallel_ranks(group):
-            param.all_gather()
-            param.ds_process_group = group
-            param.ds_zero_partition_rank = dist.get_rank(group=group)
-            param.ds_zero_partition_world_size = dist.get_world_size(group=group)
-            param.ds_tensor = None
-            param.partition()
-        chunk = param.ds_tensor.ds_numel
-        real = min(chunk, max(0, param.ds_numel - dist.get_rank(group=group) * chunk))
-        param.ds_tensor[real:].zero_()
+        rank, size, ranks = dist.get_rank(group=group), dist.get_world_size(group=group), data_parallel_ranks(group)
+        elsewhere = {
+            id(other): data_parallel_ranks(other) != ranks for other in {p.ds_process_group for p in self._params}
+        }
+        for param in self._params:
+            if elsewhere[id(param.ds_process_group)]:
+                param.all_gather()
+                param.ds_process_group = group
+                param.ds_zero_partition_rank, param.ds_zero_partition_world_size = rank, size
+                param.ds_tensor = None
+                param.partition()
+            chunk = param.ds_tensor.ds_numel
+            param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
 
     def _make_slices(self, params: Sequence[Any]) -> None:
         chunks = torch.cat([param.ds_tensor for param in params])

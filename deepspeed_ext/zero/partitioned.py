@@ -20,24 +20,26 @@ Note [What runs when, parameters cut]
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
-import deepspeed.runtime.zero.parameter_offload as parameter_offload
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import PARTITION_COUNT
 from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from torch import Tensor
 
 from deepspeed_ext.hops import InFlight, Transfer, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
-from deepspeed_ext.zero.coordinator import GroupCoordinator
+from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.replicas import largest_norm, largest_of_replicas
+
+_HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
 class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
@@ -87,14 +89,10 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
         """Have DeepSpeed cut the model's parameters and watch its modules; then hold the parameters as p says."""
-        offload, self.parameters = watch_parameters(
-            super().initialize_ds_offload,
-            kwargs,
-            self.strategy,
-            self.topology,
-            self._moves,
-            **self._gathers,
-        )
+        with coordinator_of(self.topology.shard_group(self.strategy.p)):
+            offload = super().initialize_ds_offload(**kwargs)
+        params = kwargs["module"].parameters()
+        self.parameters = PartitionedParameters(params, self.strategy, self.topology, self._moves, **self._gathers)
         return offload
 
     def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
@@ -115,9 +113,19 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.fp16_partitioned_groups_flat.extend(self.parameters.make_blocks(self.lp_param_buffer, self.fp16_groups))
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """After the step: os -> p. Before the parent, which gathers persistent parameters."""
+        """After the step: os -> p.
+
+        The parent gathers persistent parameters here. They are in every block, so that would wait for all gathers
+        between groups: where there are any, the modules of the next forward gather them, which then persist.
+        """
         self.parameters.gather_updates()
-        super()._post_step(timer_names)
+        persistent = self.persistent_parameters
+        if self.parameters.sliced:
+            self.persistent_parameters = []
+        try:
+            super()._post_step(timer_names)
+        finally:
+            self.persistent_parameters = persistent
 
     def _pre_step(self) -> None:
         self.parameters.drain()
@@ -129,27 +137,36 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
     def _setup_for_real_optimizer(self) -> None:
         """Also make the gradients of the optimizer's shard a row of ``_gradients``."""
         super()._setup_for_real_optimizer()
+        if self.strategy.g == Placement.N:
+            for bucket in self.ipg_buckets.values():
+                bucket.buffer = None  # gradients do not go through the parent's buckets
         params = [param for group in self.fp16_groups for param in group]
-        rows = self.parameters.layout(params[0]).rows if self._bucket_target == Placement.I else 1
-        shard = self.grad_partitions_flat_buffer
-        if rows == 1:
-            self._gradients = shard.view(1, -1)
-        else:
-            device = get_accelerator().current_device_name()
-            self.grad_partitions_flat_buffer = shard = shard[:0]  # not both at once
-            self._gradients = shard.new_zeros(rows, sum(p.ds_tensor.ds_numel for p in params), device=device)
-            self.grad_partitions_flat_buffer = self._gradients[self._moves.inter.rank]
-            self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
-        self._place_gradients(params)
-
-    def _place_gradients(self, params: Sequence[Any]) -> None:
         self._offsets: dict[int, int] = {}  # ds_id: first column in _gradients
         offset = 0
         for param in params:
-            numel = param.ds_tensor.ds_numel
             self._offsets[param.ds_id] = offset
-            self._gradient_shards[param.ds_id] = self.grad_partitions_flat_buffer.narrow(0, offset, numel)
-            offset += numel
+            offset += param.ds_tensor.ds_numel
+        rows = self.parameters.layout(params[0]).rows if self._bucket_target == Placement.I else 1
+        if rows > 1:
+            device = get_accelerator().current_device_name()
+            self._gradient_shards.clear()
+            self.grad_partitions_flat_buffer = None  # the parent's, before ours is made
+            self._place_gradients(torch.zeros(rows, offset, dtype=self.gradient_accumulation_dtype, device=device))
+            self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
+        else:
+            self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
+
+    def _place_gradients(self, gradients: Tensor) -> None:
+        """Hold gradients in this tensor, (rows, elements of the shard), and have the parent see its row."""
+        self._gradients = gradients
+        self.grad_partitions_flat_buffer = gradients[self._own_row]
+        numels = [param.ds_tensor.ds_numel for group in self.fp16_groups for param in group]
+        shards = self.grad_partitions_flat_buffer.split(numels)
+        self._gradient_shards.update(zip(self._offsets, shards, strict=True))
+
+    @property
+    def _own_row(self) -> int:
+        return self._moves.inter.rank if self._gradients.shape[0] > 1 else 0
 
     @property
     def _gradient_shards(self) -> dict[int, Tensor]:
@@ -245,9 +262,9 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self._gradients.zero_()
         elif self._synced and self._bucket_target == Placement.I:
             # Another backward at the boundary: what is complete already must count once when it is summed again.
-            own = self._moves.inter.rank
+            elsewhere = self.strategy.os == Placement.I and self._moves.inter.rank != 0
             for row in range(self._gradients.shape[0]):
-                if row != own or (self.strategy.os == Placement.I and own != 0):
+                if row != self._own_row or elsewhere:
                     self._gradients[row].zero_()
         self._begun, self._synced = True, False
 
@@ -307,8 +324,7 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         dtypes = list(self.ipg_buckets)  # of communication; windows mix parameters
         message = window.to(device=device, dtype=dtypes[0] if len(dtypes) == 1 else torch.float32).contiguous()
         total = yield from self._moves.sync_slice(message, self.strategy.os)
-        target = window[self._moves.inter.rank] if window.shape[0] > 1 else window[0]
-        target.copy_(total)
+        window[self._own_row].copy_(total)
         return total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -353,6 +369,35 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         super().load_state_dict(state_dict_list, *args, **kwargs)
         self.parameters.gather_updates()
 
+    def offload_states(self, include: Any = None, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's, for parameters and gradients as we hold them."""
+        self.parameters.drain()
+        wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
+        super().offload_states(wanted - _HELD_BY_US, *args, **kwargs)
+        if OffloadStateTypeEnum.lp_params in wanted:
+            self._move_parameters(torch.device("cpu"))
+            self.fp16_partitioned_groups_flat.clear()
+        if OffloadStateTypeEnum.lp_grads in wanted:
+            self._place_gradients(self._gradients.cpu())
+            self.averaged_gradients = {}
+        self.offloaded_states |= wanted & _HELD_BY_US
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Brings back what ``offload_states`` has moved."""
+        device = get_accelerator().current_device_name()
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            self._move_parameters(torch.device(device))
+            self._set_fp16_partitioned_groups_flat()
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            self._place_gradients(self._gradients.to(device))
+        self.offloaded_states -= _HELD_BY_US
+        super().reload_states(*args, **kwargs)
+
+    def _move_parameters(self, device: torch.device) -> None:
+        self.lp_param_buffer = self.lp_param_buffer.to(device)
+        for tensor, offset, numel in get_mapping_to_flat_buffer(self._get_parameter_partitions()):
+            tensor.data = self.lp_param_buffer.narrow(0, offset, numel)
+
     def destroy(self) -> None:
         """Also give the parameters back to DeepSpeed, and drop gradients of an unfinished accumulation."""
         self.parameters.release()
@@ -374,28 +419,3 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(stream):
             yield
-
-
-def watch_parameters(
-    make: Any,
-    kwargs: dict[str, Any],
-    strategy: Strategy,
-    topology: Topology,
-    moves: Moves,
-    bucket: int,
-    sequential: bool,
-) -> tuple[Any, PartitionedParameters]:
-    """Make DeepSpeed's object that cuts a model's parameters and watches its modules, and hold them by the table.
-
-    Args:
-        make: makes a ``DeepSpeedZeRoOffload`` from ``kwargs``.
-    """
-    gathering = topology.shard_group(strategy.p)
-
-    def coordinator(*args: Any, **more: Any) -> GroupCoordinator:
-        return GroupCoordinator(*args, group=gathering, **more)
-
-    with mock.patch.object(parameter_offload, "PartitionedParameterCoordinator", coordinator):
-        offload = make(**kwargs)
-    params = list(kwargs["module"].parameters())
-    return offload, PartitionedParameters(params, strategy, topology, moves, bucket, sequential)
