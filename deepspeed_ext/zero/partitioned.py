@@ -390,6 +390,9 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self._set_fp16_partitioned_groups_flat()
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
             self._place_gradients(self._gradients.to(device))
+            self.averaged_gradients = {
+                i: [self._gradient_shards[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
+            }
         self.offloaded_states -= _HELD_BY_US
         super().reload_states(*args, **kwargs)
 

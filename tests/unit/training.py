@@ -44,6 +44,8 @@ class Job:
         tensor_parallel: ranks of each data-parallel group's neighbors; see ``ModelParallelUnit``.
         no_sync: whether micro-steps before the last run in engine.no_sync().
         checkpointing: None, or use_reentrant of torch's activation checkpointing.
+        network: class of the model, of ``networks.py``; None for ``Network``.
+        zero_init: whether the model is built under deepspeed.zero.Init: None, "plain" or "config" (given to it).
     """
 
     sizes: Sequence[int] = (13, 37, 29, 7)
@@ -62,6 +64,8 @@ class Job:
     no_sync: bool = False
     checkpointing: bool | None = None
     tensor_parallel: int = 1
+    network: Any = None
+    zero_init: str | None = None
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -173,7 +177,13 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
     if job.dtype == "fp16":
         get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed's CPU accelerator is only careful
     torch.manual_seed(7)
-    model = Network(job.sizes, job.checkpointing, job.empty)
+    init: Any = contextlib.nullcontext()
+    if job.zero_init == "plain":
+        init = deepspeed.zero.Init(dtype=DTYPES[job.dtype])
+    elif job.zero_init == "config":
+        init = deepspeed.zero.Init(config_dict_or_path=configuration(job, zero))
+    with init:
+        model = (job.network or Network)(job.sizes, job.checkpointing, job.empty)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=parameter_groups(model, job),
@@ -275,6 +285,21 @@ def difference(name: str, ours: Record, stock: Record, optimizer: str) -> Differ
         (ours.scales, ours.applied) == (stock.scales, stock.applied),
         optimizer,
     )
+
+
+def check(
+    rows: list[Difference],
+    weights: float = 1e-5,
+    losses: float = 1e-6,
+    norms: float | None = None,
+    optimizer: str = "PartitionedOptimizer",
+) -> None:
+    """Bounds that fp32 rounding stays far below; an error in any gradient does not."""
+    norms = weights if norms is None else norms
+    for row in rows:
+        assert row.optimizer == optimizer, row
+        assert row.weights <= weights and row.losses <= losses and row.norms <= norms, row
+        assert row.replicas_equal and row.same_decisions, row
 
 
 def stock_spread(job: Job) -> tuple[float, float]:

@@ -1,0 +1,195 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What strategies that cut parameters hold between steps: seen by accessors, saved, offloaded, under way."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import PARTITIONED
+
+SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
+
+
+def test_stock_accessors_see_whole_states(ranks: Any) -> None:
+    for rows in ranks(4).run(accessors_case):
+        for name, weights, gradients, momenta in rows:
+            assert max(weights, gradients, momenta) <= 1e-6, (name, weights, gradients, momenta)
+
+
+def accessors_case() -> list[tuple[str, float, float, float]]:
+    """Largest differences to stock of what safe_get_full_* returns after the backward of a second step."""
+    import torch
+    import training
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
+    job = training.Job(accumulation=2, zero=SEVERAL_BUCKETS)
+
+    def look(zero: dict[str, Any]) -> list[list[torch.Tensor]]:
+        engine, model = training.make_engine(job, zero)
+        data = training.batches(job)
+        for number in range(4):
+            training.micro_step(engine, job, number, *next(data))
+            if number < 3:
+                engine.step()
+        used = [p for layer in model.layers for p in layer.parameters()]
+        seen = [
+            [safe_get_full_fp32_param(p) for p in used],
+            [safe_get_full_grad(p) for p in used],
+            [safe_get_full_optimizer_state(p, "momentum_buffer") for p in used],
+        ]
+        engine.destroy()
+        return seen
+
+    stock = look({"stage": 2})
+    rows = []
+    for name in PARTITIONED:
+        ours = look({"paro_strategy": name, "paro_group_size": 2})
+        a, b, c = (
+            max((x - y).abs().max().item() for x, y in zip(mine, theirs, strict=True))
+            for mine, theirs in zip(ours, stock, strict=True)
+        )
+        rows.append((name, a, b, c))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_resumes_and_converts(ranks: Any, tmp_path: Path, dtype: str) -> None:
+    for rows in ranks(4).run(checkpoint_case, str(tmp_path), dtype):
+        for name, resumed, exported in rows:
+            assert resumed == 0.0 and exported == 0.0, (name, resumed, exported)
+
+
+def checkpoint_case(folder: str, dtype: str) -> list[tuple[str, float, float]]:
+    """Differences of a resumed run to an uninterrupted one, and of zero_to_fp32's weights to the optimizer's."""
+    import training
+    from deepspeed import comm as dist
+    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    job = training.Job(dtype=dtype, groups=2, frozen=(1,), empty=False, zero=SEVERAL_BUCKETS)
+    rows = []
+    for name in PARTITIONED:
+        zero = {"paro_strategy": name, "paro_group_size": 2}
+        engine, model = training.make_engine(job, zero)
+        data = training.batches(job)
+        steps = [next(data) for _ in range(4)]
+
+        def run(engine: Any, batches: list[Any]) -> None:
+            for x, y in batches:
+                training.micro_step(engine, job, 0, x, y)
+                engine.step()
+
+        run(engine, steps[:2])
+        engine.save_checkpoint(f"{folder}/{name}")
+        trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+        saved = {key: safe_get_full_fp32_param(p).clone() for key, p in trained.items()}
+        run(engine, steps[2:])
+        whole = training.whole_weights(model)
+        engine.destroy()
+
+        engine, model = training.make_engine(job, zero)
+        run(engine, steps[2:])  # something to be overwritten
+        engine.load_checkpoint(f"{folder}/{name}")
+        run(engine, steps[2:])
+        resumed = training.whole_weights(model)
+        engine.destroy()
+        dist.barrier()
+        exported = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}")
+        gap = max((exported[key] - saved[key]).abs().max().item() for key in saved)
+        rows.append((name, (whole - resumed).abs().max().item(), gap))
+    return rows
+
+
+@pytest.mark.parametrize("loaded", ["III", "INI"])
+def test_a_checkpoint_cut_otherwise_is_refused(ranks: Any, tmp_path: Path, loaded: str) -> None:
+    for error in ranks(4).run_expect_error(foreign_checkpoint_case, str(tmp_path), loaded):
+        assert error.type == "ValueError" and "are cut over 4 ranks" in error.message, error
+        assert f"paro_strategy {loaded} in groups of 2 cuts them over 2" in error.message
+
+
+def foreign_checkpoint_case(folder: str, loaded: str) -> None:
+    """Save with GGG, load with another strategy."""
+    import training
+
+    job = training.Job()
+    for name in ("GGG", loaded):
+        engine, _ = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
+        if name == "GGG":
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_states_may_be_offloaded_between_micro_steps(ranks: Any, dtype: str) -> None:
+    for rows in ranks(4).run(offload_states_case, dtype):
+        assert rows == [(name, 0.0, True) for name in PARTITIONED]
+
+
+def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
+    """Difference that offloading and reloading after each backward makes, and whether other memory was used."""
+    import torch
+    import training
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+    states = [State.lp_params, State.lp_grads, State.contiguous_grad_buffer]  # the others need DeepSpeed's FusedAdam
+    rows = []
+    for name in PARTITIONED:
+        zero = {"paro_strategy": name, "paro_group_size": 2}
+        job = training.Job(accumulation=2, steps=2, dtype=dtype, frozen=(1,), zero={**SEVERAL_BUCKETS, **zero})
+        weights, moved = [], True
+        for offload in (False, True):
+            engine, model = training.make_engine(job, {})
+            data = training.batches(job)
+            for number in range(4):
+                training.micro_step(engine, job, number, *next(data))
+                if offload:
+                    optimizer = engine.optimizer
+                    # All is host memory here; so see that nothing is left in the memory it was in.
+                    before = [optimizer.lp_param_buffer.clone(), optimizer._gradients.clone()]
+                    engine.offload_states(states, pin_memory=False)
+                    optimizer.lp_param_buffer, held = optimizer.lp_param_buffer.clone(), optimizer.lp_param_buffer
+                    engine.reload_states()
+                    if dtype != "fp32":  # in fp32 the optimizer's master copy is in the same memory
+                        held.fill_(torch.nan)
+                    moved &= torch.equal(before[0], optimizer.lp_param_buffer)
+                    moved &= torch.equal(before[1], optimizer._gradients)
+                engine.step()
+            weights.append(training.whole_weights(model))
+            engine.destroy()
+        rows.append((name, (weights[0] - weights[1]).abs().max().item(), moved))
+    return rows
+
+
+def test_updates_are_gathered_under_the_next_forward(ranks: Any) -> None:
+    for started, first_layer, all_layers, after in ranks(4).run(under_way_case):
+        # In buckets, and only what a layer needs is waited for: none by the step, all by the next one.
+        assert started > first_layer > all_layers >= after == 0
+
+
+def under_way_case() -> list[int]:
+    """IIG: gathers under way after the step, when the first layer runs, when all have, and before the next step."""
+    import training
+
+    job = training.Job(zero={"stage3_prefetch_bucket_size": 0, **SEVERAL_BUCKETS})
+    engine, model = training.make_engine(job, {"paro_strategy": "IIG", "paro_group_size": 2})
+    data = training.batches(job)
+    counts: list[int] = []
+    parameters = engine.optimizer.parameters
+
+    def count(*_: Any) -> None:
+        counts.append(len(parameters._under_way))
+
+    training.micro_step(engine, job, 0, *next(data))
+    engine.step()
+    count()
+    hook = model.layers[0].register_forward_hook(count)
+    training.micro_step(engine, job, 1, *next(data))
+    hook.remove()
+    count()
+    engine.optimizer._pre_step()
+    count()
+    engine.destroy()
+    return counts
