@@ -201,16 +201,21 @@ class InFlight:
 class Started:
     """A transfer whose first hop is on the wire; ``finish`` runs the rest.
 
-    Where waiting for a communication orders streams and does not block the host, all hops are started at once.
+    Args:
+        transfer: what to start.
+        hops: how many communications it is made of. Where waiting for one orders streams and does not block the host,
+            all are started at once.
     """
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Transfer, hops: int = 1) -> None:
         self._transfer = transfer
         self._handle: Any = None
         self._result: Tensor | None = None
         self._resume()
         if not get_accelerator().is_synchronized_device():
-            self.finish()
+            for _ in range(hops - 1):
+                self._handle.wait()
+                self._resume()
 
     def finish(self) -> Tensor:
         """The transfer's result."""

@@ -241,3 +241,9 @@ class Moves:
         if source > target == Placement.N:
             shard = yield from self.intra.all_gather(shard)
         return shard
+
+    def gather_hops(self, source: Placement, target: Placement) -> int:
+        """Of how many communications that gather is made."""
+        between = source == Placement.G > target and self.inter.size > 1
+        within = source > target == Placement.N and self.intra.size > 1
+        return int(between) + int(within)

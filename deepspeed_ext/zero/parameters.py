@@ -29,7 +29,7 @@ from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
 
-from deepspeed_ext.hops import Started, Transfer
+from deepspeed_ext.hops import Started
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology, data_parallel_ranks
@@ -44,22 +44,22 @@ class Gather:
 
     Args:
         params: not available before, all of one dtype on the wire; they are marked as in flight.
-        transfer: results in their cells side by side.
+        gather: under way to their cells side by side.
         layouts: of each.
     """
 
-    def __init__(self, params: Sequence[Any], transfer: Transfer, layouts: Sequence[FlatLayout]) -> None:
+    def __init__(self, params: Sequence[Any], gather: Started, layouts: Sequence[FlatLayout]) -> None:
         self._params = params
         self._layouts = layouts
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
-        self._started: Started | None = Started(transfer)
+        self._gather: Started | None = gather
 
     def wait(self, handle_dependency: bool = True) -> None:
         """Make the parameters available. ``handle_dependency`` needs no care: nothing outlives this call."""
-        if self._started is None:
+        if self._gather is None:
             return
-        flat, self._started = self._started.finish(), None
+        flat, self._gather = self._gather.finish(), None
         width = sum(layout.chunk for layout in self._layouts)
         cells = flat.view(self._layouts[0].cols, self._layouts[0].rows, width)
         offset = 0
@@ -271,8 +271,9 @@ class PartitionedParameters:
         held = [self._held(param) for param in params]
         pieces = [rows[i].to(device=device, dtype=dtype) for i in range(len(held[0])) for rows in held]
         message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        transfer = self._moves.gather(message, self.strategy.p, Placement.N)
-        return Gather(params, transfer, [self.layout(param) for param in params])
+        move = (self.strategy.p, Placement.N)
+        gather = Started(self._moves.gather(message, *move), self._moves.gather_hops(*move))
+        return Gather(params, gather, [self.layout(param) for param in params])
 
     @torch.no_grad()
     def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Gathers:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.config import KEYS, check_section, our_keys
+from deepspeed_ext.config import _REFUSED, KEYS, MICS_KEYS, check_section, our_keys
 from deepspeed_ext.placement import STRATEGIES
 
 BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
@@ -29,6 +29,8 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NIG", "stage": 3}, "NIG places p = N, g = I, which is stage 2, got stage 3. Remove stage"),
     ({"paro_strategy": "NNG", "stage": 2}, "which is stage 1, got stage 2"),
     ({"paro_strategy": "GGG", "stage": 1}, "which is stage 3, got stage 1"),
+    ({"paro_strategy": "IIG", "stage": 2}, "IIG places p = I, g = I, which is stage 3, got stage 2. Remove stage"),
+    ({"paro_strategy": "GNG", "stage": 2}, "GNG places p = G, g = N, which is stage 3, got stage 2"),
     ({"paro_stratgy": "NIG"}, "no key 'paro_stratgy': .*paro_strategy, paro_group_size. Did you mean 'paro_strategy'"),
     ({"paro_strategy": "NIG", "paro_groupsize": 2}, "no key 'paro_groupsize'.*Did you mean 'paro_group_size'"),
     ({"PaRO": "auto"}, "no key 'PaRO'"),
@@ -45,8 +47,9 @@ def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the README."""
     assert KEYS == ("paro_strategy", "paro_group_size")
+    assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{key}`" in readme for key in KEYS)
+    assert all(f"`{key}`" in readme for key in (*KEYS, *MICS_KEYS))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -120,6 +123,98 @@ def initialize(zero: dict[str, Any], extra: dict[str, Any] | None = None, how: s
 
 
 NIG = {"paro_strategy": "NIG", "paro_group_size": 2}
+IIG = {"paro_strategy": "IIG", "paro_group_size": 2}
+GGG = {"paro_strategy": "GGG", "paro_group_size": 2}
+OFFLOADING = ("INI", "III", "GNG", "GIG", "GGG")  # the strategies that offload parameters
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nowhere"}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+
+
+def cannot(key: str, strategy: str) -> str:
+    """The start of the message that refuses a key beside a strategy, as a pattern."""
+    return f"^{re.escape(key)} cannot be combined with zero_optimization.paro_strategy {strategy}: "
+
+
+def in_zero(key: str) -> str:
+    """The name of a key of the section."""
+    return f"zero_optimization.{key}"
+
+
+REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (strategy | zero, extra, cannot(key, strategy["paro_strategy"]))
+    for strategy in (NIG, IIG, GGG)
+    for key, zero, extra in (
+        (in_zero("zenflow"), {"zenflow": {}}, {}),
+        (in_zero("offload_optimizer.super_offload"), {"offload_optimizer": {**CPU, "super_offload": True}}, {}),
+        (in_zero("offload_optimizer.device"), {"offload_optimizer": NVME}, {}),
+        (in_zero("zero_hpz_partition_size"), {"zero_hpz_partition_size": 2}, {}),
+        (in_zero("zero_quantized_weights"), {"zero_quantized_weights": True}, {}),
+        (in_zero("zero_quantized_nontrainable_weights"), {"zero_quantized_nontrainable_weights": True}, {}),
+        (in_zero("zero_quantized_gradients"), {"zero_quantized_gradients": True}, {}),
+        ("compile.deepcompile", {}, {"compile": {"deepcompile": True}}),
+        ("optimizer.type", {}, MUON),
+        ("expert_parallel", {}, {"expert_parallel": {"enabled": True}}),
+    )
+] + [
+    (NIG | {"elastic_checkpoint": True}, {}, cannot(in_zero("elastic_checkpoint"), "NIG")),
+    # DeepSpeed's own refusal at stage 3 comes first.
+    (IIG | {"elastic_checkpoint": True}, {}, "elastic"),
+    (NIG | {"offload_param": CPU}, {}, cannot(in_zero("offload_param"), "NIG")),
+    *(
+        ({**size, "paro_strategy": name, "offload_param": CPU}, {}, cannot(in_zero("offload_param.device"), name) + how)
+        for size in ({"paro_group_size": 2}, {})
+        for name, how in dict.fromkeys(("ING", "IIG", "IGG"), f".*that offload parameters: {', '.join(OFFLOADING)}. ").items()
+    ),
+    *(
+        (strategy | {"offload_param": NVME}, {}, cannot(in_zero("offload_param.device"), strategy["paro_strategy"]))
+        for strategy in (IIG, GGG)
+    ),
+    *(
+        (
+            strategy | {"stage3_use_all_reduce_for_fetch_params": True},
+            {},
+            cannot(in_zero("stage3_use_all_reduce_for_fetch_params"), strategy["paro_strategy"]),
+        )
+        for strategy in (IIG, GGG)
+    ),
+]
+# DeepSpeed's words for what it has removed, and ours for MiCS.
+MICS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(
+        ({"mics_shard_size": bad}, {}, rf"mics_shard_size must be an integer .* or -1 for off, got {got}\.")
+        for bad, got in (
+            (0, "0 of type int"),
+            (-2, "-2 of type int"),
+            ("auto", "'auto' of type str"),
+            (True, "True of type bool"),
+            (2.0, "2.0 of type float"),
+            (None, "None of type NoneType"),
+        )
+    ),
+    ({"mics_shard_size": 3}, {}, r"3 with 4 data-parallel ranks \(4 = 1 x 3 \+ 1\).*\[1, 2, 4\]"),
+    ({"mics_shard_size": 8}, {}, "8 with 4 data-parallel"),
+    ({"mics_shard_size": 2, "stage": 2}, {}, "III places p = I, g = I, which is stage 3, got stage 2"),
+    *(
+        ({"mics_shard_size": 2, **ours}, {}, f"mics_shard_size 2 means paro_strategy III .* but {named} is set as well")
+        for ours, named in (
+            ({"paro_strategy": "III"}, "paro_strategy"),
+            ({"paro_strategy": "NIG"}, "paro_strategy"),
+            ({"paro_group_size": 2}, "paro_group_size"),
+            ({"paro_strategy": "III", "paro_group_size": 2}, "paro_strategy, paro_group_size"),
+        )
+    ),
+    *(
+        ({"stage": 3, "mics_hierarchical_params_gather": True, **off}, {}, "mics_hierarchical_params_gather needs .*mics_shard_size")
+        for off in ({}, {"mics_shard_size": -1})
+    ),
+    ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, {}, cannot(in_zero("zero_hpz_partition_size"), "III")),
+    ({"mics_shard_size": 2, "offload_param": NVME}, {}, cannot(in_zero("offload_param.device"), "III")),
+    ({"stage": 3}, {"mics_shard_size": 2}, "'mics_shard_size' is at the top level .*belongs into zero_optimization"),
+    ({"stage": 3, "zeropp_loco_param": {}}, {}, "LoCo-Zero.. has been removed"),
+    ({"mics_shard_size": 2, "zeropp_loco_param": {}}, {}, "LoCo-Zero.. has been removed"),
+    ({"mics_shard_size": 2}, {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
+    ({"stage": 3}, {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
+]
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"paro_strategy": "NIG", "paro_group_size": 3},
@@ -127,39 +222,28 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         r"3 with 4 data-parallel ranks \(4 = 1 x 3 \+ 1\).*\[1, 2, 4\]",
     ),
     ({"paro_strategy": "NIG", "paro_group_size": 8}, {}, r"paro_group_size 8 with 4 data-parallel"),
+    ({"paro_strategy": "IIG", "paro_group_size": 8}, {}, r"paro_group_size 8 with 4 data-parallel"),
     ({"paro_strategy": "NIG", "stage": 1}, {}, "stage 2, got stage 1"),
-    (
-        {"paro_strategy": "IIG", "paro_group_size": 2},
-        {},
-        r"IIG cuts parameters \(p = I\).*NNN, NNI, NNG, NII, NIG, NGG",
-    ),
-    (
-        {**NIG, "zenflow": {}},
-        {},
-        "zero_optimization.zenflow cannot be combined with zero_optimization.paro_strategy NIG",
-    ),
-    ({**NIG, "offload_param": {"device": "cpu"}}, {}, "zero_optimization.offload_param cannot be combined"),
-    ({**NIG, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}, {}, "offload_optimizer.device cannot"),
-    ({**NIG, "offload_optimizer": {"device": "cpu", "super_offload": True}}, {}, "super_offload cannot be combined"),
-    ({**NIG, "zero_hpz_partition_size": 2}, {}, "zero_hpz_partition_size cannot be combined"),
-    ({**NIG, "zero_quantized_weights": True}, {}, "zero_quantized_weights cannot be combined"),
-    ({**NIG, "zero_quantized_gradients": True}, {}, "zero_quantized_gradients cannot be combined"),
-    ({**NIG, "elastic_checkpoint": True}, {}, "elastic_checkpoint cannot be combined"),
-    (NIG, {"compile": {"deepcompile": True}}, "compile.deepcompile cannot be combined"),
-    (NIG, {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "optimizer.type cannot be combined"),
-    (NIG, {"expert_parallel": {"enabled": True}}, "expert_parallel cannot be combined"),
     ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*belongs into zero_optimization"),
     *((section, {}, message) for section, message in BAD_SECTIONS),
 ]
 
 
+def test_every_reason_to_refuse_is_tested() -> None:
+    untested = {key for key, *_ in _REFUSED if not any(re.escape(key) in row[2] for row in REFUSED_BESIDE)}
+    assert not untested
+
+
 @pytest.mark.parametrize("how", ["initialize", "zero.Init"])
-def test_refused_alike_on_every_rank_before_any_communication(ranks: Any, how: str) -> None:
+@pytest.mark.parametrize("rows", [REFUSED, REFUSED_BESIDE, MICS], ids=["section", "beside", "mics"])
+def test_refused_alike_on_every_rank_before_any_communication(
+    ranks: Any, rows: list[tuple[dict[str, Any], dict[str, Any], str]], how: str
+) -> None:
     pool = ranks(4)
-    for zero, extra, message in REFUSED:
+    for zero, extra, message in rows:
         errors = pool.run_expect_error(initialize, zero, extra, how)
         assert len({error.message for error in errors}) == 1, errors
-        assert errors[0].type in ("ValueError", "NotImplementedError"), errors[0]
+        assert errors[0].type in ("ValueError", "DeepSpeedConfigError"), errors[0]
         assert re.search(message, errors[0].message) and "\n" not in errors[0].message, errors[0]
 
 

@@ -1,0 +1,347 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy with p = I or G trains what stock DeepSpeed trains: the oracle runs in the same processes."""
+
+from typing import Any
+
+import networks
+import pytest
+import training
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from networks import SQUARE
+from training import PARTITIONED, Difference, Job, check
+
+# One strategy for each pair of g and os, which are all that the way of a gradient depends on; p alternates.
+GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "GGG")
+# One for each way to hold parameters: p = os = I, p = I with os = G, p = os = G.
+PARAMETER_PATHS = ("III", "ING", "GIG")
+BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}  # an ulp or two
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+# Several buckets, several sub-groups, and no parameter that stays gathered: by default all of these small ones do.
+SMALL = {
+    "reduce_bucket_size": 300,
+    "allgather_bucket_size": 300,
+    "sub_group_size": 100,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+def run(
+    ranks: Any, job: Job, group: int = 2, world: int = 4, strategies: Any = PARTITIONED, stage: int = 2
+) -> list[Difference]:
+    """Rows of rank 0; all ranks must agree on what concerns replicas."""
+    return ranks(world).run(training.compare, job, group, strategies=strategies, stage=stage)[0]
+
+
+@pytest.mark.parametrize("world, group", [(4, 2), (4, 4), (4, 1), (6, 2), (6, 3)])
+@pytest.mark.parametrize("accumulation, steps, stage", [(1, 3, 2), (3, 2, 3)])
+def test_parity_at_every_shape(
+    ranks: Any, world: int, group: int, accumulation: int, steps: int, stage: int
+) -> None:
+    # Stock stage 3 fails with a parameter without elements.
+    job = Job(accumulation=accumulation, steps=steps, empty=stage == 2, zero=SMALL)
+    check(run(ranks, job, group, world, stage=stage))
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"overlap_comm": True},
+        {"contiguous_gradients": False},
+        {"contiguous_gradients": False, "overlap_comm": True},
+        {"reduce_scatter": False},
+        {"sub_group_size": 10**9, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
+    ],
+    ids="+".join,
+)
+def test_parity_with_each_key_of_the_reduction(ranks: Any, zero: dict[str, Any]) -> None:
+    check(run(ranks, Job(accumulation=2, steps=2, zero={**SMALL, **zero}), strategies=GRADIENT_PATHS))
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage3_allgather_sequential": True},
+        {"stage3_param_persistence_threshold": 100},  # some
+        {"stage3_param_persistence_threshold": 10**6, "overlap_comm": True},  # all
+        {"stage3_prefetch_bucket_size": 0},
+        {"stage3_prefetch_bucket_size": 400, "overlap_comm": True},
+        {"stage3_max_live_parameters": 1},
+        {"stage3_max_reuse_distance": 0},
+        {"leaf_module": {"classes": ["torch.nn.modules.container.ModuleList"]}},
+    ],
+    ids="+".join,
+)
+def test_parity_with_each_key_of_the_gathers(ranks: Any, zero: dict[str, Any]) -> None:
+    job = Job(accumulation=2, steps=2, empty=False, zero={**SMALL, **zero})
+    check(run(ranks, job, strategies=PARAMETER_PATHS, stage=3))
+
+
+@pytest.mark.parametrize("world, group", [(4, 2), (6, 3)])
+def test_uninitialized_memory_is_never_used(ranks: Any, world: int, group: int) -> None:
+    check(ranks(world).run(nan_case, group)[0])
+
+
+def nan_case(group: int) -> list[Difference]:
+    """Train with memory that is NaN until it is written."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        job = Job(accumulation=2, steps=2, optimizer="AdamW", zero=SMALL, config=decay())
+        return training.compare(job, group, PARTITIONED)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def decay() -> dict[str, Any]:
+    """Configuration of an optimizer that changes all that it sees, zero gradients or not."""
+    return {"optimizer": {"params": {"weight_decay": 0.1}}}
+
+
+def test_parity_with_two_parameter_groups_frozen_layers_and_adam(ranks: Any) -> None:
+    check(run(ranks, Job(groups=2, frozen=(1,), optimizer="Adam", accumulation=2, steps=3, zero=SMALL)))
+
+
+def test_parity_with_few_trainable_parameters(ranks: Any) -> None:
+    check(run(ranks, Job(sizes=SQUARE, frozen=(0, 1, 3), accumulation=2, steps=3, zero=SMALL)))
+
+
+def test_parity_without_clipping(ranks: Any) -> None:
+    check(run(ranks, Job(clipping=0.0, accumulation=2, steps=2), strategies=GRADIENT_PATHS))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameter_unused_in_some_micro_batches_or_steps(ranks: Any, overlap: bool) -> None:
+    # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only.
+    skipped = [(n, 1) for n in range(9) if n % 3] + [(n, 2) for n in range(9) if n % 3 < 2]
+    skipped += [(n, 3) for n in range(3, 9)]
+    job = Job(sizes=SQUARE, accumulation=3, steps=3, skipped=skipped, zero={**SMALL, "overlap_comm": overlap})
+    # Not stage 3: it applies the last gradient of an unused parameter again.
+    check(run(ranks, job, strategies=GRADIENT_PATHS if overlap else PARTITIONED))
+
+
+@pytest.mark.parametrize(
+    "boundary, backward", [("user", "engine"), ("step", "loss"), ("coalesce", "engine"), ("engine", "loss")]
+)
+def test_each_way_to_accumulate(ranks: Any, boundary: str, backward: str) -> None:
+    job = Job(accumulation=3, steps=2, boundary=boundary, backward=backward, zero=SMALL)
+    check(run(ranks, job, strategies=GRADIENT_PATHS))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
+    job = Job(accumulation=2, steps=2, checkpointing=reentrant, zero=SMALL)
+    check(run(ranks, job, strategies=PARAMETER_PATHS))
+
+
+def test_torch_autocast(ranks: Any) -> None:
+    config = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    check(run(ranks, Job(accumulation=2, steps=2, config=config, zero=SMALL)), **BF16)
+
+
+def test_communication_in_another_dtype(ranks: Any) -> None:
+    job = Job(accumulation=2, steps=2, dtype="bf16", config={"communication_data_type": "fp32"}, zero=SMALL)
+    check(run(ranks, job, strategies=GRADIENT_PATHS), **BF16)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_groups_inside_the_data_parallel_group(ranks: Any, group: int) -> None:
+    job = Job(accumulation=2, steps=2, tensor_parallel=2, zero=SMALL)
+    for rows in ranks(4).run(training.compare, job, group, PARTITIONED):
+        for row in rows:  # the two tensor-parallel ranks train different data, so only data-parallel ones agree
+            assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.same_decisions, row
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("fp32_accumulation", [False, True])
+def test_half_precision_differs_no_more_than_stock_stages_do(ranks: Any, dtype: str, fp32_accumulation: bool) -> None:
+    config = FP32_SUMS if fp32_accumulation else {}
+    job = Job(accumulation=3, steps=3, dtype=dtype, config=config, zero=SMALL)
+    weights, losses = ranks(4).run(training.stock_spread, job)[0]
+    assert weights < 5e-3 and losses < 1e-2  # else this would show nothing
+    strategies = PARTITIONED if dtype == "bf16" and fp32_accumulation else GRADIENT_PATHS
+    check(run(ranks, job, strategies=strategies), weights=2 * weights, losses=2 * losses)
+
+
+def test_overflow_on_one_rank_is_skipped_by_all(ranks: Any) -> None:
+    job = Job(accumulation=2, steps=4, dtype="fp16", overflow=[(3, 3)], zero=SMALL)
+    for rank_rows in ranks(4).run(overflow_case, job, {}):
+        for name, scales, applied, difference in rank_rows:
+            assert applied == [True, False, True, True], (name, applied)
+            assert scales == [256.0, 128.0, 128.0, 128.0], (name, scales)
+            assert difference <= 1e-3, (name, difference)
+
+
+@pytest.mark.parametrize("fp32_accumulation", [False, True])
+def test_overflow_with_offload_drops_the_gradients(ranks: Any, fp32_accumulation: bool) -> None:
+    # The overflow is in the first micro-batch, so that the second adds to what is infinite already.
+    config = {"zero_force_ds_cpu_optimizer": False, **(FP32_SUMS if fp32_accumulation else {})}
+    job = Job(accumulation=2, steps=4, dtype="fp16", overflow=[(2, 1)], config=config, zero=SMALL)
+    for rank_rows in ranks(4).run(overflow_case, job, {"offload_optimizer": {"device": "cpu"}}):
+        for name, _, applied, difference in rank_rows:
+            assert applied == [True, False, True, True], (name, applied)
+            assert difference <= 1e-3, (name, difference)
+
+
+def overflow_case(job: Job, zero: dict[str, Any]) -> list[tuple[str, list[float], list[bool], float]]:
+    """Each strategy with ``zero`` against stock stage 2 without it, through an overflow: difference of weights."""
+    stock = training.train(job, {"stage": 2})
+    rows = []
+    for name in PARTITIONED:
+        ours = training.train(job, {"paro_strategy": name, "paro_group_size": 2, **zero})
+        difference = training.difference(name, ours, stock, "").weights
+        rows.append((name, ours.scales, ours.applied, difference))
+    return rows
+
+
+@pytest.mark.parametrize("dtype, overlap", [("fp32", False), ("bf16", True)])
+def test_two_backwards_at_one_boundary_add_up(ranks: Any, dtype: str, overlap: bool) -> None:
+    zero = {**SMALL, "overlap_comm": overlap}
+    job = Job(accumulation=2, dtype=dtype, config=FP32_SUMS, zero=zero, steps=2)
+    for rank_rows in ranks(4).run(two_backwards_case, job):
+        for name, difference in rank_rows:
+            assert difference <= {"fp32": 1e-5, "bf16": 4e-3}[dtype], (name, difference)
+
+
+def two_backwards_case(job: Job) -> list[tuple[str, float]]:
+    """Two losses in each micro-step, backward one after the other or of their sum."""
+    strategies = PARTITIONED if job.dtype == "fp32" else GRADIENT_PATHS
+    rows = []
+    for name in strategies:
+        weights = []
+        for summed in (False, True):
+            engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
+            data = training.batches(job)
+            for _ in range(job.steps * job.accumulation):
+                batches = next(data), next(data)
+                if summed:
+                    engine.backward(sum(((engine(x) - y) ** 2).float().mean() for x, y in batches))
+                else:
+                    for x, y in batches:
+                        engine.backward(((engine(x) - y) ** 2).float().mean())
+                engine.step()
+            weights.append(training.whole_weights(model))
+            engine.destroy()
+        rows.append((name, ((weights[0] - weights[1]).abs().max() / weights[1].abs().max()).item()))
+    return rows
+
+
+def test_replicas_of_the_optimizer_decide_alike(ranks: Any) -> None:
+    assert ranks(4).run(replicas_case) == [[("INI", [4.0], True), ("III", [4.0], True)]] * 4
+
+
+def replicas_case() -> list[tuple[str, list[float], bool]]:
+    """Norms and overflow where the parent finds another answer in each group."""
+    from unittest import mock
+
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    group = dist.get_rank() // 2
+    parent = {
+        "_get_norm_groups": lambda self: [torch.tensor(2.0 * (1 + group))],
+        "has_overflow": lambda self, partition_gradients=True: group == 1,
+    }
+    rows = []
+    for name in ("INI", "III"):
+        engine, _ = training.make_engine(Job(), {"paro_strategy": name, "paro_group_size": 2})
+        with mock.patch.multiple(DeepSpeedZeroOptimizer_Stage3, **parent):
+            norms = [float(norm) for norm in engine.optimizer._get_norm_groups()]
+            rows.append((name, norms, engine.optimizer.has_overflow()))
+        engine.destroy()
+    return rows
+
+
+@pytest.mark.parametrize("fp32_accumulation", [False, True])
+def test_optimizer_offload(ranks: Any, fp32_accumulation: bool) -> None:
+    config: dict[str, Any] = {"zero_force_ds_cpu_optimizer": False}
+    zero = {"offload_optimizer": {"device": "cpu"}, **SMALL}
+    job = Job(accumulation=2, steps=2, groups=2, config=config, zero=zero)
+    if fp32_accumulation:
+        job = Job(**{**job.__dict__, "dtype": "bf16", "config": {**config, **FP32_SUMS}})
+    check(run(ranks, job), **(BF16 if fp32_accumulation else {}))
+
+
+@pytest.mark.parametrize("threshold", [0, 10**6])
+def test_parameter_offload(ranks: Any, threshold: int) -> None:
+    zero = {**SMALL, "offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": threshold}
+    zero["offload_optimizer"] = {"device": "cpu"}
+    config = {"zero_force_ds_cpu_optimizer": False}
+    job = Job(accumulation=2, steps=2, frozen=(1,), empty=False, config=config, zero=zero)
+    check(run(ranks, job, strategies=("INI", "III", "GNG", "GIG", "GGG"), stage=3))
+
+
+@pytest.mark.parametrize("network", [networks.Shared, networks.External], ids=lambda network: network.__name__)
+@pytest.mark.parametrize("stage, threshold", [(2, 0), (3, 10**6)])
+def test_shared_weights(ranks: Any, network: Any, stage: int, threshold: int) -> None:
+    zero = {**SMALL, "stage3_param_persistence_threshold": threshold}
+    job = Job(sizes=SQUARE, network=network, accumulation=2, steps=2, empty=False, zero=zero)
+    check(run(ranks, job, stage=stage, strategies=PARTITIONED if stage == 2 else PARAMETER_PATHS))
+
+
+def test_experts_that_only_some_ranks_use(ranks: Any) -> None:
+    job = Job(sizes=SQUARE, network=networks.Mixture, accumulation=2, steps=3, empty=False, zero=SMALL)
+    check(run(ranks, job, stage=3))
+
+
+def test_sequences_of_different_length(ranks: Any) -> None:
+    check(run(ranks, Job(network=networks.Ragged, accumulation=2, steps=2, zero=SMALL)))
+
+
+@pytest.mark.parametrize("name, bucket", [("INI", 300), ("ING", 300), ("III", 300), ("IIG", 300), ("IGG", 10**5)])
+def test_groups_may_use_modules_in_different_orders(ranks: Any, name: str, bucket: int) -> None:
+    # With p = I groups gather apart. IGG reduces between groups in every micro-step, so its buckets must be the same.
+    for row in ranks(4).run(wandering_case, name, bucket, timeout=20.0):
+        assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.norms <= 1e-5 and row.replicas_equal, row
+
+
+def wandering_case(name: str, bucket: int) -> Difference:
+    """Compare to stage 0: stages 1 to 3 reduce gradients in the order in which a rank finds them."""
+    zero = {**SMALL, "reduce_bucket_size": bucket}
+    job = Job(sizes=SQUARE, network=networks.Wandering, accumulation=2, steps=4, empty=False, zero=zero)
+    stock = training.train(job, {"stage": 0})
+    ours = training.train(job, {"paro_strategy": name, "paro_group_size": 2})
+    return training.difference(name, ours, stock, "")
+
+
+def test_one_rank_alone(ranks: Any) -> None:
+    check(run(ranks, Job(accumulation=2, steps=2, zero=SMALL), group=1, world=1))
+
+
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(
+    sizes=some.lists(some.integers(1, 60), min_size=3, max_size=6),
+    bucket=some.integers(10, 4000),
+    sub_group=some.integers(10, 4000),
+    threshold=some.integers(0, 1000),
+    live=some.integers(1, 4000),
+    groups=some.integers(1, 3),
+    overlap=some.booleans(),
+    contiguous=some.booleans(),
+)
+@pytest.mark.timeout(240)
+def test_random_models(
+    ranks: Any,
+    sizes: list[int],
+    bucket: int,
+    sub_group: int,
+    threshold: int,
+    live: int,
+    groups: int,
+    overlap: bool,
+    contiguous: bool,
+) -> None:
+    zero = {
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": 2 * bucket,
+        "sub_group_size": sub_group,
+        "stage3_param_persistence_threshold": threshold,
+        "stage3_max_live_parameters": live,
+        "stage3_prefetch_bucket_size": live // 2,
+        "overlap_comm": overlap,
+        "contiguous_gradients": contiguous,
+    }
+    check(run(ranks, Job(sizes=sizes, accumulation=2, groups=groups, zero=zero, steps=2)))
