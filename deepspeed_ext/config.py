@@ -64,6 +64,8 @@ def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
             f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(given)} is "
             f"set as well ({', '.join(repr(section[key]) for key in given)}). Keep one of the two."
         )
+    if section.get("stage", 3) not in (0, 3):
+        raise ValueError(f"{SECTION}.{MICS_SIZE} needs {SECTION}.stage 3, got {section['stage']!r}.")
     if hierarchical:
         from deepspeed.utils import log_dist
 
@@ -135,6 +137,10 @@ def _cut(strategy: Strategy) -> bool:
     return strategy.p != Placement.N
 
 
+def _cut_inside_groups(strategy: Strategy) -> bool:
+    return _cut(strategy) and strategy.os == Placement.I
+
+
 def _updated_between_groups(strategy: Strategy) -> bool:
     return _cut(strategy) and strategy.p != strategy.os
 
@@ -179,6 +185,24 @@ _REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
         lambda c: c.zero_config.use_all_reduce_for_fetch_params,
         "parameters are gathered by all-gathers within and between groups",
         _cut,
+    ),
+    (
+        f"{SECTION}.enable_sanity_checks",
+        lambda c: c.zero_config.enable_sanity_checks,
+        "it compares buckets over all ranks, but groups reduce their own",
+        _cut,
+    ),
+    (
+        f"{SECTION}.pipeline_loading_checkpoint",
+        lambda c: c.zero_config.pipeline_loading_checkpoint,
+        "it passes a token from rank to rank of one group that holds all states",
+        _cut_inside_groups,
+    ),
+    (
+        "checkpoint.use_node_local_storage",
+        lambda c: c.use_node_local_storage,
+        "only the ranks of the first group write optimizer states",
+        _cut_inside_groups,
     ),
     (
         f"{SECTION}.zero_hpz_partition_size",
@@ -250,7 +274,7 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
             raise ValueError(
                 f"{key} cannot be combined with {SECTION}.{STRATEGY} {strategy.name}: {why}. Remove one of the two."
             )
-    if not config.zero_config.use_multi_rank_bucket_allreduce:
+    if _replicated(strategy) and not config.zero_config.use_multi_rank_bucket_allreduce:
         log_dist(
             f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: a bucket is "
             f"reduced to the owners of its parts either way",

@@ -203,8 +203,8 @@ class Started:
 
     Args:
         transfer: what to start.
-        hops: how many communications it is made of. Where waiting for one orders streams and does not block the host,
-            all are started at once.
+        hops: of how many communications it is made at most. Where waiting for one orders streams and does not block
+            the host, all are started at once.
     """
 
     def __init__(self, transfer: Transfer, hops: int = 1) -> None:
@@ -214,8 +214,9 @@ class Started:
         self._resume()
         if not get_accelerator().is_synchronized_device():
             for _ in range(hops - 1):
-                self._handle.wait()
-                self._resume()
+                if self._result is None:
+                    self._handle.wait()
+                    self._resume()
 
     def finish(self) -> Tensor:
         """The transfer's result."""

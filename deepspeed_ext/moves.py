@@ -243,7 +243,7 @@ class Moves:
         return shard
 
     def gather_hops(self, source: Placement, target: Placement) -> int:
-        """Of how many communications that gather is made."""
+        """Of how many communications that gather is made at most."""
         between = source == Placement.G > target and self.inter.size > 1
         within = source > target == Placement.N and self.intra.size > 1
         return int(between) + int(within)

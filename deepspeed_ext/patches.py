@@ -149,6 +149,10 @@ def _make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
         strategy = active_strategy(self._config)
         if strategy is None:
+            if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.parameters" in sys.modules:
+                from deepspeed_ext.zero.parameters import recut_for_stock
+
+                recut_for_stock(self.module, self.seq_data_parallel_group)
             return configure(self, optimizer)
         from deepspeed_ext.zero.factory import configure_with
 
@@ -180,12 +184,12 @@ def _compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[...
 
 def _modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
-        from deepspeed_ext.zero.modified import replicated
+    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.zero import modified
 
-        params, ours = replicated(params)
-        self.paro_modifier = (modifier_rank, ours) if modifier_rank is not None and ours else None
-        init(self, params, 0 if self.paro_modifier else modifier_rank, *args, **kwargs)
+        params = modified.listed(params)
+        with modified.cut_over_all(modified.replicated(params)):
+            init(self, params, *args, **kwargs)
 
     return __init__
 
@@ -193,13 +197,23 @@ def _modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
 def _broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def _exit(self: Any, *exc: Any) -> Any:
-        if getattr(self, "paro_modifier", None) is not None:
-            from deepspeed_ext.zero.modified import broadcast_to_replicas
+        from deepspeed_ext.zero import modified
 
-            broadcast_to_replicas(*self.paro_modifier)
+        if self.src_rank is not None:
+            modified.broadcast_to_replicas(modified.replicated(self.params), self.src_rank_by_group)
         return leave(self, *exc)
 
     return _exit
+
+
+def _partition_by_owner(partition: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(partition)
+    def _partition_params(params: Any, has_been_updated: bool) -> None:
+        from deepspeed_ext.zero import modified
+
+        modified.partition_by_owner(partition, params, has_been_updated)
+
+    return _partition_params
 
 
 # The list #########################################################################################
@@ -266,6 +280,12 @@ PATCHES: tuple[Patch, ...] = (
         "(self, *exc)",
         _broadcast_to_all_groups,
     ),
+    Patch(
+        "deepspeed.runtime.zero.partition_parameters:GatheredParameters._partition_params",
+        "have each engine write back its own parameters",
+        "(params, has_been_updated)",
+        _partition_by_owner,
+    ),
     *(
         Patch(f"{_ZERO12}.{name}", why, signature)
         for name, why, signature in (
@@ -324,11 +344,29 @@ PATCHES: tuple[Patch, ...] = (
             ("finalize_gradient_accumulation_boundary", "end an unmanaged accumulation", "(self)"),
             ("_finalize_offload_gradient_accumulation", "hand gradients to an offloaded optimizer", "(self)"),
             ("zero_grad", "forget accumulated gradients", "(self, set_to_none=True)"),
+            (
+                "_get_fp32_grad_state_partition",
+                "refuse gradients that are not complete",
+                "(self, param, release_swap_buffers)",
+            ),
+            (
+                "update_fp32_grad_for_param_vectorized",
+                "refuse gradients that are not complete",
+                "(self, update_func, param_list)",
+            ),
+            ("checkpoint_event_prologue", "wait for gathers of parameters", "(self)"),
+            ("checkpoint_event_epilogue", "complete parameters that were loaded", "(self)"),
+            (
+                "offload_states",
+                "move parameters and gradients as we hold them",
+                "(self, include=None, device=<OffloadDeviceEnum.cpu: 'cpu'>, pin_memory=True, non_blocking=False)",
+            ),
+            ("reload_states", "move parameters and gradients as we hold them", "(self, non_blocking=False)"),
             ("_get_norm_groups", "have replicas of the optimizer agree on the norm", "(self)"),
             ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
             (
                 "load_state_dict",
-                "refuse a checkpoint that is cut otherwise; complete parameters",
+                "refuse a checkpoint that is cut otherwise",
                 "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False, "
                 "checkpoint_folder=None, load_serial=None, param_shapes=None)",
             ),
@@ -356,8 +394,10 @@ def apply(module: str) -> None:
             owner, name, original = patch.locate()
         except AttributeError:
             continue
-        replacement = patch.replace(original)
+        replacement: Any = patch.replace(getattr(original, "__func__", original))
         setattr(replacement, _MARK, True)
+        if isinstance(original, staticmethod):
+            replacement = staticmethod(replacement)
         setattr(owner, name, replacement)
         _originals[patch.path] = (owner, name, original, replacement)
 

@@ -69,18 +69,28 @@ class Run:
 
     @property
     def measured(self) -> Volume:
-        """Bytes that a rank received in the last step, mean over the ranks."""
+        """Bytes that a rank received in a step, mean over steps and ranks."""
         summary = self.report["summary"]
         return Volume(summary["intra_bytes"], summary["inter_bytes"])
 
     @property
     def formula(self) -> Volume:
         """Bytes that a rank must receive in a step, from the strategy's three letters."""
-        report = self.report
-        cluster = Cluster(report["world_size"], report["group_size"])
-        width = report["parameter_bytes"] // report["parameters"]
-        states = ModelStates.of(report["parameters"], parameter_bytes=width, gradient_bytes=width)
-        return self.strategy.volume(cluster, states, report["gradient_accumulation_steps"])
+        return self.strategy.volume(self._cluster, self._states, self.report["gradient_accumulation_steps"])
+
+    @property
+    def optimizer_formula(self) -> float:
+        """Bytes of optimizer states that a rank must hold, from the strategy's three letters."""
+        return self.strategy.memory(self._cluster, self._states).optimizer
+
+    @property
+    def _cluster(self) -> Cluster:
+        return Cluster(self.report["world_size"], self.report["group_size"])
+
+    @property
+    def _states(self) -> ModelStates:
+        width = self.report["parameter_bytes"] // self.report["parameters"]
+        return ModelStates.of(self.report["parameters"], parameter_bytes=width, gradient_bytes=width)
 
 
 @dataclass
@@ -236,6 +246,12 @@ def print_costs(runs: tuple[Run, Run]) -> None:
                 f"{measured / formula - 1:>+11.1%}"
             )
     for run in runs:
+        held, formula = run.report["optimizer_bytes"], run.optimizer_formula
+        print(
+            f"{'optimizer state':<16}{run.label:<9}{held / MEGABYTE:>10.3f}{formula / MEGABYTE:>10.3f}"
+            f"{held / formula - 1:>+11.1%}   (MB that a rank holds)"
+        )
+    for run in runs:
         summary = run.report["summary"]
         print(
             f"{'step time':<16}{run.label:<9}{summary['seconds_median']:>8.2f} s   (median; "
@@ -244,14 +260,16 @@ def print_costs(runs: tuple[Run, Run]) -> None:
 
 
 def checks_of(a: Run, b: Run) -> list[Check]:
-    """What must hold: the same training, and B's traffic between groups as the formula says."""
+    """What must hold: the same training, and B's traffic between groups and optimizer state as the formulas say."""
     loss = max(abs(left - right) for left, right in zip(a.losses, b.losses, strict=True))
     deviation = abs(b.measured.inter / b.formula.inter - 1)
+    held = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
     share, due = b.measured.inter / a.measured.inter, b.formula.inter / a.formula.inter
     return [
         Check(f"largest difference of the losses, {b.label} against {a.label}", loss, LOSS_BOUND),
         Check(f"bytes between groups of {b.label} against the formula", 100 * deviation, 100 * BYTES_BOUND, " %"),
         Check(f"bytes between groups of {b.label} as a share of {a.label}'s", 100 * share, round(100 * due, 1), " %"),
+        Check(f"optimizer state of a rank with {b.label} against the formula", 100 * held, 100 * BYTES_BOUND, " %"),
     ]
 
 

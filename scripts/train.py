@@ -9,7 +9,7 @@ An ordinary DeepSpeed script: nothing in it knows of PaRO. Which strategy runs i
 
 The model and every batch follow from the seed, so two configurations that differ only in where the states are
 kept must show the same losses. With ``--report`` the script also writes what each step cost: seconds, and on gloo
-the bytes that the ranks received from one another.
+the bytes that the ranks received from one another; and the bytes of optimizer states that a rank holds.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 VOCABULARY = 256  # a token is a byte
 CORPUS_BYTES = 8_000_000
+REST_SECONDS = 0.2  # the wire is at rest when so long nothing has arrived
 WARM_UP_STEPS = 1  # ZeRO-3 records its trace and gloo opens its connections in the first step
 
 
@@ -122,16 +123,14 @@ class Batches:
 
 @dataclass
 class Step:
-    """What one optimizer step showed; the bytes are means over the ranks, and absent where nothing counts them."""
+    """What one optimizer step showed."""
 
     loss: float
     seconds: float
-    intra_bytes: float | None = None
-    inter_bytes: float | None = None
 
 
-class StepRecorder:
-    """Wraps a training step with a clock and, on gloo, a byte counter, neither of which sees the other."""
+class ByteCounter:
+    """Counts, on gloo, the bytes that ranks receive over several steps."""
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
@@ -144,24 +143,43 @@ class StepRecorder:
         elif dist.get_rank() == 0:
             print(f"bytes are not counted: that needs the backend gloo, this is {dist.get_backend()}", flush=True)
 
-    def record(self, engine: DeepSpeedEngine, micro_batches: list[tuple[Tensor, Tensor]]) -> Step:
-        """Run one step. The seconds are those of the slowest rank: they end when all have finished."""
-        dist.barrier()
+    def start(self) -> None:
+        """Begin to count."""
         if self._meter is not None:
+            self._wait_for_rest()
             self._meter.start()
             dist.barrier()  # nobody sends before everybody has read the counters
-        begin = time.perf_counter()
-        losses = train_step(engine, micro_batches)
-        get_accelerator().synchronize()
+
+    def stop(self) -> dict[str, float | None]:
+        """End; bytes by origin, means over the ranks, or None where nothing counts them."""
+        if self._meter is None:
+            return {"intra_bytes": None, "inter_bytes": None}
+        self._wait_for_rest()
+        self._meter.stop()
+        traffic = self._meter.split(self._group_size)
+        return {"intra_bytes": traffic.intra_mean, "inter_bytes": traffic.inter_mean}
+
+    @staticmethod
+    def _wait_for_rest() -> None:
+        """Wait until nothing arrives: what a step has started may be under way when it returns."""
+        from deepspeed_ext.traffic import received_bytes
+
+        before, now = None, received_bytes()
+        while now != before:
+            time.sleep(REST_SECONDS)
+            before, now = now, received_bytes()
         dist.barrier()
-        seconds = time.perf_counter() - begin
-        if self._meter is not None:
-            self._meter.stop()
-        step = Step(loss=average(losses), seconds=seconds)
-        if self._meter is not None:
-            traffic = self._meter.split(self._group_size)
-            step.intra_bytes, step.inter_bytes = traffic.intra_mean, traffic.inter_mean
-        return step
+
+
+def record(engine: DeepSpeedEngine, micro_batches: list[tuple[Tensor, Tensor]]) -> Step:
+    """Run one step. The seconds are those of the slowest rank: they end when all have finished."""
+    dist.barrier()
+    begin = time.perf_counter()
+    losses = train_step(engine, micro_batches)
+    get_accelerator().synchronize()
+    dist.barrier()
+    seconds = time.perf_counter() - begin
+    return Step(loss=average(losses), seconds=seconds)
 
 
 def train_step(engine: DeepSpeedEngine, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -182,16 +200,29 @@ def average(losses: Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
-def summarize(steps: list[Step]) -> dict[str, float | None]:
-    """Seconds over the steps after the warm-up, bytes of the last step (a step repeats the one before it)."""
-    seconds = [step.seconds for step in steps[WARM_UP_STEPS:] or steps]
+def summarize(steps: list[Step], received: dict[str, float | None]) -> dict[str, float | None]:
+    """Seconds, and bytes of a step, over the steps after the warm-up."""
+    seconds = [step.seconds for step in steps]
     return {
         "seconds_median": statistics.median(seconds),
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
-        "intra_bytes": steps[-1].intra_bytes,
-        "inter_bytes": steps[-1].inter_bytes,
+        **{name: None if count is None else count / len(steps) for name, count in received.items()},
     }
+
+
+def optimizer_bytes(engine: DeepSpeedEngine) -> int:
+    """Bytes of optimizer states, master weights included, on the rank that holds most."""
+    states = engine.optimizer.optimizer.state  # by master weight
+    held = sum(
+        tensor.nbytes
+        for master, state in states.items()
+        for tensor in (master, *state.values())
+        if isinstance(tensor, Tensor) and tensor.dim()  # a count of steps is none
+    )
+    most = torch.tensor(held, device=engine.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most.item())
 
 
 def versions() -> dict[str, str | None]:
@@ -224,7 +255,14 @@ def parse_arguments() -> argparse.Namespace:
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
-def build_report(args: argparse.Namespace, engine: DeepSpeedEngine, count: int, steps: list[Step]) -> dict[str, Any]:
+def build_report(
+    args: argparse.Namespace,
+    engine: DeepSpeedEngine,
+    count: int,
+    held: int,
+    steps: list[Step],
+    summary: dict[str, Any],
+) -> dict[str, Any]:
     """All that is needed to compare this run with another."""
     dtype, _ = engine.get_data_types()
     return {
@@ -234,11 +272,12 @@ def build_report(args: argparse.Namespace, engine: DeepSpeedEngine, count: int, 
         "group_size": args.group_size,
         "parameters": count,
         "parameter_bytes": count * dtype.itemsize,
+        "optimizer_bytes": held,
         "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
         "config": json.loads(Path(args.deepspeed_config).read_text()),
         "options": {name: getattr(args, name) for name in ("seed", "dim", "layers", "heads", "sequence_length")},
         "steps": [asdict(step) for step in steps],
-        "summary": summarize(steps),
+        "summary": summary,
     }
 
 
@@ -250,18 +289,23 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
 
     batches = Batches(read_corpus(CORPUS_BYTES), engine, args.sequence_length, args.seed)
-    recorder = StepRecorder(args.group_size)
+    counter = ByteCounter(args.group_size)
     accumulation = engine.gradient_accumulation_steps()
     steps: list[Step] = []
+    warm_up = min(WARM_UP_STEPS, args.steps - 1)
     bar = tqdm(range(args.steps), desc=Path(args.deepspeed_config).stem, unit="step", disable=dist.get_rank() != 0)
     for index in bar:
         micro_batches = [batches.draw(index * accumulation + micro) for micro in range(accumulation)]
-        steps.append(recorder.record(engine, micro_batches))
+        if index == warm_up:
+            counter.start()
+        steps.append(record(engine, micro_batches))
         bar.set_postfix(loss=f"{steps[-1].loss:.4f}")
 
+    summary = summarize(steps[warm_up:], counter.stop())
+    held = optimizer_bytes(engine)
     if dist.get_rank() == 0:
-        report = build_report(args, engine, count, steps)
-        print(json.dumps(report["summary"]), flush=True)
+        report = build_report(args, engine, count, held, steps, summary)
+        print(json.dumps(summary), flush=True)
         if args.report is not None:
             args.report.write_text(json.dumps(report, indent=2) + "\n")
     engine.destroy()

@@ -17,6 +17,7 @@ import deepspeed.runtime.zero.parameter_offload as parameter_offload
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 _comparing: ContextVar[Any] = ContextVar("process group whose ranks compare their records", default=None)
@@ -33,6 +34,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._gathering_group = group
         super().__init__(*args, **kwargs)
 
+    @compiler.lazy_disable
     def reset_step(self) -> None:
         """Begin a forward; compare the record of the last one within the group."""
         with _comparing_within(self._gathering_group):

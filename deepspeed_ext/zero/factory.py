@@ -44,6 +44,9 @@ def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: An
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
     announce(strategy, topology)
     warn_if_too_large(strategy, topology, engine)
+    if strategy.p != Placement.N and strategy.os == Placement.I:
+        # Every group holds all states: the first one writes them to checkpoints.
+        engine.is_first_weights_partition_group = lambda: topology.rank < topology.cluster.group_size
     made: list[Any] = []
     with contextlib.ExitStack() as stack:
         for module, name, make in _replacements(strategy, topology, engine._config.zero_config):
@@ -155,12 +158,11 @@ def _states_on_device(engine: Any) -> ModelStates:
     config = engine._config.zero_config
     parameters = sum(numel * size for numel, size, _ in numels)
     updated = sum(numel * size for numel, size, grad in numels if grad)
-    master = sum(numel * 4 for numel, size, grad in numels if grad and size < 4)
     return ModelStates(
         parameters=0.0 if _offloads(config.offload_param) else parameters,
         gradients=trainable * gradient_dtype.itemsize,
         updated=updated,
-        optimizer=0.0 if _offloads(config.offload_optimizer) else master + 8.0 * trainable,
+        optimizer=0.0 if _offloads(config.offload_optimizer) else 12.0 * trainable,
     )
 
 

@@ -33,10 +33,9 @@ from deepspeed_ext.hops import Started
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology, data_parallel_ranks
-from deepspeed_ext.zero.modified import REPLICAS
+from deepspeed_ext.zero.modified import OWNER, REPLICAS
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
-_OWNER = "paro_parameters"  # attribute of a parameter: the object of this module that holds it
 
 
 class Gather:
@@ -66,6 +65,8 @@ class Gather:
         for param, layout in zip(self._params, self._layouts, strict=True):
             whole = layout.unpack(cells[:, :, offset : offset + layout.chunk])
             offset += layout.chunk
+            if layout.rows * layout.cols == 1 and len(self._params) > 1:
+                whole = whole.clone()  # nothing was communicated: a view, of which each would keep all the others
             param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
             param.ds_status = ZeroParamStatus.AVAILABLE
 
@@ -115,8 +116,8 @@ class PartitionedParameters:
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
         self._under_way: dict[int, Any] = {}  # number of the block: handle of the all-gather into it
         for param in self._params:
-            if hasattr(param, _OWNER):
-                getattr(param, _OWNER).release()
+            if hasattr(param, OWNER):
+                getattr(param, OWNER).release()
         self._cut()
         if self.sliced:
             for some in self._batches(self._params):
@@ -137,31 +138,23 @@ class PartitionedParameters:
     def _cut(self) -> None:
         """Cut every parameter over the group of its optimizer states, with zeros in the padding."""
         group = self.topology.shard_group(self.strategy.os)
-        rank, size, ranks = dist.get_rank(group=group), dist.get_world_size(group=group), data_parallel_ranks(group)
+        rank, ranks = dist.get_rank(group=group), data_parallel_ranks(group)
         elsewhere = {
             id(other): data_parallel_ranks(other) != ranks for other in {p.ds_process_group for p in self._params}
         }
         for param in self._params:
             if elsewhere[id(param.ds_process_group)]:
-                param.all_gather()
-                param.ds_process_group = group
-                param.ds_zero_partition_rank, param.ds_zero_partition_world_size = rank, size
-                param.ds_tensor = None
-                param.partition()
+                recut(param, group)
             chunk = param.ds_tensor.ds_numel
             param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
 
     def _make_slices(self, params: Sequence[Any]) -> None:
-        chunks = torch.cat([param.ds_tensor for param in params])
-        transfer = self._moves.gather(chunks, Placement.G, Placement.I)
-        rows = Started(transfer).finish().view(self.topology.cluster.groups, -1)
-        offset = 0
-        for param in params:
-            chunk = param.ds_tensor.ds_numel
-            mine = rows[:, offset : offset + chunk].contiguous()
-            offset += chunk
-            self._rows[param.ds_id] = list(mine)
-            param.ds_tensor.data = mine[self._moves.inter.rank]
+        rows = self._gather_rows(params)
+        chunks = rows.split([param.ds_tensor.ds_numel for param in params], dim=1)
+        for param, mine in zip(params, chunks, strict=True):
+            slice_ = mine.contiguous()
+            param.ds_tensor.data = slice_[self._moves.inter.rank]
+            self._rows[param.ds_id] = list(slice_)
             self._rows[param.ds_id][self._moves.inter.rank] = param.ds_tensor
 
     def _batches(self, params: Iterable[Any]) -> list[list[Any]]:
@@ -180,9 +173,11 @@ class PartitionedParameters:
 
     def _attach(self) -> None:
         for param in self._params:
-            setattr(param, _OWNER, self)
+            setattr(param, OWNER, self)
             if self.strategy.os == Placement.I:
                 setattr(param, REPLICAS, self.topology.world)
+            elif hasattr(param, REPLICAS):
+                delattr(param, REPLICAS)
             partition = param.partition
             originals = {name: getattr(param, name) for name in _METHODS}
             param.paro_originals = originals
@@ -191,16 +186,22 @@ class PartitionedParameters:
             param.partition = functools.partial(self._partition, param, partition)
 
     def release(self) -> None:
-        """Give the parameters back to DeepSpeed: whole in ``ds_tensor`` and its process group, with its methods."""
+        """Give the parameters back to DeepSpeed, with its methods; each stays cut over the group that it is cut over.
+
+        No communication: this runs where an engine is deleted. So with os = I parameters stay cut inside groups, and
+        ``REPLICAS`` tells those who need them otherwise (``recut_for_stock``).
+        """
         self.drain()
         for param in self._params:
-            if getattr(param, _OWNER, None) is self:
+            if getattr(param, OWNER, None) is self:
                 for name, original in param.paro_originals.items():
                     setattr(param, name, original)
-                delattr(param, _OWNER)
-                if hasattr(param, REPLICAS):
-                    delattr(param, REPLICAS)
+                delattr(param, OWNER)
                 del param.paro_originals
+                if self.sliced:
+                    param.ds_tensor.data = param.ds_tensor.data.clone()  # no longer a row that keeps its slice
+        self._rows.clear()
+        self.forget_blocks()
 
     # Blocks of slices: the optimizer's side ###########################################################
 
@@ -229,6 +230,30 @@ class PartitionedParameters:
         own = self._moves.inter.rank if self.sliced else 0
         return [block[own] for block in self._blocks]
 
+    def forget_blocks(self) -> None:
+        """Let go of the buffer of ``make_blocks``."""
+        self._blocks, self._block_of = [], {}
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Complete all slices after something outside of a step has changed this rank's rows, a checkpoint for one.
+
+        Those of frozen parameters, too, which no step changes.
+        """
+        self.gather_updates()
+        if self.sliced:
+            for some in self._batches(param for param in self._params if param.ds_id not in self._block_of):
+                rows = self._gather_rows(some)
+                for param, mine in zip(some, rows.split([p.ds_tensor.ds_numel for p in some], dim=1), strict=True):
+                    for row, gathered in zip(self._held(param), mine, strict=True):
+                        row.copy_(gathered)
+
+    def _gather_rows(self, params: Sequence[Any]) -> Tensor:
+        """(k, chunks side by side) of the parameters: G -> I of their ``ds_tensor``."""
+        chunks = torch.cat([param.ds_tensor for param in params]).to(get_accelerator().current_device_name())
+        rows = Started(self._moves.gather(chunks, Placement.G, Placement.I)).finish()
+        return rows.view(self.topology.cluster.groups, -1)
+
     @torch.no_grad()
     def gather_updates(self) -> None:
         """os -> p: start to complete the slices from the groups' rows. Nothing to do where p = os.
@@ -254,7 +279,7 @@ class PartitionedParameters:
 
     def _held(self, param: Any) -> list[Tensor]:
         """What this rank holds of the parameter: one tensor or the rows of its slice; 1D each."""
-        return self._rows.get(param.ds_id) or [param.ds_tensor]
+        return self._rows[param.ds_id] if self.sliced else [param.ds_tensor]
 
     def _wait_for_updates(self, params: Iterable[Any]) -> None:
         for number in sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}):
@@ -301,11 +326,12 @@ class PartitionedParameters:
         self, param: Any, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
         """DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches."""
-        wanted = [
-            p
-            for p in dict.fromkeys([param] if param_list is None else param_list)
-            if p.ds_status == ZeroParamStatus.NOT_AVAILABLE
-        ]
+        listed = list(dict.fromkeys([param] if param_list is None else param_list))
+        mine = [p for p in listed if getattr(p, OWNER, None) is self]
+        if len(mine) < len(listed):  # of another engine, or of none
+            others = [p for p in listed if getattr(p, OWNER, None) is not self]
+            others[0].all_gather(param_list=others, async_op=async_op, hierarchy=hierarchy)
+        wanted = [p for p in mine if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if async_op:
             return [self.all_gather_coalesced([p]) for p in wanted]
         for some in self._batches(wanted):
@@ -336,3 +362,21 @@ class PartitionedParameters:
             first = (number * layout.cols + self._moves.intra.rank) * layout.chunk
             piece = whole[first : first + layout.chunk]
             row[: piece.numel()].copy_(piece)
+
+
+def recut(param: Any, group: Any) -> None:
+    """Cut a ZeRO parameter, which has DeepSpeed's own methods, over another process group. Collective over both."""
+    param.all_gather()
+    param.ds_process_group = group
+    param.ds_zero_partition_rank = dist.get_rank(group=group)
+    param.ds_zero_partition_world_size = dist.get_world_size(group=group)
+    param.ds_tensor = None
+    param.partition()
+
+
+def recut_for_stock(module: Any, group: Any) -> None:
+    """Before DeepSpeed's own ZeRO-3 takes a model: cut over its group what an engine of ours has cut inside groups."""
+    for param in module.parameters():
+        if hasattr(param, REPLICAS):
+            recut(param, group)
+            delattr(param, REPLICAS)

@@ -111,13 +111,20 @@ class Wandering(Network):
     """
 
     calls = 0
+    paths: tuple[tuple[int, ...], ...] = ((1, 2), (2, 1), (2,), (1, 2, 1))
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """Apply the layers in this call's order."""
         self.calls += 1
-        middle = [1, 2]
+        middle: tuple[int, ...] = (1, 2)
         if dist.get_rank() < dist.get_world_size() // 2:
-            middle = [[1, 2], [2, 1], [2], [1, 2, 1]][self.calls % 4]
+            middle = self.paths[self.calls % len(self.paths)]
         for i in (0, *middle, len(self.layers) - 1):
             x = torch.tanh(self.layers[i](x))
         return x
+
+
+class Reordering(Wandering):
+    """The same, where all ranks use all layers once."""
+
+    paths = ((1, 2), (2, 1))

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation in every import order; without our keys DeepSpeed is as if we were not installed."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -72,43 +73,40 @@ def test_source_of_hooked_modules_stays_readable() -> None:
     assert int(run(code).stdout.split()[-1]) > 10_000
 
 
-def test_off_means_off(ranks: Any) -> None:
+@pytest.mark.parametrize("stage, kind", [(2, "DeepSpeedZeroOptimizer"), (3, "DeepSpeedZeroOptimizer_Stage3")])
+def test_off_means_off(ranks: Any, stage: int, kind: str) -> None:
     """Stock stages with us and without us: same optimizer class, same collectives, same log lines."""
-    for with_us, without_us in ranks(4).run(off_case):
+    for with_us, without_us in ranks(4).run(off_case, stage):
         assert with_us == without_us
-        assert with_us[0] == "DeepSpeedZeroOptimizer" and with_us[1], with_us
+        assert with_us[0] == kind and with_us[1], with_us
 
 
-def off_case() -> tuple[Any, Any]:
+def off_case(stage: int) -> tuple[Any, Any]:
     """What a stock run shows, activated and not."""
     import deepspeed_ext
     from deepspeed_ext import activation
 
-    observe_stock_run()  # DeepSpeed clones the world group once
-    with_us = observe_stock_run()
+    observe_stock_run(stage)  # DeepSpeed clones the world group once
+    with_us = observe_stock_run(stage)
     activation.deactivate()
     try:
-        without_us = observe_stock_run()
+        without_us = observe_stock_run(stage)
     finally:
         deepspeed_ext.activate()
     return with_us, without_us
 
 
-def observe_stock_run() -> tuple[str, list[str], list[str]]:
+def observe_stock_run(stage: int) -> tuple[str, list[str], list[str]]:
     """Class of the optimizer, collectives in order, and log messages without their numbers."""
-    import logging
     import re
     from unittest import mock
 
     import torch
     import training
-    from deepspeed.utils import logger
+    from logs import logged
 
     kind: list[str] = []
     calls: list[str] = []
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(re.sub(r"0x\w+|[\d.]+", "#", record.getMessage()))  # type: ignore
 
     def spy(name: str) -> Any:
         original = getattr(torch.distributed, name)
@@ -128,38 +126,39 @@ def observe_stock_run() -> tuple[str, list[str], list[str]]:
         "new_group",
         "barrier",
     )
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    patched = [spy(name) for name in names]
-    for one in patched:
-        one.start()
-    try:
-        training.train(training.Job(steps=2), {"stage": 2}, look=lambda e: kind.append(type(e.optimizer).__name__))
-    finally:
-        for one in patched:
-            one.stop()
-        logger.setLevel(level)
-        logger.removeHandler(handler)
-    return kind[0], calls, lines
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(spy(name))
+        lines = stack.enter_context(logged())
+        job = training.Job(steps=2, empty=stage != 3)
+        training.train(job, {"stage": stage}, look=lambda e: kind.append(type(e.optimizer).__name__))
+    return kind[0], calls, [re.sub(r"0x\w+|[\d.]+", "#", line) for _, line in lines]
 
 
-def test_two_engines_in_one_process(ranks: Any) -> None:
-    for rows in ranks(4).run(two_engines_case):
-        assert rows == [("ReplicatedOptimizer", True), ("DeepSpeedZeroOptimizer", True), ("ReplicatedOptimizer", True)]
+def test_several_engines_in_one_process(ranks: Any) -> None:
+    for rows in ranks(4).run(several_engines_case):
+        assert all(alike for _, alike in rows), rows
+        assert [kind for kind, _ in rows] == [
+            *("ReplicatedOptimizer", "DeepSpeedZeroOptimizer", "PartitionedOptimizer"),
+            *("ReplicatedOptimizer", "DeepSpeedZeroOptimizer_Stage3", "PartitionedOptimizer"),
+        ]
 
 
-def two_engines_case() -> list[tuple[str, bool]]:
-    """Three engines alive at once take steps in turn, and each is as it would be alone."""
+def several_engines_case() -> list[tuple[str, bool]]:
+    """Six engines alive at once take steps in turn, and each is as it would be alone."""
     import torch
     import training
 
-    job = training.Job(steps=3)
+    job = training.Job(steps=3, empty=False)
     zeros: list[dict[str, Any]] = [
         {"paro_strategy": "NIG", "paro_group_size": 2},
         {"stage": 2},
+        {"paro_strategy": "IIG", "paro_group_size": 2},
         {"paro_strategy": "NNI", "paro_group_size": 4},
+        {"stage": 3},
+        {"paro_strategy": "GIG", "paro_group_size": 2},
     ]
+    training.train(job, {"stage": 3})  # it replaces torch's linear for good, by one that rounds otherwise
     alone = [training.train(job, zero).weights for zero in zeros]
     engines = [(*training.make_engine(job, zero), training.batches(job)) for zero in zeros]
     for number in range(job.steps):
@@ -168,7 +167,7 @@ def two_engines_case() -> list[tuple[str, bool]]:
             engine.step()
     rows = []
     for weights, (engine, model, _) in zip(alone, engines, strict=True):
-        together = torch.cat([p.detach().flatten() for p in model.parameters()])
+        together = training.whole_weights(model)
         rows.append((type(engine.optimizer).__name__, torch.equal(weights, together)))
         engine.destroy()
     return rows

@@ -151,19 +151,23 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (in_zero("zero_quantized_weights"), {"zero_quantized_weights": True}, {}),
         (in_zero("zero_quantized_nontrainable_weights"), {"zero_quantized_nontrainable_weights": True}, {}),
         (in_zero("zero_quantized_gradients"), {"zero_quantized_gradients": True}, {}),
+        (in_zero("elastic_checkpoint"), {"elastic_checkpoint": True}, {}),
         ("compile.deepcompile", {}, {"compile": {"deepcompile": True}}),
         ("optimizer.type", {}, MUON),
         ("expert_parallel", {}, {"expert_parallel": {"enabled": True}}),
     )
 ] + [
-    (NIG | {"elastic_checkpoint": True}, {}, cannot(in_zero("elastic_checkpoint"), "NIG")),
-    # DeepSpeed's own refusal at stage 3 comes first.
-    (IIG | {"elastic_checkpoint": True}, {}, "elastic"),
     (NIG | {"offload_param": CPU}, {}, cannot(in_zero("offload_param"), "NIG")),
     *(
-        ({**size, "paro_strategy": name, "offload_param": CPU}, {}, cannot(in_zero("offload_param.device"), name) + how)
+        (
+            {**size, "paro_strategy": name, "offload_param": CPU},
+            {},
+            cannot(in_zero("offload_param.device"), name) + how,
+        )
         for size in ({"paro_group_size": 2}, {})
-        for name, how in dict.fromkeys(("ING", "IIG", "IGG"), f".*that offload parameters: {', '.join(OFFLOADING)}. ").items()
+        for name, how in dict.fromkeys(
+            ("ING", "IIG", "IGG"), f".*that offload parameters: {', '.join(OFFLOADING)}. "
+        ).items()
     ),
     *(
         (strategy | {"offload_param": NVME}, {}, cannot(in_zero("offload_param.device"), strategy["paro_strategy"]))
@@ -195,7 +199,11 @@ MICS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mics_shard_size": 8}, {}, "8 with 4 data-parallel"),
     ({"mics_shard_size": 2, "stage": 2}, {}, "III places p = I, g = I, which is stage 3, got stage 2"),
     *(
-        ({"mics_shard_size": 2, **ours}, {}, f"mics_shard_size 2 means paro_strategy III .* but {named} is set as well")
+        (
+            {"mics_shard_size": 2, **ours},
+            {},
+            f"mics_shard_size 2 means paro_strategy III .* but {named} is set as well",
+        )
         for ours, named in (
             ({"paro_strategy": "III"}, "paro_strategy"),
             ({"paro_strategy": "NIG"}, "paro_strategy"),
@@ -204,7 +212,11 @@ MICS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         )
     ),
     *(
-        ({"stage": 3, "mics_hierarchical_params_gather": True, **off}, {}, "mics_hierarchical_params_gather needs .*mics_shard_size")
+        (
+            {"stage": 3, "mics_hierarchical_params_gather": True, **off},
+            {},
+            "mics_hierarchical_params_gather needs .*mics_shard_size",
+        )
         for off in ({}, {"mics_shard_size": -1})
     ),
     ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, {}, cannot(in_zero("zero_hpz_partition_size"), "III")),
@@ -260,3 +272,104 @@ def stage_0_case() -> str:
     assert engine.optimizer is None
     engine.destroy()
     return type(engine).__name__
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_parameters_may_be_offloaded_where_they_are_updated_in_place(ranks: Any, name: str) -> None:
+    section = {"paro_strategy": name, "paro_group_size": 2, "offload_param": CPU}
+    for kind, fields, _ in ranks(4).run(parsed_zero_config, "dict", section, ""):
+        assert (kind, fields["stage"]) == ("ParoZeroConfig", 3)
+
+
+@pytest.mark.parametrize("form", ["dict", "file", "base64"])
+@pytest.mark.parametrize("stage", [{}, {"stage": 3}], ids=["no stage", "stage 3"])
+def test_mics_shard_size_is_iii_in_groups_of_that_size(
+    ranks: Any, tmp_path: Path, form: str, stage: dict[str, int]
+) -> None:
+    section = {"mics_shard_size": 2, **stage}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(config(**section)), encoding="utf-8")
+    for kind, fields, raw in ranks(4).run(parsed_zero_config, form, section, str(file)):
+        assert kind == "ParoZeroConfig"
+        assert (fields["stage"], fields["paro_strategy"], fields["paro_group_size"]) == (3, "III", 2)
+        assert raw == section  # what the user wrote is what DeepSpeed keeps and prints
+
+
+def test_mics_shard_size_minus_one_is_off(ranks: Any) -> None:
+    off = {"mics_shard_size": -1, "mics_hierarchical_params_gather": False, "stage": 3}
+    for kind, fields, raw in ranks(4).run(parsed_zero_config, "dict", off, ""):
+        assert (kind, fields["stage"], fields["paro_strategy"], raw) == ("DeepSpeedZeroConfig", 3, "absent", off)
+    beside = {"mics_shard_size": -1, **IIG}
+    for kind, fields, _ in ranks(4).run(parsed_zero_config, "dict", beside, ""):
+        assert (kind, fields["paro_strategy"], fields["paro_group_size"]) == ("ParoZeroConfig", "IIG", 2)
+
+
+@pytest.mark.parametrize("hierarchical", [False, True])
+def test_hierarchical_gathers_of_mics_are_implied(ranks: Any, hierarchical: bool) -> None:
+    implied = "deepspeed_ext: zero_optimization.mics_hierarchical_params_gather is implied"
+    for rank, (messages, fields) in enumerate(ranks(4).run(mics_log_case, hierarchical)):
+        assert fields == ("III", 2)
+        found = [(level, text) for level, text in messages if "mics" in text]
+        assert len(found) == (1 if hierarchical and rank == 0 else 0), (rank, found)
+        assert all(level == "INFO" and implied in text for level, text in found)
+
+
+def mics_log_case(hierarchical: bool) -> tuple[list[tuple[str, str]], tuple[str, int]]:
+    """What parsing MiCS's keys writes to DeepSpeed's log, and our fields."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from logs import logged
+
+    with logged() as lines:
+        given = config(mics_shard_size=2, mics_hierarchical_params_gather=hierarchical)
+        zero = DeepSpeedConfig(given).zero_config
+    return lines, (zero.paro_strategy, zero.paro_group_size)
+
+
+def test_mics_trains_as_iii_does_and_zero_init_cuts_for_it(ranks: Any, tmp_path: Path) -> None:
+    for rows, shards in ranks(4).run(mics_training_case, str(tmp_path / "ds.json")):
+        assert rows[:2] == [("PartitionedOptimizer", True)] * 2, rows
+        assert rows[2] == ("DeepSpeedZeroOptimizer_Stage3", True), rows
+        assert shards == {"initialize": [(2, 18)] * 2, "zero.Init": [(2, 18)] * 2}
+
+
+def mics_training_case(path: str) -> tuple[list[tuple[str, bool]], dict[str, list[tuple[int, int]]]]:
+    """Weights of MiCS against III, given as a dict and as a file, and of size -1 against stock, to the bit.
+
+    Also ranks and elements of the shards of two parameters of 36 elements, in an engine of a model as it is and of
+    one that was made in zero.Init.
+    """
+    import deepspeed
+    import torch
+    import training
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.zero.partitioned import PartitionedOptimizer
+
+    job = training.Job(accumulation=2, steps=3, empty=False)
+    kinds: list[str] = []
+
+    def weights(zero: dict[str, Any]) -> torch.Tensor:
+        return training.train(job, zero, look=lambda e: kinds.append(type(e.optimizer).__name__)).weights
+
+    stock = weights({"stage": 3})
+    iii = weights({"paro_strategy": "III", "paro_group_size": 2})
+    kinds.clear()
+    same = [
+        torch.equal(weights({"mics_shard_size": 2}), iii),
+        torch.equal(weights({"mics_shard_size": 2, "stage": 3, "mics_hierarchical_params_gather": True}), iii),
+        torch.equal(weights({"mics_shard_size": -1, "stage": 3}), stock),
+    ]
+    given = {**config(mics_shard_size=2), "zero_allow_untested_optimizer": True}
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(given), encoding="utf-8")
+    dist.barrier()
+    shards = {}
+    for how in ("initialize", "zero.Init"):
+        with deepspeed.zero.Init(config_dict_or_path=path, enabled=how == "zero.Init"):
+            model = torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False), torch.nn.Linear(6, 6, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
+        assert isinstance(engine.optimizer, PartitionedOptimizer)
+        shards[how] = [(dist.get_world_size(p.ds_process_group), p.ds_tensor.numel()) for p in model.parameters()]
+        engine.destroy()
+    return list(zip(kinds, same, strict=True)), shards

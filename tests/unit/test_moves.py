@@ -2,18 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves: layouts and plans by property, hops by what arrives, whatever the backend's way."""
 
+import itertools
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.hops import InFlight
+from deepspeed_ext.hops import InFlight, Started
 from deepspeed_ext.moves import FlatLayout, Range, plan_bucket
 
 LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(LAYOUTS, some.data())
 def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
     starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
@@ -44,6 +47,7 @@ def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
     ]
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(LAYOUTS, some.integers(1, 400), some.booleans())
 def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
     layout: FlatLayout, most: int, add: bool
@@ -57,6 +61,28 @@ def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
         cells = positions[:, :, start : start + width].transpose(0, 1).float()
         layout.place(flat, start, cells, add=add)
     assert torch.equal(flat, torch.arange(layout.numel).float())
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(LAYOUTS, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
+def test_pack_and_unpack_are_inverse_and_cells_are_where_they_are_defined(
+    layout: FlatLayout, dtype: torch.dtype, before: int
+) -> None:
+    flat = torch.arange(1, layout.numel + 1).to(torch.bfloat16).float()  # no zeros, exact in both dtypes
+    # A window of a message that other buffers share; every element of it must be written.
+    message = torch.full((layout.cols, layout.rows, before + layout.chunk + 1), torch.nan, dtype=dtype)
+    cells = message[:, :, before : before + layout.chunk]
+    layout.pack(flat, cells)
+    assert message[:, :, :before].isnan().all() and message[:, :, before + layout.chunk :].isnan().all()
+    for col in range(layout.cols):
+        for row in range(layout.rows):
+            start = (row * layout.cols + col) * layout.chunk
+            held = flat[start : start + layout.chunk]
+            assert torch.equal(cells[col, row, : held.numel()].float(), held)
+            assert not cells[col, row, held.numel() :].any()
+    placed = torch.full((layout.numel,), torch.nan)
+    layout.place(placed, 0, cells.float())
+    assert torch.equal(layout.unpack(cells).float(), flat) and torch.equal(placed, flat)
 
 
 class Handle:
@@ -99,6 +125,36 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     assert log == [
         f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
     ]
+
+
+def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
+    log: list[str] = []
+    started = Started(transfer(log, "a"))
+    assert log == ["start a1"]
+    result = started.finish()
+    assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
+    assert started.finish() is result and log[-1] == "done a"
+
+
+def test_started_has_all_hops_on_the_wire_where_waiting_does_not_block_the_host() -> None:
+    log: list[str] = []
+    with mock.patch("deepspeed_ext.hops.get_accelerator") as accelerator:
+        accelerator().is_synchronized_device.return_value = False
+        started = Started(transfer(log, "a"), hops=2)
+    assert log == ["start a1", "wait a1", "start a2"]
+    assert started.finish().numel() == 0
+    assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
+
+
+def test_started_without_hops_is_finished_at_once() -> None:
+    """As in a group of one rank."""
+    kept = torch.ones(3)
+
+    def nothing() -> Any:
+        return kept
+        yield
+
+    assert Started(nothing()).finish() is kept
 
 
 @settings(max_examples=10, deadline=None)
@@ -191,9 +247,74 @@ def gathers_case() -> dict[str, list[float]]:
     topology = get_topology(None, 3)
     moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
-    return {
-        source.name + target.name: result(moves.gather(shard, source, target))
-        for source in Placement
-        for target in Placement
-        if source >= target
-    }
+    pairs = [(source, target) for source in Placement for target in Placement if source >= target]
+    for pair in pairs:
+        assert moves.gather_hops(*pair) == communications(moves.gather(shard, *pair)), pair
+    return {source.name + target.name: result(moves.gather(shard, source, target)) for source, target in pairs}
+
+
+def communications(move: Any) -> int:
+    """Run a transfer; how many communications it started."""
+    count = 0
+    for handle in move:
+        handle.wait()
+        count += 1
+    return count
+
+
+@settings(max_examples=10, deadline=None)
+@given(numels=some.lists(some.integers(1, 40), min_size=1, max_size=4))
+def test_cells_are_reduced_to_what_zero_holds(ranks: Any, numels: list[int]) -> None:
+    for answers in ranks(4).run(reduce_cells_case, numels):
+        for what, plain, chunks in answers:
+            assert plain and chunks is not False, (what, numels)
+
+
+def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
+    """For each layout and target: whether this rank gets its part of the plain sum, and whether that is ZeRO's chunk.
+
+    ZeRO cuts over all ranks or over a group; what is held in I of a layout cut over all is neither, hence None.
+    """
+    import deepspeed
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.hops import make_hop
+    from deepspeed_ext.moves import Moves
+    from deepspeed_ext.placement import Placement
+    from deepspeed_ext.topology import get_topology
+
+    topology = get_topology(None, 2)
+    moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
+    everybody = [
+        [torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(rank)).float() for numel in numels]
+        for rank in range(4)
+    ]
+    group, number = divmod(dist.get_rank(), 2)
+    answers = []
+    for placement, target in ((Placement.G, Placement.G), (Placement.G, Placement.I), (Placement.I, Placement.I)):
+        layouts = [FlatLayout.of(numel, placement, topology) for numel in numels]
+        width = sum(layout.chunk for layout in layouts)
+        cells = torch.empty(2, layouts[0].rows, width)
+        ends = list(itertools.accumulate(layout.chunk for layout in layouts))
+        starts = [end - layout.chunk for end, layout in zip(ends, layouts, strict=True)]
+        for flat, layout, start, end in zip(everybody[dist.get_rank()], layouts, starts, ends, strict=True):
+            layout.pack(flat, cells[:, :, start:end])
+        arrived = Started(moves.reduce_cells(cells, target)).finish().view(-1, width)
+        rows = [group] if target == Placement.G else range(layouts[0].rows)
+        # Over the ranks that reduce together: N -> I stays in the group.
+        summed = range(4) if target == Placement.G else range(2 * group, 2 * group + 2)
+        plain, chunks = True, True
+        for index, (layout, start, end) in enumerate(zip(layouts, starts, ends, strict=True)):
+            total = torch.stack([everybody[rank][index] for rank in summed]).sum(0)
+            padded = torch.cat([total, torch.zeros(2 * layout.rows * layout.chunk - layout.numel)])
+            expected = padded.view(layout.rows, 2, layout.chunk)[rows, number]
+            plain = plain and torch.equal(arrived[:, start:end], expected)
+            if placement == target:
+                module = torch.nn.ParameterList([total.clone()])
+                deepspeed.zero.Init(module=module, data_parallel_group=topology.shard_group(target))
+                held = module[0].ds_tensor[
+                    : max(0, layout.numel - (dist.get_rank() if len(summed) == 4 else number) * layout.chunk)
+                ]
+                chunks = chunks and torch.equal(arrived[0, start : start + held.numel()], held)
+        answers.append((f"{placement.name} to {target.name}", plain, chunks if placement == target else None))
+    return answers

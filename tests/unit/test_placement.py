@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates, Placement, Strategy, move_volume, parse_strategy
@@ -64,6 +64,7 @@ def test_six_times_fewer_bytes_than_zero3_at_accumulation_4() -> None:
     assert volumes["GGG"] / volumes["NIG"] == 6.0
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(some.integers(1, 12), some.integers(1, 12))
 def test_gathering_over_two_hops_is_gathering_over_all(k: int, m: int) -> None:
     cluster = Cluster(k * m, m)

@@ -65,6 +65,21 @@ def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
     return answers
 
 
+def test_replicas_of_a_state_are_the_ranks_that_hold_the_same_shard(ranks: Any) -> None:
+    for rank, answer in enumerate(ranks(6).run(replicas_case)):
+        assert answer == {"N": list(range(6)), "I": [rank % 3, rank % 3 + 3], "G": None}
+
+
+def replicas_case() -> dict[str, list[int] | None]:
+    """Ranks of the replica group for each placement, on 6 ranks in groups of 3."""
+    from deepspeed_ext.placement import Placement
+    from deepspeed_ext.topology import data_parallel_ranks, get_topology
+
+    topology = get_topology(None, 3)
+    groups = {placement.name: topology.replica_group(placement) for placement in Placement}
+    return {name: None if group is None else data_parallel_ranks(group) for name, group in groups.items()}
+
+
 @pytest.mark.parametrize(
     "sizes, message", [("1122", r"sizes.*\[1, 2\].*divisor of 4"), ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is")]
 )

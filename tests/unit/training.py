@@ -174,8 +174,9 @@ class ModelParallelUnit:
 
 def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
     """Engine and model of a job, from a fixed seed."""
-    if job.dtype == "fp16":
-        get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed's CPU accelerator is only careful
+    if job.dtype == "fp16" or job.zero_init == "plain":
+        # DeepSpeed's CPU accelerator is only careful; and without it zero.Init makes bf16, whatever dtype it is given.
+        get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(7)
     init: Any = contextlib.nullcontext()
     if job.zero_init == "plain":
@@ -206,6 +207,8 @@ def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> float:
     """Forward and backward; returns the loss."""
     skipped = [layer for at, layer in job.skipped if at == number]
+    if len(skipped) == len(job.sizes) - 1:
+        x.requires_grad_()  # nothing else would make a graph
     loss = ((engine(x, skipped) - y) ** 2).float().mean()
     backward = loss
     if (number, dist.get_rank()) in job.overflow:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every strategy with p = I or G trains what stock DeepSpeed trains: the oracle runs in the same processes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import networks
@@ -28,7 +29,7 @@ SMALL = {
 
 
 def run(
-    ranks: Any, job: Job, group: int = 2, world: int = 4, strategies: Any = PARTITIONED, stage: int = 2
+    ranks: Any, job: Job, group: int = 2, world: int = 4, strategies: Sequence[str] = PARTITIONED, stage: int = 2
 ) -> list[Difference]:
     """Rows of rank 0; all ranks must agree on what concerns replicas."""
     return ranks(world).run(training.compare, job, group, strategies=strategies, stage=stage)[0]
@@ -36,9 +37,7 @@ def run(
 
 @pytest.mark.parametrize("world, group", [(4, 2), (4, 4), (4, 1), (6, 2), (6, 3)])
 @pytest.mark.parametrize("accumulation, steps, stage", [(1, 3, 2), (3, 2, 3)])
-def test_parity_at_every_shape(
-    ranks: Any, world: int, group: int, accumulation: int, steps: int, stage: int
-) -> None:
+def test_parity_at_every_shape(ranks: Any, world: int, group: int, accumulation: int, steps: int, stage: int) -> None:
     # Stock stage 3 fails with a parameter without elements.
     job = Job(accumulation=accumulation, steps=steps, empty=stage == 2, zero=SMALL)
     check(run(ranks, job, group, world, stage=stage))
@@ -69,7 +68,7 @@ def test_parity_with_each_key_of_the_reduction(ranks: Any, zero: dict[str, Any])
         {"stage3_prefetch_bucket_size": 400, "overlap_comm": True},
         {"stage3_max_live_parameters": 1},
         {"stage3_max_reuse_distance": 0},
-        {"leaf_module": {"classes": ["torch.nn.modules.container.ModuleList"]}},
+        {"leaf_module": {"names": ["layers.1"]}},
     ],
     ids="+".join,
 )
@@ -78,26 +77,19 @@ def test_parity_with_each_key_of_the_gathers(ranks: Any, zero: dict[str, Any]) -
     check(run(ranks, job, strategies=PARAMETER_PATHS, stage=3))
 
 
-@pytest.mark.parametrize("world, group", [(4, 2), (6, 3)])
-def test_uninitialized_memory_is_never_used(ranks: Any, world: int, group: int) -> None:
-    check(ranks(world).run(nan_case, group)[0])
+def test_uninitialized_memory_is_never_used(ranks: Any) -> None:
+    check(ranks(6).run(nan_case, 3)[0])
 
 
 def nan_case(group: int) -> list[Difference]:
     """Train with memory that is NaN until it is written."""
     import torch
 
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True)  # fills it
     try:
-        job = Job(accumulation=2, steps=2, optimizer="AdamW", zero=SMALL, config=decay())
-        return training.compare(job, group, PARTITIONED)
+        return training.compare(Job(accumulation=2, steps=2, zero=SMALL), group, PARTITIONED)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def decay() -> dict[str, Any]:
-    """Configuration of an optimizer that changes all that it sees, zero gradients or not."""
-    return {"optimizer": {"params": {"weight_decay": 0.1}}}
 
 
 def test_parity_with_two_parameter_groups_frozen_layers_and_adam(ranks: Any) -> None:
@@ -113,13 +105,15 @@ def test_parity_without_clipping(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_parameter_unused_in_some_micro_batches_or_steps(ranks: Any, overlap: bool) -> None:
-    # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only.
-    skipped = [(n, 1) for n in range(9) if n % 3] + [(n, 2) for n in range(9) if n % 3 < 2]
-    skipped += [(n, 3) for n in range(3, 9)]
-    job = Job(sizes=SQUARE, accumulation=3, steps=3, skipped=skipped, zero={**SMALL, "overlap_comm": overlap})
-    # Not stage 3: it applies the last gradient of an unused parameter again.
-    check(run(ranks, job, strategies=GRADIENT_PATHS if overlap else PARTITIONED))
+def test_parameters_unused_in_some_micro_batches_or_steps(ranks: Any, overlap: bool) -> None:
+    # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only; the second step
+    # uses nothing.
+    skipped = {(n, 1) for n in range(9) if n % 3} | {(n, 2) for n in range(9) if n % 3 < 2}
+    skipped |= {(n, 3) for n in range(3, 9)} | {(n, layer) for n in range(3, 6) for layer in range(4)}
+    zero = {**SMALL, "overlap_comm": overlap}
+    job = Job(sizes=SQUARE, accumulation=3, steps=3, skipped=sorted(skipped), zero=zero)
+    # Stages 1 and 2 fail where nothing is used; stage 3 applies the last gradient of an unused parameter again.
+    check(run(ranks, job, strategies=GRADIENT_PATHS if overlap else PARTITIONED, stage=0))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +161,7 @@ def test_half_precision_differs_no_more_than_stock_stages_do(ranks: Any, dtype: 
 
 def test_overflow_on_one_rank_is_skipped_by_all(ranks: Any) -> None:
     job = Job(accumulation=2, steps=4, dtype="fp16", overflow=[(3, 3)], zero=SMALL)
-    for rank_rows in ranks(4).run(overflow_case, job, {}):
+    for rank_rows in ranks(4).run(overflow_case, job, PARTITIONED, {}):
         for name, scales, applied, difference in rank_rows:
             assert applied == [True, False, True, True], (name, applied)
             assert scales == [256.0, 128.0, 128.0, 128.0], (name, scales)
@@ -179,17 +173,20 @@ def test_overflow_with_offload_drops_the_gradients(ranks: Any, fp32_accumulation
     # The overflow is in the first micro-batch, so that the second adds to what is infinite already.
     config = {"zero_force_ds_cpu_optimizer": False, **(FP32_SUMS if fp32_accumulation else {})}
     job = Job(accumulation=2, steps=4, dtype="fp16", overflow=[(2, 1)], config=config, zero=SMALL)
-    for rank_rows in ranks(4).run(overflow_case, job, {"offload_optimizer": {"device": "cpu"}}):
+    strategies = PARTITIONED if fp32_accumulation else GRADIENT_PATHS
+    for rank_rows in ranks(4).run(overflow_case, job, strategies, {"offload_optimizer": {"device": "cpu"}}):
         for name, _, applied, difference in rank_rows:
             assert applied == [True, False, True, True], (name, applied)
             assert difference <= 1e-3, (name, difference)
 
 
-def overflow_case(job: Job, zero: dict[str, Any]) -> list[tuple[str, list[float], list[bool], float]]:
+def overflow_case(
+    job: Job, strategies: Sequence[str], zero: dict[str, Any]
+) -> list[tuple[str, list[float], list[bool], float]]:
     """Each strategy with ``zero`` against stock stage 2 without it, through an overflow: difference of weights."""
     stock = training.train(job, {"stage": 2})
     rows = []
-    for name in PARTITIONED:
+    for name in strategies:
         ours = training.train(job, {"paro_strategy": name, "paro_group_size": 2, **zero})
         difference = training.difference(name, ours, stock, "").weights
         rows.append((name, ours.scales, ours.applied, difference))
@@ -207,9 +204,8 @@ def test_two_backwards_at_one_boundary_add_up(ranks: Any, dtype: str, overlap: b
 
 def two_backwards_case(job: Job) -> list[tuple[str, float]]:
     """Two losses in each micro-step, backward one after the other or of their sum."""
-    strategies = PARTITIONED if job.dtype == "fp32" else GRADIENT_PATHS
     rows = []
-    for name in strategies:
+    for name in GRADIENT_PATHS:
         weights = []
         for summed in (False, True):
             engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
@@ -262,7 +258,8 @@ def test_optimizer_offload(ranks: Any, fp32_accumulation: bool) -> None:
     job = Job(accumulation=2, steps=2, groups=2, config=config, zero=zero)
     if fp32_accumulation:
         job = Job(**{**job.__dict__, "dtype": "bf16", "config": {**config, **FP32_SUMS}})
-    check(run(ranks, job), **(BF16 if fp32_accumulation else {}))
+    strategies = GRADIENT_PATHS if fp32_accumulation else PARTITIONED
+    check(run(ranks, job, strategies=strategies), **(BF16 if fp32_accumulation else {}))
 
 
 @pytest.mark.parametrize("threshold", [0, 10**6])
@@ -291,17 +288,18 @@ def test_sequences_of_different_length(ranks: Any) -> None:
     check(run(ranks, Job(network=networks.Ragged, accumulation=2, steps=2, zero=SMALL)))
 
 
-@pytest.mark.parametrize("name, bucket", [("INI", 300), ("ING", 300), ("III", 300), ("IIG", 300), ("IGG", 10**5)])
-def test_groups_may_use_modules_in_different_orders(ranks: Any, name: str, bucket: int) -> None:
-    # With p = I groups gather apart. IGG reduces between groups in every micro-step, so its buckets must be the same.
-    for row in ranks(4).run(wandering_case, name, bucket, timeout=20.0):
+@pytest.mark.parametrize("name", ["INI", "ING", "III", "IIG", "IGG"])
+def test_groups_may_use_modules_in_different_orders(ranks: Any, name: str) -> None:
+    for row in ranks(4).run(wandering_case, name, timeout=20.0):  # instead of a hang
         assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.norms <= 1e-5 and row.replicas_equal, row
 
 
-def wandering_case(name: str, bucket: int) -> Difference:
+def wandering_case(name: str) -> Difference:
     """Compare to stage 0: stages 1 to 3 reduce gradients in the order in which a rank finds them."""
-    zero = {**SMALL, "reduce_bucket_size": bucket}
-    job = Job(sizes=SQUARE, network=networks.Wandering, accumulation=2, steps=4, empty=False, zero=zero)
+    network, zero = networks.Wandering, SMALL
+    if name == "IGG":  # buckets cross between groups, so they must hold the same in all groups
+        network, zero = networks.Reordering, {**SMALL, "reduce_bucket_size": 10**5}
+    job = Job(sizes=SQUARE, network=network, accumulation=2, steps=4, empty=False, zero=zero)
     stock = training.train(job, {"stage": 0})
     ours = training.train(job, {"paro_strategy": name, "paro_group_size": 2})
     return training.difference(name, ours, stock, "")

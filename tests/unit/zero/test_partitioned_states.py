@@ -104,8 +104,8 @@ def checkpoint_case(folder: str, dtype: str) -> list[tuple[str, float, float]]:
 @pytest.mark.parametrize("loaded", ["III", "INI"])
 def test_a_checkpoint_cut_otherwise_is_refused(ranks: Any, tmp_path: Path, loaded: str) -> None:
     for error in ranks(4).run_expect_error(foreign_checkpoint_case, str(tmp_path), loaded):
-        assert error.type == "ValueError" and "are cut over 4 ranks" in error.message, error
-        assert f"paro_strategy {loaded} in groups of 2 cuts them over 2" in error.message
+        assert error.type == "ValueError" and "of stage 3 and cut over 4 ranks" in error.message, error
+        assert f"paro_strategy {loaded} in groups of 2 is of stage 3 and cuts them over 2" in error.message
 
 
 def foreign_checkpoint_case(folder: str, loaded: str) -> None:
@@ -148,14 +148,13 @@ def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
                 if offload:
                     optimizer = engine.optimizer
                     # All is host memory here; so see that nothing is left in the memory it was in.
-                    before = [optimizer.lp_param_buffer.clone(), optimizer._gradients.clone()]
+                    before = [optimizer.lp_param_buffer.clone(), optimizer.gradients.held.clone()]
                     engine.offload_states(states, pin_memory=False)
                     optimizer.lp_param_buffer, held = optimizer.lp_param_buffer.clone(), optimizer.lp_param_buffer
                     engine.reload_states()
-                    if dtype != "fp32":  # in fp32 the optimizer's master copy is in the same memory
-                        held.fill_(torch.nan)
+                    held.fill_(torch.nan)
                     moved &= torch.equal(before[0], optimizer.lp_param_buffer)
-                    moved &= torch.equal(before[1], optimizer._gradients)
+                    moved &= torch.equal(before[1], optimizer.gradients.held)
                 engine.step()
             weights.append(training.whole_weights(model))
             engine.destroy()
@@ -193,3 +192,128 @@ def under_way_case() -> list[int]:
     count()
     engine.destroy()
     return counts
+
+
+def test_frozen_parameters_are_loaded_whole(ranks: Any, tmp_path: Path) -> None:
+    for rows in ranks(4).run(frozen_case, str(tmp_path)):
+        assert rows == [(name, 0.0, True) for name in PARTITIONED]
+
+
+def frozen_case(folder: str) -> list[tuple[str, float, bool]]:
+    """Frozen weights changed before a save: difference after a load into a fresh engine; whether one rank a file."""
+    import deepspeed
+    import torch
+    import training
+    from deepspeed import comm as dist
+
+    job = training.Job(dtype="bf16", frozen=(1,), empty=False, zero={"stage3_param_persistence_threshold": 0})
+    rows = []
+    for name in PARTITIONED:
+        zero = {"paro_strategy": name, "paro_group_size": 2}
+        engine, model = training.make_engine(job, zero)
+        frozen = list(model.layers[1].parameters())
+        with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
+            for param in frozen:
+                param.data.add_(5)
+        writes = torch.tensor([float(engine.save_non_zero_checkpoint)])
+        dist.all_reduce(writes)
+        engine.save_checkpoint(f"{folder}/{name}")
+        whole = training.whole_weights(model)
+        engine.destroy()
+        engine, model = training.make_engine(job, zero)
+        engine.load_checkpoint(f"{folder}/{name}")
+        difference = (training.whole_weights(model) - whole).abs().max().item()
+        rows.append((name, difference, writes.item() == engine.optimizer.partition_count))
+        engine.destroy()
+    return rows
+
+
+def test_a_boundary_declared_after_the_last_backward(ranks: Any) -> None:
+    for rows in ranks(4).run(late_boundary_case):
+        for name, difference in rows:
+            assert difference <= 1e-6, (name, difference)
+
+
+def late_boundary_case() -> list[tuple[str, float]]:
+    """The boundary set by the caller before the last backward or right before the step: difference of the weights."""
+    import training
+
+    job = training.Job(accumulation=2)
+    rows = []
+    for name in PARTITIONED:
+        weights = []
+        for late in (False, True):
+            engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
+            data = training.batches(job)
+            for number in range(6):
+                engine.set_gradient_accumulation_boundary(number % 2 == 1 and not late)
+                training.micro_step(engine, job, number, *next(data))
+                if number % 2:
+                    engine.set_gradient_accumulation_boundary(True)
+                    engine.step()
+            weights.append(training.whole_weights(model))
+            engine.destroy()
+        rows.append((name, (weights[0] - weights[1]).abs().max().item()))
+    return rows
+
+
+def test_gradients_are_not_shown_before_they_are_complete(ranks: Any) -> None:
+    for rows in ranks(4).run(unfinished_case):
+        for name, early, late in rows:
+            if name in ("III", "IGG", "GGG"):  # g = os
+                assert early is None, (name, early)
+            else:
+                assert early is not None and f"paro_strategy {name}" in early and "boundary only" in early
+            assert late is None, (name, late)
+
+
+def unfinished_case() -> list[tuple[str, str | None, str | None]]:
+    """What safe_get_full_grad raises after the first and after the last of two micro-steps."""
+    import training
+    from deepspeed.utils import safe_get_full_grad
+
+    job = training.Job(accumulation=2)
+    rows = []
+    for name in PARTITIONED:
+        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
+        data = training.batches(job)
+        errors: list[str | None] = []
+        for number in range(2):
+            training.micro_step(engine, job, number, *next(data))
+            try:
+                safe_get_full_grad(model.layers[0].weight)
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(str(error))
+            engine.step()
+        rows.append((name, *errors))
+        engine.destroy()
+    return rows
+
+
+def test_offloaded_parameters_leave_their_memory(ranks: Any) -> None:
+    assert ranks(4).run(leave_case) == [[(name, True) for name in PARTITIONED]] * 4
+
+
+def leave_case() -> list[tuple[str, bool]]:
+    """Whether the flat parameter buffer is freed by offload_states; pinning makes a copy here."""
+    from unittest import mock
+
+    import torch
+    import training
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    rows = []
+    for name in PARTITIONED:
+        engine, _ = training.make_engine(training.Job(), {"paro_strategy": name, "paro_group_size": 2})
+        optimizer = engine.optimizer
+        buffers = [StorageWeakRef(t.untyped_storage()) for t in (optimizer.lp_param_buffer, optimizer.gradients.held)]
+        held = [buffer.expired() for buffer in buffers]
+        with mock.patch.object(get_accelerator(), "pin_memory", torch.clone):
+            engine.offload_states([State.lp_params, State.lp_grads])
+        rows.append((name, not any(held) and all(buffer.expired() for buffer in buffers)))
+        engine.reload_states()
+        engine.destroy()
+    return rows

@@ -1,0 +1,215 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients with parameters cut: accumulated in placement g, moved to the placement of os at the boundary.
+
+Note [Rows of gradients]
+    What arrives in the placement of os, or in I, is added to ``held``, (rows, elements of the optimizer's shard), the
+    chunks of the parameters in the order of the shard. It has one row where gradients arrive in the placement of os.
+    With g = I and os = G it is the I-slice, one row for each group; a reduce-scatter between groups ends in row j,
+    which is what the optimizer reads: a view, not a copy.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from torch import Tensor
+
+from deepspeed_ext.hops import InFlight, Transfer
+from deepspeed_ext.moves import FlatLayout, Moves
+from deepspeed_ext.placement import Placement, Strategy
+
+
+class PartitionedGradients:
+    """Gradients of the trainable parameters. See Note [Rows of gradients].
+
+    Args:
+        params: trainable ZeRO parameters, in the order of the optimizer's shard.
+        layout: how a parameter is cut into cells.
+        strategy: one with p = I or G.
+        ranks: data-parallel ranks, over which the mean is taken.
+        moves: hops of the data-parallel group.
+        overlap: whether the hops of two buckets may overlap.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Any],
+        layout: Callable[[Any], FlatLayout],
+        strategy: Strategy,
+        ranks: int,
+        moves: Moves,
+        overlap: bool,
+    ) -> None:
+        self._params = list(params)
+        self._layout = layout
+        self._ranks = ranks
+        self._moves = moves
+        self._in_flight = InFlight(overlap)
+        self._os = strategy.os
+        self._arrives = strategy.os if strategy.g == Placement.N else strategy.g  # placement in ``held``
+        self.rows = layout(self._params[0]).rows if self._arrives == Placement.I else 1
+        self._starts: dict[int, int] = {}  # ds_id: first column in ``held``
+        self.numel = 0  # columns
+        for param in self._params:
+            self._starts[param.ds_id] = self.numel
+            self.numel += param.ds_tensor.ds_numel
+        self.held = torch.empty(self.rows, 0)
+        self._whole: dict[int, Tensor] = {}  # ds_id: what is kept uncut until the boundary, with g = N
+        self._begun = False  # whether ``held`` has something of this accumulation ...
+        self._finished = False  # ... which is complete in the placement of os
+
+    def place(self, held: Tensor) -> dict[int, Tensor]:
+        """Hold gradients in this tensor, (rows, numel).
+
+        Returns:
+            For each ds_id the optimizer's chunk of the gradient, 1D, a view.
+        """
+        self.held = held
+        chunks = self.shard.split([param.ds_tensor.ds_numel for param in self._params])
+        return dict(zip(self._starts, chunks, strict=True))
+
+    @property
+    def shard(self) -> Tensor:
+        """1D: the optimizer's shard."""
+        return self.held[self._own_row]
+
+    @property
+    def _own_row(self) -> int:
+        return self._moves.inter.rank if self.rows > 1 else 0
+
+    def forget(self) -> None:
+        """Drop what has been accumulated."""
+        self._whole.clear()
+        self._begun = False
+
+    # In a micro-step: N -> g ##########################################################################
+
+    def keep(self, param: Any, gradient: Tensor, dtype: torch.dtype) -> None:
+        """g = N: add to what stays until the boundary, in this dtype."""
+        gradient = gradient.detach().to(dtype)
+        if param.ds_id in self._whole:
+            self._whole[param.ds_id].add_(gradient)
+        else:
+            self._whole[param.ds_id] = gradient
+
+    def reduce(
+        self, gradients: Sequence[tuple[Any, Tensor | None]], dtype: torch.dtype, sequence_parallel_size: int = 1
+    ) -> None:
+        """Move a bucket to where it arrives, and add it there.
+
+        Args:
+            gradients: parameters and their gradients; None stands for zeros. They are copied at once.
+            dtype: on the wire.
+            sequence_parallel_size: ranks that count as one in the mean.
+        """
+        self._begin()
+        layouts = [self._layout(param) for param, _ in gradients]
+        width = sum(layout.chunk for layout in layouts)
+        device = get_accelerator().current_device_name()
+        cells = torch.empty(layouts[0].cols, layouts[0].rows, width, dtype=dtype, device=device)
+        offset = 0
+        for (_, gradient), layout in zip(gradients, layouts, strict=True):
+            part = cells[:, :, offset : offset + layout.chunk]
+            if gradient is None:
+                part.zero_()
+            else:
+                layout.pack(gradient.reshape(-1), part)
+            offset += layout.chunk
+        # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
+        cells.div_(self._ranks / sequence_parallel_size)
+        transfer = self._accumulate([param for param, _ in gradients], width, cells)
+        del cells  # owned by the transfer alone, which frees it after the first hop
+        self._in_flight.submit(transfer)
+
+    def drain(self) -> None:
+        """Wait for all buckets."""
+        self._in_flight.drain()
+
+    def _begin(self) -> None:
+        """Before something is added to ``held``."""
+        if not self._begun:
+            self.held.zero_()
+        elif self._finished and self._arrives == Placement.I:
+            # Another backward at the boundary: what is complete already must count once when it is summed again.
+            elsewhere = self._os == Placement.I and self._moves.inter.rank != 0
+            for row in range(self.rows):
+                if row != self._own_row or elsewhere:
+                    self.held[row].zero_()
+        self._begun, self._finished = True, False
+
+    def _accumulate(self, params: Sequence[Any], width: int, cells: Tensor) -> Transfer:
+        move = self._moves.reduce_cells(cells, self._arrives)
+        del cells
+        arrived = (yield from move).view(self.rows, width)
+        for start, offset, numel in self._runs(params):
+            total = self.held[:, start : start + numel]
+            part = arrived[:, offset : offset + numel]
+            if total.device == part.device:
+                total.add_(part)
+            else:  # offloaded: adding on the host is slow
+                total.copy_(total.to(part.device, non_blocking=True).add_(part), non_blocking=True)
+        return arrived
+
+    def _runs(self, params: Sequence[Any]) -> list[tuple[int, int, int]]:
+        """(column in ``held``, column in the message, elements) of stretches that are in one order in both."""
+        runs: list[tuple[int, int, int]] = []
+        offset = 0
+        for param in params:
+            start, numel = self._starts[param.ds_id], param.ds_tensor.ds_numel
+            if runs and runs[-1][0] + runs[-1][2] == start:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + numel)
+            else:
+                runs.append((start, offset, numel))
+            offset += numel
+        return runs
+
+    # At the accumulation boundary: g -> os ############################################################
+
+    def reduce_kept(self, dtype_of: Callable[[Any], torch.dtype], bucket: int) -> None:
+        """g = N: reduce all parameters in buckets, used or not: ranks may have used different ones.
+
+        Args:
+            dtype_of: dtype on the wire of a parameter.
+            bucket: elements reduced at a time.
+        """
+        buckets: dict[torch.dtype, list[tuple[Any, Tensor | None]]] = {}
+        for dtype in sort_dtypes({dtype_of(param) for param in self._params}):
+            buckets[dtype] = []
+        numels = dict.fromkeys(buckets, 0)
+        for param in self._params:
+            dtype = dtype_of(param)
+            if buckets[dtype] and numels[dtype] + param.ds_numel > bucket:
+                self.reduce(buckets[dtype], dtype)
+                buckets[dtype].clear()
+                numels[dtype] = 0
+            buckets[dtype].append((param, self._whole.pop(param.ds_id, None)))
+            numels[dtype] += param.ds_numel
+        for dtype, left in buckets.items():
+            if left:
+                self.reduce(left, dtype)
+        self.drain()
+
+    def finish(self, dtype: torch.dtype, bucket: int) -> None:
+        """Complete the optimizer's shard: what is in I moves on to os, in windows over all parameters.
+
+        Args:
+            dtype: on the wire.
+            bucket: elements (of all rows) moved at a time.
+        """
+        if not self._begun:
+            self._begin()
+        if self._arrives == Placement.I and not self._finished:
+            width = max(1, bucket // self.rows)
+            for start in range(0, self.numel, width):
+                self._in_flight.submit(self._finish_window(self.held[:, start : start + width], dtype))
+            self.drain()
+        self._finished = True
+
+    def _finish_window(self, window: Tensor, dtype: torch.dtype) -> Transfer:
+        message = window.to(device=get_accelerator().current_device_name(), dtype=dtype).contiguous()
+        total = yield from self._moves.sync_slice(message, self._os)
+        window[self._own_row].copy_(total)
+        return total

@@ -1,0 +1,294 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Run every strategy on this machine's CPU, and hold each against stock DeepSpeed and against its formula.
+
+One row a strategy: how far its weights are from those that stock DeepSpeed trains (ZeRO-2 where parameters are not
+cut, ZeRO-3 where they are; same seed, same data, same processes), the bytes that a rank receives in an optimizer step,
+read from the kernel's counters, and the bytes that a rank holds of each model state, read from the storages of its
+tensors. All ranks are processes on this machine, which count as ``ranks / group size`` groups.
+
+Exit status 0 if all is within bounds, 1 if something is not, 2 if the run failed.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+from train import Batches, ByteGPT, read_corpus
+
+from deepspeed_ext.placement import STRATEGIES, Cluster, Memory, ModelStates, Placement, Strategy
+from deepspeed_ext.traffic import TrafficMeter
+from deepspeed_ext.zero.partitioned import PartitionedOptimizer
+
+PARITY_BOUND = 1e-5  # of the largest weight
+BYTES_BOUND = 0.02
+MEMORY_BOUND = 0.05
+COLUMNS = ("intra", "inter", "parameters", "gradients", "optimizer")
+STEPS = 3
+SEED = 0
+MODEL = {"dim": 192, "layers": 2, "heads": 4, "sequence_length": 64}
+CORPUS_BYTES = 500_000
+# The formula gathers each parameter twice in a micro-step: nothing may stay from forward to backward.
+ZERO = {
+    "reduce_bucket_size": 200_000,
+    "allgather_bucket_size": 200_000,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_reuse_distance": 0,
+    "leaf_module": {"classes": ["Block"]},
+}
+
+
+@dataclass
+class Row:
+    """A strategy: the largest relative difference of its weights to stock's, and bytes counted and due by column.
+
+    ``buffer`` is what ``gradient_buffer`` says, in addition to the formula.
+    """
+
+    strategy: str
+    difference: float
+    counted: dict[str, float]
+    formula: dict[str, float]
+    buffer: float
+
+    @property
+    def out_of_bounds(self) -> list[str]:
+        """What is out of bounds."""
+        wrong = [] if self.difference <= PARITY_BOUND else ["weights"]
+        for column in COLUMNS:
+            bound = BYTES_BOUND if column in ("intra", "inter") else MEMORY_BOUND
+            due = self.formula[column] + (self.buffer if column == "gradients" else 0)
+            if abs(self.counted[column] - due) > bound * due:
+                wrong.append(column)
+        return wrong
+
+
+def gradient_buffer(strategy: Strategy, cluster: Cluster, states: ModelStates) -> float:
+    """Bytes of gradients beyond the formula where p is cut and g = N.
+
+    ZeRO-3 keeps a buffer for the gradients of the optimizer's shard. Where g is cut, gradients accumulate in it; with
+    g = N they accumulate elsewhere, whole, and the buffer waits for the boundary.
+    """
+    waits = strategy.g == Placement.N < strategy.p
+    return states.gradients / cluster.shards(strategy.os) if waits else 0.0
+
+
+# What runs in the ranks ###########################################################################
+
+
+def held(engine: Any) -> Memory:
+    """Bytes that this rank holds of each model state; buckets and gathered layers that are in use not included.
+
+    Storages count whole and once. What serves as two states counts as the first of them.
+    """
+    optimizer, parameters = engine.optimizer, list(engine.module.parameters())
+    masters = optimizer.optimizer.state  # of each its moments
+    if isinstance(optimizer, PartitionedOptimizer):
+        gradients = [optimizer.gradients.held, *optimizer.gradients._whole.values()]
+    else:
+        shards = [shard.flat_partition for shard in optimizer.averaged_gradients.values() if shard is not None]
+        gradients = [*optimizer._slices.values(), *shards]
+    gradients += [getattr(p, name, None) for p in [*parameters, *masters] for name in ("grad", "grad_accum")]
+    moments = [value for state in masters.values() for value in state.values()]
+    seen: set[int] = set()
+    return Memory(
+        _storage_bytes([t for p in parameters for t in (p.data, getattr(p, "ds_tensor", None))], seen),
+        _storage_bytes(gradients, seen),
+        _storage_bytes([*masters, *moments], seen),
+    )
+
+
+def _storage_bytes(values: Iterable[Any], seen: set[int]) -> int:
+    """Bytes of those storages of tensors that have not been seen yet."""
+    total = 0
+    for storage in (value.untyped_storage() for value in values if isinstance(value, Tensor)):
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+class Worker:
+    """What a rank needs to train the same model again and again."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._corpus = read_corpus(CORPUS_BYTES)
+        self._stock: dict[int, Tensor] = {}  # ZeRO stage: weights
+
+    def rows(self) -> Iterator[Row]:
+        """Train with each strategy."""
+        cluster = Cluster(self._args.ranks, self._args.group_size)
+        for name in self._args.strategies:
+            strategy = STRATEGIES[name]
+            oracle = 3 if strategy.stage == 3 else 2
+            if oracle not in self._stock:
+                engine, _ = self._train({"stage": oracle})
+                self._stock[oracle] = whole_weights(engine.module)
+                engine.destroy()
+            engine, counted = self._train({"paro_strategy": name, "paro_group_size": cluster.group_size})
+            stock = self._stock[oracle]
+            difference = largest(((whole_weights(engine.module) - stock).abs().max() / stock.abs().max()).item())
+            self._micro_step(engine, STEPS * self._args.accumulation)
+            counted |= {state: largest(nbytes) for state, nbytes in asdict(held(engine)).items()}
+            count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+            states = ModelStates.of(count, parameter_bytes=4, gradient_bytes=4)
+            volume = strategy.volume(cluster, states, self._args.accumulation)
+            formula = asdict(volume) | asdict(strategy.memory(cluster, states))
+            yield Row(name, difference, counted, formula, gradient_buffer(strategy, cluster, states))
+            engine.destroy()
+
+    def _train(self, zero: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+        """Train from the seed; the engine, and the bytes that a rank received in the last step."""
+        torch.manual_seed(SEED)
+        model = ByteGPT(**MODEL)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=configuration(self._args.accumulation, zero)
+        )
+        meter = TrafficMeter()
+        for step in range(STEPS):  # the last one is metered: those before open connections and record the modules
+            dist.barrier()
+            meter.start()
+            for number in range(step * self._args.accumulation, (step + 1) * self._args.accumulation):
+                self._micro_step(engine, number)
+                engine.step()
+    XX.optimizer.parameters.drain()  # or slices are completed during the next forward
+            dist.barrier()
+            meter.stop()
+        traffic = meter.split(self._args.group_size)
+        return engine, {"intra": traffic.intra_mean, "inter": traffic.inter_mean}
+
+    def _micro_step(self, engine: Any, number: int) -> None:
+        tokens, targets = Batches(self._corpus, engine, MODEL["sequence_length"], SEED).draw(number)
+        engine.backward(engine(tokens, targets))
+
+
+def configuration(accumulation: int, zero: dict[str, Any]) -> dict[str, Any]:
+    """The ds_config. A large eps: Adam would blow rounding of near-zero gradients up to the size of a step."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}},
+        "steps_per_print": 1_000_000,
+        "zero_optimization": {**ZERO, **zero},
+    }
+
+
+def whole_weights(model: nn.Module) -> Tensor:
+    """1D: all parameters, gathered."""
+    parameters = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def largest(value: float) -> float:
+    """Over all ranks."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def work(args: argparse.Namespace) -> None:
+    """The life of a rank."""
+    # A shared-memory all-reduce for inference, which would be compiled now, and leave 66 MB a rank in /dev/shm.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    first = dist.get_rank() == 0
+    rows = list(tqdm(Worker(args).rows(), "strategies", len(args.strategies), disable=not first))
+    if first:
+        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
+    dist.destroy_process_group()
+
+
+# What starts them #################################################################################
+
+
+def run(args: argparse.Namespace) -> list[Row]:
+    """Train under the stock launcher; exits with status 2 if that fails."""
+    import compare  # for the parent alone: it draws pictures, and drawing takes seconds to import
+
+    launcher = shutil.which("deepspeed", path=compare.environment()["PATH"]) or "deepspeed"
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [launcher, "--num_accelerators", str(args.ranks), "--master_port", str(compare.free_port())]
+        command += [__file__, "--worker", str(report), *sys.argv[1:]]
+        try:
+            compare.launch(command, args.log.resolve(), args.timeout)
+        except compare.RunFailed as failure:
+            print(failure, file=sys.stderr)
+            sys.exit(2)
+        return [Row(**row) for row in json.loads(report.read_text())]
+
+
+def print_table(rows: list[Row], args: argparse.Namespace) -> None:
+    """One line a strategy; MB that a rank receives in a step or holds, counted / by the formula."""
+    cluster = Cluster(args.ranks, args.group_size)
+    print(
+        f"{cluster.ranks} ranks in {cluster.groups} groups, {args.accumulation} micro-batches a step, fp32 with Adam; "
+        f"MB a rank, counted / formula"
+    )
+    titles = ("received in group", "between groups", "parameters", "gradients", "optimizer")
+    print(f"{'':<6}{'weights':>9}" + "".join(f"{title:>19}" for title in titles))
+    for row in rows:
+        pairs = (f"{row.counted[c] / 1e6:>9.3f} /{row.formula[c] / 1e6:>8.3f}" for c in COLUMNS)
+        verdict = "ok, with ZeRO-3's gradient buffer" if row.buffer else "ok"
+        if row.out_of_bounds:
+            verdict = "out of bounds: " + ", ".join(row.out_of_bounds)
+        print(f"{row.strategy:<6}{row.difference:>9.1e}{''.join(pairs)}  {verdict}")
+    print(
+        f"bounds: weights {PARITY_BOUND:g} of the largest (against stock ZeRO-2 where parameters are whole, else "
+        f"ZeRO-3), received {BYTES_BOUND:.0%}, held {MEMORY_BOUND:.0%}"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Check every strategy on this machine's CPU.")
+    parser.add_argument("--ranks", type=int, default=4, help="processes to train with")
+    parser.add_argument("--group-size", type=int, default=2, help="ranks in a group")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-steps in an optimizer step, at least 2")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), metavar="NAME")
+    parser.add_argument("--json", type=Path, help="write the rows here, too")
+    parser.add_argument("--log", type=Path, default=Path("strategies.log"), help="what the ranks print")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that the run may take")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank; where the first one reports
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # set by the launcher
+    args = parser.parse_args()
+    if args.accumulation < 2:
+        parser.error("gradients are counted between two micro-steps: --accumulation must be at least 2")
+    try:
+        Cluster(args.ranks, args.group_size)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.worker is not None:
+        work(args)
+        return 0
+    # A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets launch() clean up.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    rows = run(args)
+    print_table(rows, args)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    return 1 if any(row.out_of_bounds for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
