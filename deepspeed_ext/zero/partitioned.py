@@ -31,6 +31,7 @@ from deepspeed_ext.hops import make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
+from deepspeed_ext.zero.checkpoint import regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
@@ -272,7 +273,7 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
     # Checkpoints, offloaded states, the end ###########################################################
 
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
-        """Also refuse states that are cut otherwise.
+        """Also refuse states that are cut otherwise, and cut sub-groups anew.
 
         Raises:
             ValueError: the checkpoint's states are cut over another number of ranks.
@@ -287,6 +288,10 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
                     f"3 and cuts them over {self.partition_count}. Load it with the strategy and group size that "
                     f"saved it, or load module weights only."
                 )
+            numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]
+            for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):
+                numels[self.sub_group_to_group_id[sub_group]].append(flat.numel())
+            state_dict_list[dist.get_rank(group=self.dp_process_group)] = regroup(state, numels)
         super().load_state_dict(state_dict_list, *args, **kwargs)
 
     def checkpoint_event_prologue(self) -> None:
