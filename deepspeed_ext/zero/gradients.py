@@ -6,7 +6,8 @@ Note [Rows of gradients]
     What arrives in the placement of os, or in I, is added to ``held``, (rows, elements of the optimizer's shard), the
     chunks of the parameters in the order of the shard. It has one row where gradients arrive in the placement of os.
     With g = I and os = G it is the I-slice, one row for each group; a reduce-scatter between groups ends in row j,
-    which is what the optimizer reads: a view, not a copy.
+    which is what the optimizer reads: a view, not a copy. With g = N it is there from the boundary to the next
+    micro-step only; meanwhile a placeholder stands for it, of one element that is repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ class PartitionedGradients:
             self.numel += param.ds_tensor.ds_numel
         self.held = torch.empty(self.rows, 0)
         self._whole: dict[int, Tensor] = {}  # ds_id: what is kept uncut until the boundary, with g = N
-        self._begun = False  # whether ``held`` has something of this accumulation ...
+        self.begun = False  # whether ``held`` has something of this accumulation ...
         self._finished = False  # ... which is complete in the placement of os
 
     def place(self, held: Tensor) -> dict[int, Tensor]:
@@ -70,6 +71,19 @@ class PartitionedGradients:
         self.held = held
         chunks = self.shard.split([param.ds_tensor.ds_numel for param in self._params])
         return dict(zip(self._starts, chunks, strict=True))
+
+    def make(self, dtype: torch.dtype, device: Any) -> Tensor:
+        """A tensor for ``place``, of zeros."""
+        return torch.zeros(self.rows, self.numel, dtype=dtype, device=device)
+
+    def make_placeholder(self, dtype: torch.dtype, device: Any) -> Tensor:
+        """One that takes no memory and can be read only."""
+        return torch.zeros(1, 1, dtype=dtype, device=device).expand(self.rows, self.numel)
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether nothing can be added."""
+        return self.numel > 1 and self.held.stride(1) == 0
 
     @property
     def shard(self) -> Tensor:
@@ -83,7 +97,7 @@ class PartitionedGradients:
     def forget(self) -> None:
         """Drop what has been accumulated."""
         self._whole.clear()
-        self._begun = False
+        self.begun = False
 
     # In a micro-step: N -> g ##########################################################################
 
@@ -130,7 +144,7 @@ class PartitionedGradients:
 
     def _begin(self) -> None:
         """Before something is added to ``held``."""
-        if not self._begun:
+        if not self.begun:
             self.held.zero_()
         elif self._finished and self._arrives == Placement.I:
             # Another backward at the boundary: what is complete already must count once when it is summed again.
@@ -138,7 +152,7 @@ class PartitionedGradients:
             for row in range(self.rows):
                 if row != self._own_row or elsewhere:
                     self.held[row].zero_()
-        self._begun, self._finished = True, False
+        self.begun, self._finished = True, False
 
     def _accumulate(self, params: Sequence[Any], width: int, cells: Tensor) -> Transfer:
         move = self._moves.reduce_cells(cells, self._arrives)
@@ -199,7 +213,7 @@ class PartitionedGradients:
             dtype: on the wire.
             bucket: elements (of all rows) moved at a time.
         """
-        if not self._begun:
+        if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not self._finished:
             width = max(1, bucket // self.rows)

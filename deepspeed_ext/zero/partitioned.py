@@ -145,23 +145,35 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self._moves,
             self._overlap,
         )
-        held = self.grad_partitions_flat_buffer.view(1, -1)
-        if self.gradients.rows > 1:
-            if self.offload_optimizer_pin_memory:
-                get_accelerator().unpin_memory(held)
-            del held  # the parent's, before ours is made
-            self._gradient_shards.clear()
-            self.grad_partitions_flat_buffer = None
+        if self.gradients.rows == 1 and self.strategy.g != Placement.N:
+            self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
+            return
+        if self.offload_optimizer_pin_memory:
+            get_accelerator().unpin_memory(self.grad_partitions_flat_buffer)
+        self._gradient_shards.clear()
+        self.grad_partitions_flat_buffer = None  # the parent's, before ours is made
+        if self.strategy.g == Placement.N:
+            self._drop_shard()
+        else:
             device = get_accelerator().current_device_name()
-            shape = (self.gradients.rows, self.gradients.numel)
-            held = torch.zeros(shape, dtype=self.gradient_accumulation_dtype, device=device)
+            self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, device))
             self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
-        self._place_gradients(held)
+
+    def _drop_shard(self) -> None:
+        """g = N: beside whole gradients there is no shard."""
+        self.averaged_gradients = {}
+        self._place_gradients(self.gradients.make_placeholder(self.gradient_accumulation_dtype, self.device))
 
     def _place_gradients(self, held: Tensor) -> None:
         """Hold gradients in this tensor, (rows, elements of the shard), and have the parent see its row."""
         self._gradient_shards.update(self.gradients.place(held))
         self.grad_partitions_flat_buffer = self.gradients.shard
+
+    def _show_gradients(self) -> None:
+        """Have the parent's step read them where they are."""
+        self.averaged_gradients = {
+            i: [self._gradient_shards[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
+        }
 
     @property
     def _gradient_shards(self) -> dict[int, Tensor]:
@@ -173,6 +185,8 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
+            if not self.gradients.begun and not self.gradients.is_placeholder:
+                self._drop_shard()
             self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype)
             param.grad = None
 
@@ -220,6 +234,9 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         dtypes = list(self.ipg_buckets)  # of communication; windows mix parameters
         with self._reduction_stream():
             if self.strategy.g == Placement.N:
+                if self.gradients.is_placeholder:
+                    self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
+                    self._show_gradients()
                 self.gradients.reduce_kept(self.get_param_comm_dtype, self.reduce_bucket_size)
             self.gradients.finish(dtypes[0] if len(dtypes) == 1 else torch.float32, self.reduce_bucket_size)
         self._waiting = False
@@ -333,9 +350,7 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             self._set_fp16_partitioned_groups_flat()
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
             self._place_gradients(self.gradients.held.to(device))
-            self.averaged_gradients = {
-                i: [self._gradient_shards[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
-            }
+            self._show_gradients()
         self.offloaded_states -= _HELD_BY_US
         super().reload_states(*args, **kwargs)
 

@@ -41,8 +41,8 @@ class Mallinfo2(ctypes.Structure):
     """glibc's ``struct mallinfo2``, mallinfo(3)."""
 
     _fields_: ClassVar = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split(" ")
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
     ]
 
 
@@ -81,19 +81,23 @@ def test_each_state_is_as_large_as_the_formula_says(
     ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
     for rows in ranks(world).run(memory_case, names, group, frozen):
-        for name, states, extra, memory in rows:
+        for name, states, memory, left in rows:
             expected = STRATEGIES[name].memory(Cluster(world, group), states)
             assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
-            assert memory.gradients == pytest.approx(expected.gradients + extra, rel=0.05), name
+            assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
             assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
+            # After the step nothing; with ZeRO-3's flat buffer no more than in use.
+            strategy = STRATEGIES[name]
+            last = strategy.os if strategy.g == Placement.N else strategy.g
+            buffer = states.gradients / Cluster(world, group).shards(last) if strategy.stage == 3 else 0
+            assert left == pytest.approx(buffer, rel=0.05), name
 
 
 def memory_case(
     names: tuple[str, ...], group: int, frozen: tuple[int, ...]
-) -> list[tuple[str, ModelStates, float, Memory]]:
-    """Model states, what ZeRO-3 adds to the gradients, and what this rank holds between two micro-steps."""
+) -> list[tuple[str, ModelStates, Memory, float]]:
+    """Of each strategy the model states, what this rank holds in an accumulation, and of gradients after a step."""
     import strategies
-    from deepspeed import comm as dist
 
     rows = []
     for name in names:
@@ -101,31 +105,37 @@ def memory_case(
         micro_step(False)
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
         states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
-        extra = strategies.gradient_buffer(STRATEGIES[name], Cluster(dist.get_world_size(), group), states)
-        rows.append((name, states, extra, strategies.held(engine)))
+        between = strategies.held(engine)
+        micro_step(True)
+        rows.append((name, states, between, strategies.held(engine).gradients))
         engine.destroy()
     return rows
 
 
 def crossing(strategy: Strategy, cluster: Cluster, states: ModelStates) -> float:
-    """Bytes of gradients twice there at the accumulation boundary: in the I-slices and in the optimizer's shard.
+    """Bytes of gradients that come on top at the accumulation boundary.
 
-    With p = N the I-slices are complete when the shard is made. Where gradients were whole until then, they are gone
-    by the time, as large as they were: what comes on top is the other one of the two, at most a slice.
+    With g = N whole gradients are freed bucket by bucket as they fill the optimizer's shard, or where p = N the
+    I-slices. Where p = N and g = I the shard comes beside the I-slices.
     """
-    if strategy.p > Placement.N or strategy.g == Placement.G:
+    if strategy.p > Placement.N:
+        return states.gradients / cluster.shards(strategy.os) if strategy.g == Placement.N else 0.0
+    if strategy.g == Placement.G:
         return 0.0
     return states.gradients / cluster.shards(Placement.I if strategy.g == Placement.N else strategy.os)
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "names", [REPLICATED, PARTITIONED[:4], PARTITIONED[4:]], ids=["p=N", "p-cut-first", "p-cut-last"]
+)
 @has_mallinfo
 def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = Cluster(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
     for rows in ranks(4).run(peak_case, names, 2, timeout=110):
         for name, accumulating, boundary in rows:
-            # A gathered layer, its gradient, the bucket, its message, the parts that arrive and their sum in fp32.
-            slack = states.parameters / 2
+            # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
+            # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
+            slack = 14 / LAYERS * states.parameters
             assert accumulating < slack, (name, accumulating / slack)
             boundary -= crossing(STRATEGIES[name], cluster, states)
             assert boundary < slack, (name, boundary / slack)
@@ -143,7 +153,6 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
         engine, micro_step = begin(name, group, sizes=(WIDTH,) * (LAYERS + 1), zero=zero)
         gc.collect()
         due = STRATEGIES[name].memory(cluster, states).total
-        due += strategies.gradient_buffer(STRATEGIES[name], cluster, states)
         # All that is in use now, less the states that are held now, is not model states.
         other = bytes_in_use() - strategies.held(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
@@ -180,7 +189,7 @@ def test_the_ruler_sees_what_backward_and_collectives_allocate(ranks: Any) -> No
     for before, backward, after, collective in ranks(4).run(ruler_case):
         assert 64e6 <= backward - before < 65e6
         assert abs(after - before) < 1e6
-        assert 80e6 <= collective - before < 81e6  # with the part that is sent
+        assert collective - before >= 80e6  # with the part that is sent; gloo makes a copy of its own for a moment
 
 
 def ruler_case() -> tuple[int, int, int, int]:
