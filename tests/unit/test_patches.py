@@ -42,6 +42,7 @@ def test_the_list_says_what_for() -> None:
         "zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
         "zero.partition_parameters:GatheredParameters.__init__",
         "zero.partition_parameters:GatheredParameters._exit",
+        "zero.partition_parameters:GatheredParameters._partition_params",
     ]
 
 
@@ -53,17 +54,20 @@ def test_all_symbols_are_as_recorded() -> None:
 def test_applied_once_and_undone() -> None:
     run(
         """
-targets = [p for p in patches.PATCHES if p.replace]
-once = [p.locate()[2] for p in targets]
+def now():  # functions, out of static methods too
+    return [getattr(found, "__func__", found) for *_, found in (p.locate() for p in patches.PATCHES if p.replace)]
+def static():
+    return [type(p.locate()[2]) is staticmethod for p in patches.PATCHES if p.replace]
+once, kinds = now(), static()
 deepspeed_ext.activate(); deepspeed_ext.activate()
-assert [p.locate()[2] for p in targets] == once
+assert now() == once
 assert all(f.__deepspeed_ext__ and not hasattr(f.__wrapped__, "__deepspeed_ext__") for f in once)
 originals = [f.__wrapped__ for f in once]
 activation.deactivate()
-assert [p.locate()[2] for p in targets] == originals
+assert now() == originals and static() == kinds and any(kinds)
 assert activation._hook not in sys.meta_path
 deepspeed_ext.activate()
-assert all(p.locate()[2].__deepspeed_ext__ for p in targets)
+assert all(f.__deepspeed_ext__ for f in now()) and static() == kinds
 """
     )
 

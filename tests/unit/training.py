@@ -21,6 +21,13 @@ from torch import Tensor, nn
 
 REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
 PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
+# Several buckets, several sub-groups, and no parameter that stays gathered: by default all of these small ones do.
+SMALL = {
+    "reduce_bucket_size": 300,
+    "allgather_bucket_size": 300,
+    "sub_group_size": 100,
+    "stage3_param_persistence_threshold": 0,
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -68,6 +75,11 @@ class Job:
     zero_init: str | None = None
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+
+def placed(name: str, group_size: int = 2, **more: Any) -> dict[str, Any]:
+    """Keys of a strategy, and others."""
+    return {"paro_strategy": name, "paro_group_size": group_size, **more}
 
 
 class Network(nn.Module):

@@ -51,7 +51,7 @@ def kilobytes(name: str, parameters: float, gradients: float, optimizer: float) 
 
 # Keys, what the whole model of make_engine has on the device in kB (p, g, os; with Adam), and the dtype's sections.
 MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, Any]]] = {
-    "fp32": ({}, (40, 24, 48), {}),
+    "fp32": ({}, (40, 24, 72), {}),
     "bf16": ({}, (20, 12, 72), {"bf16": {"enabled": True}}),
     "bf16, fp32 sums": (
         {},
@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, An
         {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     ),
     "optimizer offloaded": ({"offload_optimizer": CPU}, (40, 24, 0), {}),
-    "offloaded to nothing": ({"offload_optimizer": {"device": "none"}}, (40, 24, 48), {}),
+    "offloaded to nothing": ({"offload_optimizer": {"device": "none"}}, (40, 24, 72), {}),
     "parameters offloaded": ({"offload_param": CPU, "offload_optimizer": CPU}, (0, 24, 0), {}),
 }
 

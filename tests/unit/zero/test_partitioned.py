@@ -11,7 +11,7 @@ import training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from networks import SQUARE
-from training import PARTITIONED, Difference, Job, check
+from training import PARTITIONED, SMALL, Difference, Job, check, placed
 
 # One strategy for each pair of g and os, which are all that the way of a gradient depends on; p alternates.
 GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "GGG")
@@ -19,13 +19,6 @@ GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "GGG")
 PARAMETER_PATHS = ("III", "ING", "GIG")
 BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}  # an ulp or two
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
-# Several buckets, several sub-groups, and no parameter that stays gathered: by default all of these small ones do.
-SMALL = {
-    "reduce_bucket_size": 300,
-    "allgather_bucket_size": 300,
-    "sub_group_size": 100,
-    "stage3_param_persistence_threshold": 0,
-}
 
 
 def run(
@@ -187,7 +180,7 @@ def overflow_case(
     stock = training.train(job, {"stage": 2})
     rows = []
     for name in strategies:
-        ours = training.train(job, {"paro_strategy": name, "paro_group_size": 2, **zero})
+        ours = training.train(job, placed(name, **zero))
         difference = training.difference(name, ours, stock, "").weights
         rows.append((name, ours.scales, ours.applied, difference))
     return rows
@@ -208,7 +201,7 @@ def two_backwards_case(job: Job) -> list[tuple[str, float]]:
     for name in GRADIENT_PATHS:
         weights = []
         for summed in (False, True):
-            engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
+            engine, model = training.make_engine(job, placed(name))
             data = training.batches(job)
             for _ in range(job.steps * job.accumulation):
                 batches = next(data), next(data)
@@ -243,7 +236,7 @@ def replicas_case() -> list[tuple[str, list[float], bool]]:
     }
     rows = []
     for name in ("INI", "III"):
-        engine, _ = training.make_engine(Job(), {"paro_strategy": name, "paro_group_size": 2})
+        engine, _ = training.make_engine(Job(), placed(name))
         with mock.patch.multiple(DeepSpeedZeroOptimizer_Stage3, **parent):
             norms = [float(norm) for norm in engine.optimizer._get_norm_groups()]
             rows.append((name, norms, engine.optimizer.has_overflow()))
@@ -301,7 +294,7 @@ def wandering_case(name: str) -> Difference:
         network, zero = networks.Reordering, {**SMALL, "reduce_bucket_size": 10**5}
     job = Job(sizes=SQUARE, network=network, accumulation=2, steps=4, empty=False, zero=zero)
     stock = training.train(job, {"stage": 0})
-    ours = training.train(job, {"paro_strategy": name, "paro_group_size": 2})
+    ours = training.train(job, placed(name))
     return training.difference(name, ours, stock, "")
 
 
