@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-TEST = ["pytest", "pytest-timeout", "hypothesis"]
+TEST = ["pytest", "pytest-timeout", "hypothesis", "peft", "transformers"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -22,6 +22,8 @@ DEV = [
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
     "hypothesis==6.170.15",
+    "peft==0.21.2",
+    "transformers==5.23.0",
     "matplotlib==3.11.2",
     "ruff==0.17.5",
 ]

@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import log_dist
 
 import deepspeed_ext
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
@@ -141,11 +142,13 @@ def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> No
         return
     fits = [row.name for row in STRATEGIES.values() if row.memory(topology.cluster, states).total <= available]
     p, g, os = (part / 1e9 for part in (states.parameters, states.gradients, states.optimizer))
-    logger.warning(
+    log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
         f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "
         f"optimizer states {os:.3g} GB, over {topology.cluster.ranks} ranks in groups of "
-        f"{topology.cluster.group_size}). Strategies that fit: {', '.join(fits) or 'none'}."
+        f"{topology.cluster.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
+        ranks=[0],
+        level=logging.WARNING,
     )
 
 
