@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of ZeRO-3 whose sub-groups have other sizes.
+"""Checkpoints that are cut otherwise, and those of ZeRO-3 whose sub-groups have other sizes.
 
-A rank saves its chunks of the parameters of a parameter group one after the other, cut into sub-groups where
+A rank of ZeRO-3 saves its chunks of the parameters of a parameter group one after the other, cut into sub-groups where
 ``sub_group_size`` or, for some strategies, ``allgather_bucket_size`` says. The order is the same whatever the sizes,
 so the states of a parameter group need only be cut elsewhere.
 """
@@ -13,6 +13,18 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from torch import Tensor
+
+from deepspeed_ext.placement import Strategy
+from deepspeed_ext.topology import Topology
+
+
+def cut_otherwise(strategy: Strategy, topology: Topology, saved: str, wanted: str) -> ValueError:
+    """The error for optimizer states that are cut otherwise: how they were ``saved``, what the strategy does."""
+    return ValueError(
+        f"The optimizer states of the checkpoint are {saved}, but paro_strategy {strategy.name} in groups of "
+        f"{topology.cluster.group_size} {wanted}. Load it with the strategy and group size that saved it, or load "
+        f"module weights only."
+    )
 
 
 def regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from deepspeed_ext.hops import make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
-from deepspeed_ext.zero.checkpoint import regroup
+from deepspeed_ext.zero.checkpoint import cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
@@ -299,11 +299,11 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
             state = state_dict_list[dist.get_rank(group=self.dp_process_group)]
             stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
             if (stage, saved) != (3, self.partition_count):
-                raise ValueError(
-                    f"The optimizer states of the checkpoint are of stage {stage} and cut over {saved} ranks, but "
-                    f"paro_strategy {self.strategy.name} in groups of {self.topology.cluster.group_size} is of stage "
-                    f"3 and cuts them over {self.partition_count}. Load it with the strategy and group size that "
-                    f"saved it, or load module weights only."
+                raise cut_otherwise(
+                    self.strategy,
+                    self.topology,
+                    f"of stage {stage} and cut over {saved} ranks",
+                    f"is of stage 3 and cuts them over {self.partition_count}",
                 )
             numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]
             for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):

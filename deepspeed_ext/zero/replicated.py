@@ -34,6 +34,7 @@ from deepspeed_ext.hops import InFlight, Transfer, make_hop
 from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucket
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
+from deepspeed_ext.zero.checkpoint import cut_otherwise
 from deepspeed_ext.zero.replicas import largest_norm, largest_of_replicas
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
@@ -275,11 +276,11 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         """
         saved = state_dict_list[dist.get_rank(group=self.dp_process_group)][PARTITION_COUNT]
         if (load_optimizer_states or load_from_fp32_weights) and list(saved) != list(self.partition_count):
-            raise ValueError(
-                f"The optimizer states of the checkpoint are cut over {saved} ranks (an entry for each parameter "
-                f"group), but paro_strategy {self.strategy.name} in groups of {self.topology.cluster.group_size} cuts "
-                f"them over {self.partition_count}. Load it with the strategy and group size that saved it, or load "
-                f"module weights only."
+            raise cut_otherwise(
+                self.strategy,
+                self.topology,
+                f"cut over {saved} ranks (an entry for each parameter group)",
+                f"cuts them over {self.partition_count}",
             )
         super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
 

@@ -1,104 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What strategies that cut parameters hold between steps: seen by accessors, saved, offloaded, under way."""
+"""What strategies that cut parameters hold between steps: saved, offloaded, under way, incomplete."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_states import SEVERAL_BUCKETS
 from training import PARTITIONED
-
-SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
-
-
-def test_stock_accessors_see_whole_states(ranks: Any) -> None:
-    for rows in ranks(4).run(accessors_case):
-        for name, weights, gradients, momenta in rows:
-            assert max(weights, gradients, momenta) <= 1e-6, (name, weights, gradients, momenta)
-
-
-def accessors_case() -> list[tuple[str, float, float, float]]:
-    """Largest differences to stock of what safe_get_full_* returns after the backward of a second step."""
-    import torch
-    import training
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-
-    job = training.Job(accumulation=2, zero=SEVERAL_BUCKETS)
-
-    def look(zero: dict[str, Any]) -> list[list[torch.Tensor]]:
-        engine, model = training.make_engine(job, zero)
-        data = training.batches(job)
-        for number in range(4):
-            training.micro_step(engine, job, number, *next(data))
-            if number < 3:
-                engine.step()
-        used = [p for layer in model.layers for p in layer.parameters()]
-        seen = [
-            [safe_get_full_fp32_param(p) for p in used],
-            [safe_get_full_grad(p) for p in used],
-            [safe_get_full_optimizer_state(p, "momentum_buffer") for p in used],
-        ]
-        engine.destroy()
-        return seen
-
-    stock = look({"stage": 2})
-    rows = []
-    for name in PARTITIONED:
-        ours = look({"paro_strategy": name, "paro_group_size": 2})
-        a, b, c = (
-            max((x - y).abs().max().item() for x, y in zip(mine, theirs, strict=True))
-            for mine, theirs in zip(ours, stock, strict=True)
-        )
-        rows.append((name, a, b, c))
-    return rows
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_resumes_and_converts(ranks: Any, tmp_path: Path, dtype: str) -> None:
-    for rows in ranks(4).run(checkpoint_case, str(tmp_path), dtype):
-        for name, resumed, exported in rows:
-            assert resumed == 0.0 and exported == 0.0, (name, resumed, exported)
-
-
-def checkpoint_case(folder: str, dtype: str) -> list[tuple[str, float, float]]:
-    """Differences of a resumed run to an uninterrupted one, and of zero_to_fp32's weights to the optimizer's."""
-    import training
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_fp32_param
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    job = training.Job(dtype=dtype, groups=2, frozen=(1,), empty=False, zero=SEVERAL_BUCKETS)
-    rows = []
-    for name in PARTITIONED:
-        zero = {"paro_strategy": name, "paro_group_size": 2}
-        engine, model = training.make_engine(job, zero)
-        data = training.batches(job)
-        steps = [next(data) for _ in range(4)]
-
-        def run(engine: Any, batches: list[Any]) -> None:
-            for x, y in batches:
-                training.micro_step(engine, job, 0, x, y)
-                engine.step()
-
-        run(engine, steps[:2])
-        engine.save_checkpoint(f"{folder}/{name}")
-        trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-        saved = {key: safe_get_full_fp32_param(p).clone() for key, p in trained.items()}
-        run(engine, steps[2:])
-        whole = training.whole_weights(model)
-        engine.destroy()
-
-        engine, model = training.make_engine(job, zero)
-        run(engine, steps[2:])  # something to be overwritten
-        engine.load_checkpoint(f"{folder}/{name}")
-        run(engine, steps[2:])
-        resumed = training.whole_weights(model)
-        engine.destroy()
-        dist.barrier()
-        exported = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}")
-        gap = max((exported[key] - saved[key]).abs().max().item() for key in saved)
-        rows.append((name, (whole - resumed).abs().max().item(), gap))
-    return rows
 
 
 @pytest.mark.parametrize("loaded", ["III", "INI"])

@@ -6,53 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import REPLICATED
+from training import PARTITIONED, REPLICATED
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.placement import STRATEGIES
 
-SIZES = (256, 255, 256, 300)
-
-
-@pytest.mark.parametrize("world, group", [(4, 2), (6, 3)])
-def test_each_state_is_as_large_as_the_formula_says(ranks: Any, world: int, group: int) -> None:
-    parameters, rows = ranks(world).run(memory_case, group)[0]
-    states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8)
-    for name, gradients, optimizer, left in rows:
-        expected = STRATEGIES[name].memory(Cluster(world, group), states)
-        assert optimizer == pytest.approx(expected.optimizer, rel=0.05), name
-        assert gradients == pytest.approx(expected.gradients, rel=0.05), name
-        assert left == 0, f"{name} keeps gradients after the step"
-
-
-def memory_case(group: int) -> tuple[int, list[tuple[str, int, int, int]]]:
-    """Bytes of gradients between two micro-steps, of optimizer states (SGD with momentum) and of what is left."""
-    import training
-
-    job = training.Job(sizes=SIZES, accumulation=2, zero={"reduce_bucket_size": 10_000})
-    rows = []
-    for name in REPLICATED:
-        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group})
-        data = training.batches(job)
-        training.micro_step(engine, job, 0, *next(data))
-        between = held_gradients(engine.optimizer)
-        engine.step()
-        training.micro_step(engine, job, 1, *next(data))
-        engine.step()
-        masters = engine.optimizer.single_partition_of_fp32_groups
-        states = engine.optimizer.optimizer.state
-        optimizer = sum(4 * (m.numel() + states[m]["momentum_buffer"].numel()) for m in masters)
-        rows.append((name, between, optimizer, held_gradients(engine.optimizer)))
-        count = sum(p.numel() for p in model.parameters())
-        engine.destroy()
-    return count, rows
-
-
-def held_gradients(optimizer: Any) -> int:
-    """Bytes of all gradient storage that the optimizer and the parameters hold, each storage once."""
-    tensors = list(optimizer._slices.values())
-    tensors += [shard.flat_partition for shard in optimizer.averaged_gradients.values() if shard is not None]
-    tensors += [p.grad for group in optimizer.bit16_groups for p in group if p.grad is not None and p.numel()]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
+BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -78,19 +37,20 @@ def in_flight_case(overlap: bool) -> list[int]:
     return counts
 
 
-def test_stock_accessors_see_whole_states(ranks: Any) -> None:
-    for rows in ranks(4).run(accessors_case):
+@BOTH
+def test_stock_accessors_see_whole_states(ranks: Any, names: tuple[str, ...]) -> None:
+    for rows in ranks(4).run(accessors_case, names):
         for name, weights, gradients, momenta in rows:
             assert max(weights, gradients, momenta) <= 1e-6, (name, weights, gradients, momenta)
 
 
-def accessors_case() -> list[tuple[str, float, float, float]]:
+def accessors_case(names: tuple[str, ...]) -> list[tuple[str, float, float, float]]:
     """Largest differences to stock of what safe_get_full_* returns after the backward of a second step."""
     import torch
     import training
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
-    job = training.Job(accumulation=2)
+    job = training.Job(accumulation=2, zero=SEVERAL_BUCKETS)
 
     def look(zero: dict[str, Any]) -> list[list[torch.Tensor]]:
         engine, model = training.make_engine(job, zero)
@@ -110,7 +70,7 @@ def accessors_case() -> list[tuple[str, float, float, float]]:
 
     stock = look({"stage": 2})
     rows = []
-    for name in REPLICATED:
+    for name in names:
         ours = look({"paro_strategy": name, "paro_group_size": 2})
         a, b, c = (
             max((x - y).abs().max().item() for x, y in zip(mine, theirs, strict=True))
@@ -120,22 +80,24 @@ def accessors_case() -> list[tuple[str, float, float, float]]:
     return rows
 
 
-def test_a_checkpoint_resumes_and_converts(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(checkpoint_case, str(tmp_path)):
+@BOTH
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_checkpoint_resumes_and_converts(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
+    for rows in ranks(4).run(checkpoint_case, str(tmp_path), dtype, names):
         for name, resumed, exported in rows:
             assert resumed == 0.0 and exported == 0.0, (name, resumed, exported)
 
 
-def checkpoint_case(folder: str) -> list[tuple[str, float, float]]:
-    """Differences of a resumed run to an uninterrupted one, and of zero_to_fp32's weights to the model's."""
-    import torch
+def checkpoint_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
+    """Differences of a resumed run to an uninterrupted one, and of zero_to_fp32's weights to the optimizer's."""
     import training
     from deepspeed import comm as dist
+    from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    job = training.Job(accumulation=1, groups=2)
+    job = training.Job(dtype=dtype, groups=2, frozen=(1,), empty=False, zero=SEVERAL_BUCKETS)
     rows = []
-    for name in REPLICATED:
+    for name in names:
         zero = {"paro_strategy": name, "paro_group_size": 2}
         engine, model = training.make_engine(job, zero)
         data = training.batches(job)
@@ -148,19 +110,21 @@ def checkpoint_case(folder: str) -> list[tuple[str, float, float]]:
 
         run(engine, steps[:2])
         engine.save_checkpoint(f"{folder}/{name}")
-        saved = {key: value.clone() for key, value in model.state_dict().items()}
+        trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+        saved = {key: safe_get_full_fp32_param(p).clone() for key, p in trained.items()}
         run(engine, steps[2:])
-        whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+        whole = training.whole_weights(model)
         engine.destroy()
 
         engine, model = training.make_engine(job, zero)
+        run(engine, steps[2:])  # something to be overwritten
         engine.load_checkpoint(f"{folder}/{name}")
         run(engine, steps[2:])
-        resumed = torch.cat([p.detach().flatten() for p in model.parameters()])
+        resumed = training.whole_weights(model)
         engine.destroy()
         dist.barrier()
         exported = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}")
-        gap = max((exported[k] - saved[k]).abs().max().item() for k in saved if saved[k].numel())
+        gap = max((exported[key] - saved[key]).abs().max().item() for key in saved)
         rows.append((name, (whole - resumed).abs().max().item(), gap))
     return rows
 
