@@ -162,7 +162,7 @@ class PartitionedParameters:
         batches: list[list[Any]] = []
         filled: dict[torch.dtype, tuple[list[Any], int]] = {}
         for param in params:
-            dtype = get_allgather_dtype(param, param.ds_tensor)
+            dtype = param.ds_tensor.dtype
             batch, numel = filled.get(dtype, ([], math.inf))
             if numel + param.ds_numel > self._bucket:
                 batch, numel = [], 0
@@ -223,9 +223,9 @@ class PartitionedParameters:
         self._blocks, offset = [], 0
         for number, sub_group in enumerate(sub_groups):
             rows = len(self._held(sub_group[0]))
-            numel = rows * sum(param.ds_tensor.ds_numel for param in sub_group)
-            self._blocks.append(buffer.narrow(0, offset, numel).view(rows, -1))
-            offset += numel
+            width = sum(param.ds_tensor.ds_numel for param in sub_group)
+            self._blocks.append(buffer.narrow(0, offset, rows * width).view(rows, width))
+            offset += rows * width
             self._block_of.update((param.ds_id, number) for param in sub_group)
         own = self._moves.inter.rank if self.sliced else 0
         return [block[own] for block in self._blocks]
@@ -252,7 +252,7 @@ class PartitionedParameters:
         """(k, chunks side by side) of the parameters: G -> I of their ``ds_tensor``."""
         chunks = torch.cat([param.ds_tensor for param in params]).to(get_accelerator().current_device_name())
         rows = Started(self._moves.gather(chunks, Placement.G, Placement.I)).finish()
-        return rows.view(self.topology.cluster.groups, -1)
+        return rows.view(self.topology.cluster.groups, chunks.numel())
 
     @torch.no_grad()
     def gather_updates(self) -> None:
