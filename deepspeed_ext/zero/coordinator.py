@@ -20,6 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+from deepspeed_ext.topology import data_parallel_ranks
+
 _comparing: ContextVar[Any] = ContextVar("process group whose ranks compare their records", default=None)
 
 
@@ -82,11 +84,11 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
     bounds = torch.cat([mine, -mine])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     if not torch.equal(bounds[:2], -bounds[2:]):
-        ranks = [dist.get_global_rank(group, i) for i in range(dist.get_world_size(group=group))]
         raise RuntimeError(
-            f"The ranks {ranks}, which gather parameters together, have used modules in different orders (rank "
-            f"{dist.get_rank()}: {len(ints)} entries in the record, between {-bounds[2].item()} and "
-            f"{bounds[0].item()} in the group). Modules that only some ranks use, such as experts, must be inside a "
-            f"leaf module: set zero_optimization.leaf_module, or call deepspeed.utils.set_z3_leaf_modules."
+            f"The ranks {data_parallel_ranks(group)}, which gather parameters together, have used modules in "
+            f"different orders (rank {dist.get_rank()}: {len(ints)} entries in the record, between "
+            f"{-bounds[2].item()} and {bounds[0].item()} in the group). Modules that only some ranks use, such as "
+            f"experts, must be inside a leaf module: set zero_optimization.leaf_module, or call "
+            f"deepspeed.utils.set_z3_leaf_modules."
         )
     return True

@@ -26,7 +26,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
 from torch import Tensor
 
 from deepspeed_ext.hops import Started
@@ -69,18 +69,6 @@ class Gather:
                 whole = whole.clone()  # nothing was communicated: a view, of which each would keep all the others
             param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
             param.ds_status = ZeroParamStatus.AVAILABLE
-
-
-class Gathers:
-    """Several gathers as one."""
-
-    def __init__(self, gathers: Iterable[Gather]) -> None:
-        self._gathers = list(gathers)
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Make all parameters available."""
-        for gather in self._gathers:
-            gather.wait(handle_dependency=handle_dependency)
 
 
 class PartitionedParameters:
@@ -149,9 +137,7 @@ class PartitionedParameters:
             param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
 
     def _make_slices(self, params: Sequence[Any]) -> None:
-        rows = self._gather_rows(params)
-        chunks = rows.split([param.ds_tensor.ds_numel for param in params], dim=1)
-        for param, mine in zip(params, chunks, strict=True):
+        for param, mine in self._gather_slices(params):
             slice_ = mine.contiguous()
             param.ds_tensor.data = slice_[self._moves.inter.rank]
             self._rows[param.ds_id] = list(slice_)
@@ -243,16 +229,16 @@ class PartitionedParameters:
         self.gather_updates()
         if self.sliced:
             for some in self._batches(param for param in self._params if param.ds_id not in self._block_of):
-                rows = self._gather_rows(some)
-                for param, mine in zip(some, rows.split([p.ds_tensor.ds_numel for p in some], dim=1), strict=True):
+                for param, mine in self._gather_slices(some):
                     for row, gathered in zip(self._held(param), mine, strict=True):
                         row.copy_(gathered)
 
-    def _gather_rows(self, params: Sequence[Any]) -> Tensor:
-        """(k, chunks side by side) of the parameters: G -> I of their ``ds_tensor``."""
+    def _gather_slices(self, params: Sequence[Any]) -> list[tuple[Any, Tensor]]:
+        """G -> I of their ``ds_tensor``: each parameter and its slice, (k, chunk)."""
         chunks = torch.cat([param.ds_tensor for param in params]).to(get_accelerator().current_device_name())
-        rows = Started(self._moves.gather(chunks, Placement.G, Placement.I)).finish()
-        return rows.view(self.topology.cluster.groups, chunks.numel())
+        gathered = Started(self._moves.gather(chunks, Placement.G, Placement.I)).finish()
+        rows = gathered.view(self.topology.cluster.groups, chunks.numel())
+        return list(zip(params, rows.split([param.ds_tensor.ds_numel for param in params], dim=1), strict=True))
 
     @torch.no_grad()
     def gather_updates(self) -> None:
@@ -301,7 +287,9 @@ class PartitionedParameters:
         return Gather(params, gather, [self.layout(param) for param in params])
 
     @torch.no_grad()
-    def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Gathers:
+    def all_gather_coalesced(
+        self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+    ) -> MultipleAllGatherHandles:
         """Start to gather parameters, none of them available yet.
 
         Args:
@@ -316,11 +304,13 @@ class PartitionedParameters:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"expected a parameter that is not available: {param.ds_summary()}")
         if self._sequential:
-            return Gathers(self._start([param], get_allgather_dtype(param, param.ds_tensor)) for param in ordered)
+            return MultipleAllGatherHandles(
+                [self._start([param], get_allgather_dtype(param, param.ds_tensor)) for param in ordered]
+            )
         by_dtype: dict[torch.dtype, list[Any]] = {}
         for param in ordered:
             by_dtype.setdefault(get_allgather_dtype(param, param.ds_tensor), []).append(param)
-        return Gathers(self._start(by_dtype[dtype], dtype) for dtype in sort_dtypes(by_dtype))
+        return MultipleAllGatherHandles([self._start(by_dtype[dtype], dtype) for dtype in sort_dtypes(by_dtype)])
 
     def _all_gather(
         self, param: Any, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0

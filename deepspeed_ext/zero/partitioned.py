@@ -35,7 +35,7 @@ from deepspeed_ext.zero.checkpoint import cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
-from deepspeed_ext.zero.replicas import largest_norm, largest_of_replicas
+from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
@@ -280,8 +280,7 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Whether a replica has found an overflow."""
-        found = torch.tensor([float(super().has_overflow(partition_gradients))])
-        return bool(largest_of_replicas(found, self._replicas).item())
+        return any_of_replicas(super().has_overflow(partition_gradients), self._replicas)
 
     @property
     def _replicas(self) -> Any:

@@ -23,6 +23,11 @@ def largest_of_replicas(value: Tensor, replicas: Any) -> Tensor:
     return largest.to(value.device)
 
 
+def any_of_replicas(found: bool, replicas: Any) -> bool:
+    """Whether one of the replicas has found it."""
+    return bool(largest_of_replicas(torch.tensor([float(found)]), replicas).item())
+
+
 def largest_norm(norm: Tensor, replicas: Any) -> Tensor:
     """The largest norm of all replicas; -1, as DeepSpeed marks an invalid one, if it is invalid for one of them."""
     norm = largest_of_replicas(torch.where(norm < 0, torch.inf, norm), replicas)

@@ -35,7 +35,7 @@ from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucke
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
 from deepspeed_ext.zero.checkpoint import cut_otherwise
-from deepspeed_ext.zero.replicas import largest_norm, largest_of_replicas
+from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -257,8 +257,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Whether a replica has found an overflow."""
-        found = torch.tensor([float(super().has_overflow(partition_gradients))])
-        return bool(largest_of_replicas(found, self._replicas).item())
+        return any_of_replicas(super().has_overflow(partition_gradients), self._replicas)
 
     @property
     def _replicas(self) -> Any:

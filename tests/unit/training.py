@@ -28,6 +28,9 @@ SMALL = {
     "sub_group_size": 100,
     "stage3_param_persistence_threshold": 0,
 }
+# Bounds of ``check``: an ulp or two of bf16. Tight enough to see that the gradients of small parameters are missing:
+# that moves weights by 5e-3 and norms by 5e-3.
+BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

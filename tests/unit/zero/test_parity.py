@@ -2,29 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every strategy with p = N trains what stock DeepSpeed trains: the oracle runs in the same processes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from training import REPLICATED, Difference, Job
+from logs import logged
+from training import BF16, REPLICATED, Difference, Job
 
 SHARDED_GRADIENTS = ("NII", "NIG", "NGG")
 WHOLE_GRADIENTS = ("NNN", "NNI", "NNG")
-# An ulp or two of bf16. Tight enough to see that the gradients of small parameters are missing: that moves weights by
-# 5e-3 and norms by 5e-3.
-BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}
 SMALL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300}
-
-
-def check(rows: list[Difference], weights: float = 1e-5, losses: float = 1e-6, norms: float | None = None) -> None:
-    """Bounds that fp32 rounding stays far below; an error in any gradient does not."""
-    norms = weights if norms is None else norms
-    for row in rows:
-        assert row.optimizer == "ReplicatedOptimizer", row
-        assert row.weights <= weights and row.losses <= losses and row.norms <= norms, row
-        assert row.replicas_equal and row.same_decisions, row
+check = partial(training.check, optimizer="ReplicatedOptimizer")
 
 
 def run(ranks: Any, job: Job, world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:
@@ -285,23 +276,10 @@ def test_one_line_says_what_runs(ranks: Any, group: int, words: str | None) -> N
 
 def announcement_case(group: int) -> list[str]:
     """Log lines of an initialization at INFO."""
-    import logging
-
-    from deepspeed.utils import logger
-
-    lines: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with logged() as lines:
         engine, _ = training.make_engine(Job(), {"paro_strategy": "NIG", "paro_group_size": group})
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     engine.destroy()
-    return lines
+    return [message for _, message in lines]
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)

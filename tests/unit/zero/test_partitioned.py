@@ -11,13 +11,12 @@ import training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from networks import SQUARE
-from training import PARTITIONED, SMALL, Difference, Job, check, placed
+from training import BF16, PARTITIONED, SMALL, Difference, Job, check, placed
 
 # One strategy for each pair of g and os, which are all that the way of a gradient depends on; p alternates.
 GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "GGG")
 # One for each way to hold parameters: p = os = I, p = I with os = G, p = os = G.
 PARAMETER_PATHS = ("III", "ING", "GIG")
-BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}  # an ulp or two
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 

@@ -6,29 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_states import SEVERAL_BUCKETS
+from test_states import SEVERAL_BUCKETS, foreign_checkpoint_case
 from training import PARTITIONED
 
 
 @pytest.mark.parametrize("loaded", ["III", "INI"])
 def test_a_checkpoint_cut_otherwise_is_refused(ranks: Any, tmp_path: Path, loaded: str) -> None:
-    for error in ranks(4).run_expect_error(foreign_checkpoint_case, str(tmp_path), loaded):
+    for error in ranks(4).run_expect_error(foreign_checkpoint_case, str(tmp_path), "GGG", loaded):
         assert error.type == "ValueError" and "of stage 3 and cut over 4 ranks" in error.message, error
         assert f"paro_strategy {loaded} in groups of 2 is of stage 3 and cuts them over 2" in error.message
-
-
-def foreign_checkpoint_case(folder: str, loaded: str) -> None:
-    """Save with GGG, load with another strategy."""
-    import training
-
-    job = training.Job()
-    for name in ("GGG", loaded):
-        engine, _ = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
-        if name == "GGG":
-            engine.save_checkpoint(folder)
-        else:
-            engine.load_checkpoint(folder)
-        engine.destroy()
 
 
 @pytest.mark.parametrize("saved, loaded", [("stock", "IIG"), ("IIG", "GGG"), ("GGG", "ING"), ("III", "INI")])
