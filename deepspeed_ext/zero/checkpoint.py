@@ -14,67 +14,84 @@ import torch
 from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
 from torch import Tensor
 
-from deepspeed_ext.placement import Strategy
-from deepspeed_ext.topology import Topology
+
+def cut_otherwise(saved: str, wanted: str) -> ValueError:
+    """The error for optimizer states that are cut otherwise: how they were ``saved``, and how ``wanted``."""
+    return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")
 
 
-def cut_otherwise(strategy: Strategy, topology: Topology, saved: str, wanted: str) -> ValueError:
-    """The error for optimizer states that are cut otherwise: how they were ``saved``, what the strategy does."""
-    return ValueError(
-        f"The optimizer states of the checkpoint are {saved}, but paro_strategy {strategy.name} in groups of "
-        f"{topology.cluster.group_size} {wanted}. Load it with the strategy and group size that saved it, or load "
-        f"module weights only."
-    )
+def check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> None:
+    """Whether ``regroup`` can cut the sub-groups as wanted. Arguments as there.
+
+    Raises:
+        ValueError: a parameter group of the checkpoint has another number of elements, or its sub-groups differ in a
+            state that has no element for each parameter (a step count).
+    """
+    flats, groups = _flats_by_group(state)
+    saved = [[flats[index].numel() for index in group] for group in groups]
+    if [sum(group) for group in saved] != [sum(group) for group in numels]:
+        raise cut_otherwise(
+            f"for parameter groups of {[sum(group) for group in saved]} elements on this rank",
+            f"for groups of {[sum(group) for group in numels]}: it has another model or other parameter groups",
+        )
+    states = state[OPTIMIZER_STATE_DICT]["state"]
+    for group, sizes, wanted in zip(groups, saved, numels, strict=True):
+        for key in states.get(group[0], {}) if group and sizes != list(wanted) else ():
+            values = [states[index][key] for index in group]
+            if not _has_elements(values, [flats[index] for index in group]) and _differ(values):
+                raise ValueError(
+                    f"The sub-groups of the checkpoint differ in the optimizer's {key!r}, so they cannot be cut into "
+                    f"others. Load it with the sub_group_size and allgather_bucket_size that saved it."
+                )
 
 
 def regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[str, Any]:
     """A rank's state dict of ZeRO-3's optimizer, with its sub-groups cut as wanted.
 
     Args:
-        state: as ``state_dict()`` of ZeRO-3's optimizer gives it.
+        state: as ``state_dict()`` of ZeRO-3's optimizer gives it, and ``check_groups`` accepts it.
         numels: for each parameter group the elements of the wanted sub-groups.
-
-    Raises:
-        ValueError: a parameter group of the checkpoint has another number of elements, or its sub-groups differ in a
-            state that has no element for each parameter (a step count).
     """
-    flats: list[Tensor] = list(state[FP32_FLAT_GROUPS])
-    optimizer = state[OPTIMIZER_STATE_DICT]
-    saved_groups = [group["params"] for group in optimizer["param_groups"]]
-    saved = [[flats[index].numel() for index in group] for group in saved_groups]
-    if saved == [list(group) for group in numels]:
+    flats, saved_groups = _flats_by_group(state)
+    if [[flats[index].numel() for index in group] for group in saved_groups] == [list(group) for group in numels]:
         return dict(state)
-    if [sum(group) for group in saved] != [sum(group) for group in numels]:
-        raise ValueError(
-            f"The optimizer states of the checkpoint are for parameter groups of {[sum(group) for group in saved]} "
-            f"elements on this rank, expected {[sum(group) for group in numels]}. Load it into the model, with the "
-            f"parameter groups, that saved it."
-        )
+    optimizer = state[OPTIMIZER_STATE_DICT]
     new_flats: list[Tensor] = []
     new_states: dict[int, dict[str, Any]] = {}
     new_groups = []
     for group, indices, wanted in zip(optimizer["param_groups"], saved_groups, numels, strict=True):
-        first = len(new_flats)
-        new_flats += _recut([flats[index] for index in indices], wanted)
+        first, old_flats = len(new_flats), [flats[index] for index in indices]
+        new_flats += _recut(old_flats, wanted)
         for key in optimizer["state"].get(indices[0], {}) if indices else ():
             values = [optimizer["state"][index][key] for index in indices]
-            for number, value in enumerate(_recut_state(key, values, [flats[i] for i in indices], wanted)):
+            cut = _recut(values, wanted) if _has_elements(values, old_flats) else _repeat(values[0], len(wanted))
+            for number, value in enumerate(cut):
                 new_states.setdefault(first + number, {})[key] = value
         new_groups.append({**group, "params": list(range(first, len(new_flats)))})
-    cut = {**optimizer, "state": new_states, "param_groups": new_groups}
-    return {**state, FP32_FLAT_GROUPS: new_flats, OPTIMIZER_STATE_DICT: cut}
+    optimizer = {**optimizer, "state": new_states, "param_groups": new_groups}
+    return {**state, FP32_FLAT_GROUPS: new_flats, OPTIMIZER_STATE_DICT: optimizer}
+
+
+def _flats_by_group(state: Mapping[str, Any]) -> tuple[list[Tensor], list[list[int]]]:
+    """The flat tensors of all sub-groups, and for each parameter group the numbers of its sub-groups."""
+    groups = [group["params"] for group in state[OPTIMIZER_STATE_DICT]["param_groups"]]
+    return list(state[FP32_FLAT_GROUPS]), groups
+
+
+def _has_elements(values: Sequence[Any], flats: Sequence[Tensor]) -> bool:
+    """Whether a state has an element for each element of the sub-groups."""
+    return all(
+        isinstance(value, Tensor) and value.shape == flat.shape for value, flat in zip(values, flats, strict=True)
+    )
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(torch.as_tensor(value).tolist() != torch.as_tensor(values[0]).tolist() for value in values)
+
+
+def _repeat(value: Any, times: int) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for _ in range(times)]
 
 
 def _recut(parts: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
     return list(torch.cat([part.detach().flatten() for part in parts]).split(list(numels))) if parts else []
-
-
-def _recut_state(key: str, values: Sequence[Any], flats: Sequence[Tensor], numels: Sequence[int]) -> list[Any]:
-    if all(isinstance(value, Tensor) and value.shape == flat.shape for value, flat in zip(values, flats, strict=True)):
-        return _recut(values, numels)
-    if any(torch.as_tensor(value).tolist() != torch.as_tensor(values[0]).tolist() for value in values):
-        raise ValueError(
-            f"The sub-groups of the checkpoint differ in the optimizer's {key!r}, so they cannot be cut into others. "
-            f"Load it with the sub_group_size and allgather_bucket_size that saved it."
-        )
-    return [values[0].clone() if isinstance(values[0], Tensor) else values[0] for _ in numels]

@@ -14,7 +14,7 @@ Note [What runs when, parameters cut]
     - After the step, updated parameters move os -> p (``gather_updates``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from deepspeed_ext.hops import make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
-from deepspeed_ext.zero.checkpoint import cut_otherwise, regroup
+from deepspeed_ext.zero.checkpoint import check_groups, cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
@@ -288,27 +288,37 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
 
     # Checkpoints, offloaded states, the end ###########################################################
 
+    def check_states(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state dict that is cut otherwise, but for sub-groups, which are cut anew.
+
+        Raises:
+            ValueError: it is of another stage, cut over another number of ranks, or of other parameter groups.
+        """
+        stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
+        if (stage, saved) != (3, self.partition_count):
+            raise cut_otherwise(
+                f"of stage {stage} and cut over {saved} ranks", f"are of stage 3 and cut over {self.partition_count}"
+            )
+        check_groups(state, self._sub_group_numels())
+
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         """Also refuse states that are cut otherwise, and cut sub-groups anew.
 
         Raises:
-            ValueError: the checkpoint's states are cut over another number of ranks.
+            ValueError: see ``check_states``.
         """
         if not kwargs.get("checkpoint_folder"):
-            state = state_dict_list[dist.get_rank(group=self.dp_process_group)]
-            stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
-            if (stage, saved) != (3, self.partition_count):
-                raise cut_otherwise(
-                    self.strategy,
-                    self.topology,
-                    f"of stage {stage} and cut over {saved} ranks",
-                    f"is of stage 3 and cuts them over {self.partition_count}",
-                )
-            numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]
-            for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):
-                numels[self.sub_group_to_group_id[sub_group]].append(flat.numel())
-            state_dict_list[dist.get_rank(group=self.dp_process_group)] = regroup(state, numels)
+            rank = dist.get_rank(group=self.dp_process_group)
+            self.check_states(state_dict_list[rank])
+            state_dict_list[rank] = regroup(state_dict_list[rank], self._sub_group_numels())
         super().load_state_dict(state_dict_list, *args, **kwargs)
+
+    def _sub_group_numels(self) -> list[list[int]]:
+        """For each parameter group the elements of this rank's sub-groups."""
+        numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]
+        for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):
+            numels[self.sub_group_to_group_id[sub_group]].append(flat.numel())
+        return numels
 
     def checkpoint_event_prologue(self) -> None:
         """Before a checkpoint is saved or loaded."""

@@ -18,14 +18,14 @@ Note [What runs when]
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import PARTITION_COUNT
+from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -265,22 +265,37 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
 
     # Checkpoints and offloaded states ################################################################
 
+    def check_states(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state dict that is cut otherwise: the parent would pad a shard that is too short.
+
+        Raises:
+            ValueError: it is of another stage, cut over another number of ranks, or of parameters elsewhere.
+        """
+        stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
+        if stage > 2 or saved != self.partition_count:
+            raise cut_otherwise(
+                f"of stage {stage} and cut over {saved} ranks",
+                f"are of stage 1 or 2 and cut over {self.partition_count} ranks (an entry for each parameter group)",
+            )
+        # By place, whatever the names: it is how the parent takes them.
+        saved, own = (
+            [[(piece.start, piece.numel) for piece in group.values()] for group in mappings]
+            for mappings in (state[PARAM_SLICE_MAPPINGS], self._param_slice_mappings)
+        )
+        if saved != own:
+            raise cut_otherwise(
+                "in another order", "go by round_robin_gradients, the parameter groups and the sizes of parameters"
+            )
+
     def _load_legacy_checkpoint(
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
-        """Refuse optimizer states that are cut otherwise: the parent would pad a shard that is too short.
+        """Refuse optimizer states that are cut otherwise.
 
         Raises:
-            ValueError: the checkpoint's states are cut over another number of ranks.
+            ValueError: see ``check_states``.
         """
-        saved = state_dict_list[dist.get_rank(group=self.dp_process_group)][PARTITION_COUNT]
-        if (load_optimizer_states or load_from_fp32_weights) and list(saved) != list(self.partition_count):
-            raise cut_otherwise(
-                self.strategy,
-                self.topology,
-                f"cut over {saved} ranks (an entry for each parameter group)",
-                f"cuts them over {self.partition_count}",
-            )
+        self.check_states(state_dict_list[dist.get_rank(group=self.dp_process_group)])
         super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:

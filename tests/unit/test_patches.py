@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from deepspeed_ext import patches
+from deepspeed_ext import patches, symbols
 
 PRELUDE = """
 import sys
 import deepspeed_ext
-from deepspeed_ext import activation, patches
+from deepspeed_ext import activation, patches, symbols
 import deepspeed
 from deepspeed.runtime import config as ds_config, engine as ds_engine
 from deepspeed.runtime.zero import stage_1_and_2
@@ -77,7 +77,7 @@ def test_signatures_are_compared_without_annotations() -> None:
 
     def two(a, *, b=3): ...  # type: ignore[no-untyped-def]
 
-    assert patches._signature(one) == patches._signature(two) == "(a, *, b=3)"
+    assert symbols.signature_of(one) == symbols.signature_of(two) == "(a, *, b=3)"
 
 
 def test_signatures_are_seen_through_the_decorator_of_deepspeeds_profiler() -> None:
@@ -91,7 +91,7 @@ def ranged(self, tensor, more=None): ...
 @instrument_w_nvtx
 def twice(self, tensor, more=None): ...
 for one in (ranged, twice):
-    assert patches._signature(one) == "(self, tensor, more=None)", patches._signature(one)
+    assert symbols.signature_of(one) == "(self, tensor, more=None)", symbols.signature_of(one)
 """
     )
 

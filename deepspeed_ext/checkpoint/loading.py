@@ -1,0 +1,261 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``engine.load_checkpoint``: checked on all ranks before anything is changed."""
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed.runtime.engine
+import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARTITION_COUNT
+
+from deepspeed_ext.checkpoint import universal
+from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest
+from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
+
+_LARGEST = 2**62
+
+
+def load_checkpoint(
+    load: Callable[..., Any],
+    engine: Any,
+    load_dir: str,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+) -> Any:
+    """DeepSpeed's ``load_checkpoint``, after all that it will read was found to be there, whole, and fitting.
+
+    Two faults of DeepSpeed's are mended with parameters cut: ``load_module_only`` alone loads no weights, and without
+    optimizer states the weights are those of ``latest``, whatever the tag.
+
+    Args:
+        load: DeepSpeed's.
+        engine: one with a strategy of ours.
+        load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
+        custom_load_fn: DeepSpeed's.
+
+    Raises:
+        CheckpointError: on all ranks, if a file is missing, truncated, of another save, of another model, or if the
+            optimizer states are cut otherwise. Nothing has been changed.
+    """
+    from_universal = engine.load_universal_checkpoint()
+    tag = _tag(engine, load_dir, tag)
+    require_same("the tag of a checkpoint", tag)
+    arguments = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+    if not tag:
+        return load(engine, load_dir, None, *arguments)
+    if load_module_only and engine.zero_optimization_partition_weights():
+        arguments = (load_module_strict, False, load_lr_scheduler_states, load_module_only, custom_load_fn)
+    _recover(engine, CheckpointFolder(load_dir, tag))
+    files: CheckpointFiles = engine.checkpoint_engine
+    try:
+        check = _UniversalCheck if from_universal else _Check
+        check(engine, load_dir, tag, load_optimizer_states and not load_module_only).run()
+        if from_universal:
+            paths = universal.model_state_files(Path(load_dir, tag))
+            universal.load_untrained(engine, [files.inspect(str(path)) for path in paths])
+        with _weights_of(tag, from_universal):
+            loaded = load(engine, load_dir, tag, *arguments)
+    finally:
+        files.forget()
+    return loaded
+
+
+def load_into_stock(load: Callable[..., Any], engine: Any, load_dir: str, tag: Any, *args: Any, **kwargs: Any) -> Any:
+    """``load_checkpoint`` of an engine without a strategy of ours: also what its ZeRO leaves out.
+
+    DeepSpeed loads neither buffers nor frozen parameters from universal checkpoints. Where a strategy of ours has
+    saved it, or the stage was another, that is done here.
+    """
+    folder = Path(load_dir, _tag(engine, load_dir, tag))
+    if folder.is_dir() and universal.beyond_stock(engine.zero_optimization_partition_weights(), folder):
+        paths = universal.model_state_files(folder)
+        universal.load_untrained(
+            engine, [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in paths]
+        )
+    return load(engine, load_dir, tag, *args, **kwargs)
+
+
+def _tag(engine: Any, load_dir: str, tag: str | None) -> str:
+    """The tag, or the one that DeepSpeed's file of the latest names; empty if there is none."""
+    if tag is not None:
+        return str(tag)
+    latest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else LATEST)
+    return latest.read_text().strip() if latest.is_file() else ""
+
+
+def _recover(engine: Any, folder: CheckpointFolder) -> None:
+    """Put back a folder that a save has set aside, if it was killed right there."""
+    error = None
+    try:
+        if (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0:
+            if not folder.path.exists():
+                folder.recover()
+            if not folder.path.is_dir():
+                error = CheckpointError(f"there is no checkpoint {folder.path}.")
+    except OSError as reason:
+        error = CheckpointError(f"{folder.path} could not be put back after a save that was killed: {reason}")
+    raise_together(error)
+
+
+def _weights_of(tag: str, from_universal: bool) -> AbstractContextManager[Any]:
+    """Meanwhile the engine, where it takes weights from the shards of the optimizer, takes them from this tag's."""
+    name = "get_fp32_state_dict_from_zero_checkpoint"
+    if from_universal:  # has no shards, and the optimizer loads the weights
+        replacement: Callable[..., Any] = dict
+    else:
+        replacement = functools.partial(getattr(deepspeed.runtime.engine, name), tag=tag)
+    return mock.patch.object(deepspeed.runtime.engine, name, replacement)
+
+
+class _Check:
+    """Of one load, before it.
+
+    Args:
+        engine: that will load.
+        load_dir, tag: what.
+        states: whether the optimizer's states are loaded, too.
+    """
+
+    def __init__(self, engine: Any, load_dir: str, tag: str, states: bool) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._files: CheckpointFiles = engine.checkpoint_engine
+        self._load_dir, self._tag, self._states = load_dir, tag, states
+        self._folder = Path(load_dir) / tag
+        self._shard: Mapping[str, Any] = {}  # an optimizer's state dict
+
+    def run(self) -> None:
+        """Raise on all ranks what one of them finds. Collective."""
+        error: Exception | None = None
+        try:
+            self._check()
+        except CheckpointError as found:
+            error = found
+        raise_together(error)
+        raise_together(self._of_another_save())
+
+    def _check(self) -> None:
+        module_file = self._module_file()
+        module = self._files.read(module_file)
+        if self._states:
+            self._shard = self._files.read(self._shard_file())[OPTIMIZER_STATE_DICT]
+            self._check_shapes(module_file, module)
+            self._check_states()
+            # DeepSpeed refuses another number of ranks. What counts is over how many the states are cut.
+            module["dp_world_size"] = self._engine.seq_dp_world_size
+        elif self._engine.zero_optimization_partition_weights():
+            self._check_all_shards()
+
+    def _module_file(self) -> str:
+        """The file of the module's states that this rank loads."""
+        names: list[str] = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
+        if len(names) == self._engine.mp_world_size:
+            return names[self._engine.checkpoint_mp_rank]
+        if names:
+            raise CheckpointError(
+                f"{self._folder} is of {len(names)} model-parallel ranks, but there are {self._engine.mp_world_size}."
+            )
+        expected = self._engine._get_ckpt_name(self._load_dir, self._tag)
+        raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
+
+    def _shard_file(self) -> str:
+        """The file of the optimizer's states that this rank loads."""
+        name: str = self._engine._get_zero_ckpt_name(self._load_dir, self._tag)
+        if not Path(name).exists():
+            raise CheckpointError(f"{name} is missing.{self._saved_as()}")
+        return name
+
+    def _check_states(self) -> None:
+        try:
+            self._optimizer.check_states(self._shard)
+        except ValueError as error:
+            raise CheckpointError(f"{self._shard_file()}: {error}{self._saved_as()}") from error
+
+    def _check_shapes(self, module_file: str, module: Mapping[str, Any]) -> None:
+        """DeepSpeed saves what was flattened in this order, and takes it back in the order of now."""
+        saved, wanted = (
+            [(name, tuple(shape)) for group in groups for name, shape in group.items()]
+            for groups in (module[PARAM_SHAPES], self._engine._get_zero_param_shapes())
+        )
+        differing = [(a, b) for a, b in zip(saved, wanted, strict=False) if a[1] != b[1]]
+        if differing or len(saved) != len(wanted):
+            first = f", the first that differs: {differing[0][0]}, expected {differing[0][1]}" if differing else ""
+            raise CheckpointError(
+                f"{module_file} is of another model, or of parameters in another order (round_robin_gradients): its "
+                f"optimizer has {len(saved)} parameters, expected {len(wanted)}{first}."
+            )
+
+    def _check_all_shards(self) -> None:
+        """Weights without optimizer states come from all shards; each rank checks some."""
+        names = sorted(str(name) for name in self._folder.glob("*_optim_states.pt"))
+        if not names:
+            raise CheckpointError(f"{self._folder} has no files *_optim_states.pt, which hold the weights.")
+        self._shard = self._files.inspect(names[0])[OPTIMIZER_STATE_DICT]
+        count = self._shard[PARTITION_COUNT]
+        count = max(count) if isinstance(count, list) else count
+        bf16 = Path(names[0]).name.startswith("bf16_")
+        for number in range(dist.get_rank(), count, dist.get_world_size()):
+            self._files.inspect(self._engine._get_rank_zero_ckpt_name(self._load_dir, self._tag, 0, number, bf16))
+
+    def _of_another_save(self) -> CheckpointError | None:
+        """An error if a file is not of the same save as those of other ranks. Collective."""
+        ids = {name: int(header["save_id"]) for name, header in self._files.headers.items()}
+        expected = smallest(min(ids.values(), default=_LARGEST))
+        other = next((name for name, found in ids.items() if found != expected), None)
+        if other is None:
+            return None
+        return CheckpointError(f"{other} is of another save than files of the same checkpoint that other ranks load.")
+
+    def _saved_as(self) -> str:
+        """How the checkpoint was saved, as far as it can be told, and what to do."""
+        header = next(iter(self._files.headers.values()), None) or self._header_of_any()
+        saved = " It"
+        if header:
+            saved = (
+                f" The checkpoint was saved with paro_strategy {header['strategy']} in groups of "
+                f"{header['group_size']}, by {header['ranks']} ranks; it"
+            )
+        ours = self._optimizer
+        return (
+            f"{saved} is loaded with paro_strategy {ours.strategy.name} in groups of "
+            f"{ours.topology.cluster.group_size}, by {ours.topology.cluster.ranks} ranks. If these cut the states "
+            f"otherwise, convert it once:\n"
+            f"  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {self._folder} "
+            f"--output_folder {self._folder}_universal\n"
+            f'and load it with "checkpoint": {{"load_universal": true}} in the configuration.'
+        )
+
+    def _header_of_any(self) -> Mapping[str, Any] | None:
+        for name in sorted(self._folder.glob("*_states.pt")):
+            try:
+                self._files.inspect(str(name))
+            except CheckpointError:
+                continue
+            return self._files.headers.pop(str(name), None)
+        return None
+
+
+class _UniversalCheck(_Check):
+    """Of a load from a universal checkpoint: each parameter's files, shared among the ranks."""
+
+    def _check(self) -> None:
+        names = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
+        if not names:
+            raise CheckpointError(f"{self._folder} has no files *_model_states.pt.")
+        # As DeepSpeed chooses it, whatever model parallelism has saved it.
+        self._files.read(names[self._engine.checkpoint_mp_rank * len(names) // self._engine.mp_world_size])
+        universal.check(self._engine, self._folder, self._files, self._states)
+
+    def _of_another_save(self) -> CheckpointError | None:
+        return None

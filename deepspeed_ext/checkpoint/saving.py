@@ -1,0 +1,70 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``engine.save_checkpoint``: all files, or the checkpoint that was there."""
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed_ext
+from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest
+from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+
+_SAVE_ID_BITS = 62
+
+
+def save_checkpoint(
+    save: Callable[..., Any],
+    engine: Any,
+    save_dir: str,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """DeepSpeed's ``save_checkpoint``, of which nothing is seen before it is complete. See ``folder.py``.
+
+    Args:
+        save: DeepSpeed's.
+        engine: one with a strategy of ours.
+        save_dir, tag, client_state, save_latest, exclude_frozen_parameters: DeepSpeed's.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them could not write. What was there before is untouched.
+    """
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    require_same("the tag of a checkpoint", tag)
+    files: CheckpointFiles = engine.checkpoint_engine
+    folder = CheckpointFolder(save_dir, tag)
+    # One rank for each file system does what is to be done once.
+    first = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
+    _together(folder.prepare if first else None)
+    with files.saving(folder, _header(engine)):
+        saved: bool = save(engine, save_dir, tag, dict(client_state or {}), False, exclude_frozen_parameters)
+    raise_together(files.error)
+    _together((lambda: folder.publish(save_latest)) if first else None)
+    return saved
+
+
+def _header(engine: Any) -> dict[str, Any]:
+    """What the files of one save have in common and no others have; plain values, for tools that have no torch."""
+    optimizer = engine.optimizer
+    return {
+        "version": deepspeed_ext.__version__,
+        "save_id": smallest(secrets.randbits(_SAVE_ID_BITS)),
+        "strategy": optimizer.strategy.name,
+        "group_size": optimizer.topology.cluster.group_size,
+        "ranks": optimizer.topology.cluster.ranks,
+    }
+
+
+def _together(act: Callable[[], None] | None) -> None:
+    """Act on this rank, or not, and raise on all ranks if it fails on one."""
+    error = None
+    try:
+        if act is not None:
+            act()
+    except OSError as reason:
+        error = CheckpointError(f"the checkpoint could not be saved: {reason}")
+    raise_together(error)

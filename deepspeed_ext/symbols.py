@@ -1,0 +1,71 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A symbol of DeepSpeed as we know it."""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A symbol of DeepSpeed that we depend on.
+
+    Attributes:
+        target: module and qualified name, separated by a colon.
+        why: what for.
+        signature: of the symbol as we know it, without annotations; another one is refused.
+        replace: makes the replacement from the original; None where a subclass of ours overrides or calls it.
+        gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
+    """
+
+    target: str
+    why: str
+    signature: str
+    replace: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    gate: bool = False
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module."""
+        return self.target.partition(":")[0]
+
+    @property
+    def path(self) -> str:
+        """Dotted path of the symbol."""
+        return self.target.replace(":", ".")
+
+    def locate(self) -> tuple[Any, str, Callable[..., Any]]:
+        """Owner, attribute name and present value of the symbol.
+
+        Raises:
+            AttributeError: it is not there.
+        """
+        owner: Any = importlib.import_module(self.module)
+        *parents, name = self.target.partition(":")[2].split(".")
+        for parent in parents:
+            owner = getattr(owner, parent)
+        return owner, name, inspect.getattr_static(owner, name)
+
+    def problem(self) -> str | None:
+        """Why the symbol is not as we know it; None if it is."""
+        try:
+            *_, value = self.locate()
+        except (AttributeError, ImportError):
+            return f"{self.path} is gone (used for: {self.why})"
+        signature = signature_of(getattr(value, "__func__", value))
+        if signature != self.signature:
+            return f"{self.path} has signature {signature}, expected {self.signature} (used for: {self.why})"
+        return None
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """Names, kinds and defaults. Annotations print differently from one Python to the next."""
+    function = inspect.unwrap(function)
+    while getattr(function, "__module__", None) == "deepspeed.utils.nvtx":  # a decorator that hides what it wraps
+        function = inspect.getclosurevars(function).nonlocals["func"]
+    signature = inspect.signature(function)
+    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
