@@ -46,7 +46,7 @@ class CheckpointFiles(CheckpointEngine):
         self._inner = inner
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
-        self._read: dict[str, Any] = {}  # path: state dict, read and not yet asked for
+        self._read: dict[str, Any] = {}  # path: state dict, until the load is over
         self.headers: dict[str, Mapping[str, Any]] = {}  # path: header, of files that have one
         self.error: Exception | None = None
 
@@ -93,7 +93,7 @@ class CheckpointFiles(CheckpointEngine):
         """Read a file now; ``load`` hands it out.
 
         Returns:
-            The state dict, for a look: it is not to be changed.
+            The state dict, which is the one that DeepSpeed will get.
 
         Raises:
             CheckpointError: it is missing, or cannot be read.
@@ -103,9 +103,9 @@ class CheckpointFiles(CheckpointEngine):
         return self._read[path]
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """DeepSpeed's: what was read before, or read now."""
+        """DeepSpeed's, which asks for some files twice: what was read before, or read now."""
         if path in self._read:
-            return self._read.pop(path)
+            return self._read[path]
         return self._without_header(path, self._inner.load(path, map_location=map_location))
 
     def inspect(self, path: str) -> Any:
@@ -120,8 +120,13 @@ class CheckpointFiles(CheckpointEngine):
             lambda: torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False),
         )
 
+    @property
+    def names(self) -> list[str]:
+        """Files that were read before the load."""
+        return list(self._read)
+
     def forget(self) -> None:
-        """Drop what was read and not asked for."""
+        """Drop what was read: the load is over."""
         self._read.clear()
         self.headers.clear()
 

@@ -143,7 +143,7 @@ class _Check:
         except CheckpointError as found:
             error = found
         raise_together(error)
-        raise_together(self._of_another_save())
+        self._check_saves()
 
     def _check(self) -> None:
         module_file = self._module_file()
@@ -208,14 +208,17 @@ class _Check:
         for number in range(dist.get_rank(), count, dist.get_world_size()):
             self._files.inspect(self._engine._get_rank_zero_ckpt_name(self._load_dir, self._tag, 0, number, bf16))
 
-    def _of_another_save(self) -> CheckpointError | None:
-        """An error if a file is not of the same save as those of other ranks. Collective."""
-        ids = {name: int(header["save_id"]) for name, header in self._files.headers.items()}
-        expected = smallest(min(ids.values(), default=_LARGEST))
-        other = next((name for name, found in ids.items() if found != expected), None)
-        if other is None:
-            return None
-        return CheckpointError(f"{other} is of another save than files of the same checkpoint that other ranks load.")
+    def _check_saves(self) -> None:
+        """Raise on all ranks if the files are not all of one save. Collective."""
+        ids = {name: int(self._files.headers.get(name, {}).get("save_id", 0)) for name in self._files.names}
+        error: CheckpointError | None = None
+        if len(set(ids.values())) > 1:
+            error = CheckpointError(f"one of these files is of another save than the others: {', '.join(ids)}.")
+        raise_together(error)
+        mine = next(iter(ids.values()), _LARGEST)
+        if mine not in (smallest(mine), _LARGEST):
+            error = CheckpointError(f"{', '.join(ids)} are of another save than the files that other ranks load.")
+        raise_together(error)
 
     def _saved_as(self) -> str:
         """How the checkpoint was saved, as far as it can be told, and what to do."""
@@ -257,5 +260,5 @@ class _UniversalCheck(_Check):
         self._files.read(names[self._engine.checkpoint_mp_rank * len(names) // self._engine.mp_world_size])
         universal.check(self._engine, self._folder, self._files, self._states)
 
-    def _of_another_save(self) -> CheckpointError | None:
-        return None
+    def _check_saves(self) -> None:
+        """A conversion is not a save."""

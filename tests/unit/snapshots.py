@@ -52,11 +52,11 @@ def mark(engine: Any, model: nn.Module) -> None:
         group["weight_decay"] = 0.01 * (number + 1)
 
 
-def run(engine: Any, job: training.Job, steps: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train; the losses."""
+def run(engine: Any, job: training.Job, steps: Sequence[tuple[Tensor, Tensor]], first: int = 100) -> list[float]:
+    """Train, a micro-step each, which count from ``first``; the losses."""
     losses = []
-    for x, y in steps:
-        losses.append(training.micro_step(engine, job, 0, x, y))
+    for number, (x, y) in enumerate(steps, first):
+        losses.append(training.micro_step(engine, job, number, x, y))
         engine.step()
     return losses
 

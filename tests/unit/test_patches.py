@@ -43,6 +43,12 @@ def test_the_list_says_what_for() -> None:
         "zero.partition_parameters:GatheredParameters.__init__",
         "zero.partition_parameters:GatheredParameters._exit",
         "zero.partition_parameters:GatheredParameters._partition_params",
+        "engine:create_checkpoint_engine",
+        "engine:DeepSpeedEngine.save_checkpoint",
+        "engine:DeepSpeedEngine.load_checkpoint",
+        "engine:DeepSpeedEngine._get_all_ckpt_names",
+        "zero.stage_1_and_2:DeepSpeedZeroOptimizer._load_universal_checkpoint",
+        "zero.stage3:DeepSpeedZeroOptimizer_Stage3._load_universal_checkpoint",
     ]
 
 

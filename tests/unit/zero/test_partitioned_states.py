@@ -6,54 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_states import SEVERAL_BUCKETS, foreign_checkpoint_case
+from test_states import SEVERAL_BUCKETS
 from training import PARTITIONED
-
-
-@pytest.mark.parametrize("loaded", ["III", "INI"])
-def test_a_checkpoint_cut_otherwise_is_refused(ranks: Any, tmp_path: Path, loaded: str) -> None:
-    for error in ranks(4).run_expect_error(foreign_checkpoint_case, str(tmp_path), "GGG", loaded):
-        assert error.type == "ValueError" and "of stage 3 and cut over 4 ranks" in error.message, error
-        assert f"paro_strategy {loaded} in groups of 2 is of stage 3 and cuts them over 2" in error.message
-
-
-@pytest.mark.parametrize("saved, loaded", [("stock", "IIG"), ("IIG", "GGG"), ("GGG", "ING"), ("III", "INI")])
-def test_a_checkpoint_cut_over_the_same_ranks_loads(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
-    for losses, weights in ranks(4).run(cut_alike_case, str(tmp_path), saved, loaded):
-        assert losses <= 1e-6 and weights <= 1e-5, (losses, weights)
-
-
-def cut_alike_case(folder: str, saved: str, loaded: str) -> tuple[float, float]:
-    """Go on with another strategy, and other sub-groups, than have saved: differences to an uninterrupted run."""
-    import training
-
-    some = {"sub_group_size": 150, "allgather_bucket_size": 700, "reduce_bucket_size": 300}
-    job = training.Job(optimizer="Adam", groups=2, empty=False)
-
-    def zero(name: str, buckets: dict[str, int]) -> dict[str, Any]:
-        return {**({"stage": 3} if name == "stock" else {"paro_strategy": name, "paro_group_size": 2}), **buckets}
-
-    def run(engine: Any, steps: list[Any]) -> list[float]:
-        losses = []
-        for x, y in steps:
-            losses.append(training.micro_step(engine, job, 0, x, y))
-            engine.step()
-        return losses
-
-    data = training.batches(job)
-    steps = [next(data) for _ in range(5)]
-    engine, model = training.make_engine(job, zero(saved, {}))
-    run(engine, steps[:3])
-    engine.save_checkpoint(folder)
-    expected = run(engine, steps[3:]), training.whole_weights(model)
-    engine.destroy()
-    engine, model = training.make_engine(job, zero(loaded, some))
-    assert len(engine.optimizer.fp16_groups) > 2
-    engine.load_checkpoint(folder)
-    resumed = run(engine, steps[3:]), training.whole_weights(model)
-    engine.destroy()
-    losses = max(abs(a - b) for a, b in zip(expected[0], resumed[0], strict=True))
-    return losses, ((expected[1] - resumed[1]).abs().max() / expected[1].abs().max()).item()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

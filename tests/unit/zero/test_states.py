@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where model states are held, and that DeepSpeed's own tools still find them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from training import PARTITIONED, REPLICATED
-
-from deepspeed_ext.placement import STRATEGIES
 
 SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
@@ -78,88 +75,6 @@ def accessors_case(names: tuple[str, ...]) -> list[tuple[str, float, float, floa
         )
         rows.append((name, a, b, c))
     return rows
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_checkpoint_resumes_and_converts(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(checkpoint_case, str(tmp_path), dtype, names):
-        for name, resumed, exported in rows:
-            assert resumed == 0.0 and exported == 0.0, (name, resumed, exported)
-
-
-def checkpoint_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """Differences of a resumed run to an uninterrupted one, and of zero_to_fp32's weights to the optimizer's."""
-    import training
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_fp32_param
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    job = training.Job(dtype=dtype, groups=2, frozen=(1,), empty=False, zero=SEVERAL_BUCKETS)
-    rows = []
-    for name in names:
-        zero = {"paro_strategy": name, "paro_group_size": 2}
-        engine, model = training.make_engine(job, zero)
-        data = training.batches(job)
-        steps = [next(data) for _ in range(4)]
-
-        def run(engine: Any, batches: list[Any]) -> None:
-            for x, y in batches:
-                training.micro_step(engine, job, 0, x, y)
-                engine.step()
-
-        run(engine, steps[:2])
-        engine.save_checkpoint(f"{folder}/{name}")
-        trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-        saved = {key: safe_get_full_fp32_param(p).clone() for key, p in trained.items()}
-        run(engine, steps[2:])
-        whole = training.whole_weights(model)
-        engine.destroy()
-
-        engine, model = training.make_engine(job, zero)
-        run(engine, steps[2:])  # something to be overwritten
-        engine.load_checkpoint(f"{folder}/{name}")
-        run(engine, steps[2:])
-        resumed = training.whole_weights(model)
-        engine.destroy()
-        dist.barrier()
-        exported = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}")
-        gap = max((exported[key] - saved[key]).abs().max().item() for key in saved)
-        rows.append((name, (whole - resumed).abs().max().item(), gap))
-    return rows
-
-
-@pytest.mark.parametrize("saved, loaded", [({"stage": 2}, "NII"), ("NIG", "NNN"), ("NII", "NNI"), ("NIG", "NGG")])
-def test_a_checkpoint_cut_otherwise_is_refused_and_one_cut_alike_loads(
-    ranks: Any, tmp_path: Path, saved: Any, loaded: str
-) -> None:
-    if isinstance(saved, str) and STRATEGIES[saved].os == STRATEGIES[loaded].os:
-        assert ranks(4).run(foreign_checkpoint_case, str(tmp_path), saved, loaded) == [0.0] * 4
-        return
-    for error in ranks(4).run_expect_error(foreign_checkpoint_case, str(tmp_path), saved, loaded):
-        assert error.type == "ValueError" and "are cut over [4] ranks" in error.message, error
-        assert f"paro_strategy {loaded} in groups of 2 cuts them over" in error.message
-
-
-def foreign_checkpoint_case(folder: str, saved: Any, loaded: str) -> float:
-    """Save with one strategy, load with another; the difference of the weights after it."""
-    import torch
-    import training
-
-    job = training.Job(dtype="bf16", config={"optimizer": {"params": {"momentum": 0.0}}})
-    weights = []
-    for zero in (saved, loaded):
-        zero = {"paro_strategy": zero, "paro_group_size": 2} if isinstance(zero, str) else zero
-        engine, model = training.make_engine(job, zero)
-        if weights:
-            engine.load_checkpoint(folder)
-        else:
-            training.micro_step(engine, job, 0, *next(training.batches(job)))
-            engine.step()
-            engine.save_checkpoint(folder)
-        weights.append(torch.cat([p.detach().float().flatten() for p in model.parameters()]))
-        engine.destroy()
-    return (weights[0] - weights[1]).abs().max().item()
 
 
 @pytest.mark.parametrize("name", ["NIG", "NNG"])

@@ -1,0 +1,150 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a checkpoint appears complete, or not at all; at whatever call its save is killed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+class Killed(BaseException):
+    """As if the process were gone."""
+
+
+def write(folder: Any, text: str) -> None:
+    """One save of two files."""
+    folder.prepare()
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        Path(folder.staged(str(folder.path / name))).write_text(text)
+
+
+def read(folder: Any) -> set[str]:
+    """What the checkpoint says, as a load sees it."""
+    if not folder.path.exists():
+        folder.recover()
+    return {path.read_text() for path in folder.path.glob("*_states.pt")}
+
+
+@pytest.mark.parametrize("tag", ["global_step10", "a/b", ".hidden", "a b.c"])
+def test_a_checkpoint_is_where_deepspeed_puts_it(tmp_path: Path, tag: str) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder(tmp_path, tag)
+    write(folder, "one")
+    assert not (tmp_path / tag).exists() and not (tmp_path / "latest").exists()
+    folder.publish(save_latest=True)
+    assert read(folder) == {"one"} and (tmp_path / "latest").read_text() == tag
+    assert [
+        path.name for path in (tmp_path / tag).parent.iterdir() if path.name not in (Path(tag).name, "latest")
+    ] == []
+
+
+def test_what_is_not_in_the_folder_is_written_where_it_belongs(tmp_path: Path) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder(tmp_path, "one")
+    assert folder.staged(str(tmp_path / "zero_to_fp32.py")) == str(tmp_path / "zero_to_fp32.py")
+    assert folder.staged(str(tmp_path / "one_more" / "file")) == str(tmp_path / "one_more" / "file")
+    assert folder.staged(str(tmp_path / "one" / "sub" / "file")) == str(folder.staging / "sub" / "file")
+
+
+def test_latest_is_left_alone_if_so_asked(tmp_path: Path) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    for tag, latest in (("one", True), ("two", False)):
+        folder = CheckpointFolder(tmp_path, tag)
+        write(folder, tag)
+        folder.publish(latest)
+    assert (tmp_path / "latest").read_text() == "one" and read(folder) == {"two"}
+
+
+@pytest.mark.parametrize("tag", ["one", "two"])
+def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save."""
+    calls = 0
+    while True:
+        folder = kill_at(tmp_path / str(calls), calls, monkeypatch, tag)
+        if folder is None:
+            break
+        latest = (folder.save_dir / "latest").read_text()
+        found = read(type(folder)(folder.save_dir, latest))
+        assert found in ({"first"}, {"second"}), (calls, latest, found)
+        assert (folder.path / "tokenizer.json").exists() or tag == "two" or found == {"first"}
+        calls += 1
+        # The next save finds its way, too, and leaves nothing behind.
+        write(folder, "third")
+        folder.publish(save_latest=True)
+        names = sorted(path.name for path in folder.save_dir.iterdir())
+        assert read(folder) == {"third"} and names == sorted({"one", tag, "latest"}), names
+    assert calls >= 6
+
+
+def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) -> Any:
+    """Save to tag "one", then to ``tag``, killed before a call; the second folder, or None if it came to its end."""
+    import os
+    import shutil
+
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder(path, "one")
+    write(folder, "first")
+    folder.publish(save_latest=True)
+    (folder.path / "tokenizer.json").write_text("of somebody else")
+    folder = CheckpointFolder(path, tag)
+    count = 0
+
+    def guarded(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > number:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for owner, name in (
+            (Path, "mkdir"),
+            (Path, "rename"),
+            (Path, "replace"),
+            (Path, "write_text"),
+            (os, "link"),
+            (os, "unlink"),
+            (os, "rmdir"),
+            (shutil, "copystat"),
+        ):
+            patch.setattr(owner, name, guarded(getattr(owner, name)))
+        try:
+            write(folder, "second")
+            folder.publish(save_latest=True)
+        except Killed:
+            return folder
+    return None
+
+
+def test_what_others_keep_in_the_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder(tmp_path, "one")
+    (tmp_path / "one" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "one" / "tokenizer" / "vocabulary.json").write_text("mine")
+    (tmp_path / "one" / "link").symlink_to("tokenizer")
+    write(folder, "first")
+    (folder.staging / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text("of a larger run")
+    folder.publish(save_latest=True)
+    for number in range(2):
+        if number:  # a file system without hard links
+
+            def refuse(*args: Any, **kwargs: Any) -> None:
+                raise OSError("no links here")
+
+            monkeypatch.setattr(os, "link", refuse)
+        write(folder, "again")
+        folder.publish(save_latest=True)
+        assert (folder.path / "tokenizer" / "vocabulary.json").read_text() == "mine"
+        assert (folder.path / "link").is_symlink()
+        assert not (folder.path / "zero_pp_rank_7_mp_rank_00_optim_states.pt").exists() and read(folder) == {"again"}
