@@ -67,9 +67,12 @@ class CheckpointFiles(CheckpointEngine):
     def save(self, state_dict: Any, path: str) -> None:
         """Write a file: into the staging folder, or in place of what is at ``path`` once it is complete."""
         if self._folder is None:
-            new = str(Path(path).with_name(f".{Path(path).name}.saving.pt"))
-            self._write(state_dict, new)
-            os.replace(new, path)
+            new = Path(path).with_name(f".{Path(path).name}.saving.pt")
+            try:
+                self._write(state_dict, str(new))
+                new.replace(path)
+            finally:
+                new.unlink(missing_ok=True)
             return
         if isinstance(state_dict, dict):
             state_dict = {**state_dict, HEADER: dict(self._header)}

@@ -60,9 +60,10 @@ def load_checkpoint(
     files: CheckpointFiles = engine.checkpoint_engine
     try:
         check = _UniversalCheck if from_universal else _Check
-        check(engine, load_dir, tag, load_optimizer_states and not load_module_only).run()
+        strict = load_module_strict and custom_load_fn is None
+        check(engine, load_dir, tag, load_optimizer_states and not load_module_only, strict).run()
         if from_universal:
-            paths = universal.model_state_files(Path(load_dir, tag))
+            paths = universal.model_state_files(Path(load_dir, tag), engine.checkpoint_mp_rank)
             universal.load_untrained(engine, [files.inspect(str(path)) for path in paths])
         with _weights_of(tag, from_universal):
             loaded = load(engine, load_dir, tag, *arguments)
@@ -79,7 +80,7 @@ def load_into_stock(load: Callable[..., Any], engine: Any, load_dir: str, tag: A
     """
     folder = Path(load_dir, _tag(engine, load_dir, tag))
     if folder.is_dir() and universal.beyond_stock(engine.zero_optimization_partition_weights(), folder):
-        paths = universal.model_state_files(folder)
+        paths = universal.model_state_files(folder, engine.checkpoint_mp_rank)
         universal.load_untrained(
             engine, [torch.load(path, map_location="cpu", mmap=True, weights_only=False) for path in paths]
         )
@@ -118,6 +119,11 @@ def _weights_of(tag: str, from_universal: bool) -> AbstractContextManager[Any]:
     return mock.patch.object(deepspeed.runtime.engine, name, replacement)
 
 
+def _shape(value: Any) -> Any:
+    """Of a tensor; a module's extra state has none."""
+    return getattr(value, "shape", None)
+
+
 class _Check:
     """Of one load, before it.
 
@@ -125,13 +131,14 @@ class _Check:
         engine: that will load.
         load_dir, tag: what.
         states: whether the optimizer's states are loaded, too.
+        strict: whether the module must have the names that were saved.
     """
 
-    def __init__(self, engine: Any, load_dir: str, tag: str, states: bool) -> None:
+    def __init__(self, engine: Any, load_dir: str, tag: str, states: bool, strict: bool) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._files: CheckpointFiles = engine.checkpoint_engine
-        self._load_dir, self._tag, self._states = load_dir, tag, states
+        self._load_dir, self._tag, self._states, self._strict = load_dir, tag, states, strict
         self._folder = Path(load_dir) / tag
         self._shard: Mapping[str, Any] = {}  # an optimizer's state dict
 
@@ -148,6 +155,7 @@ class _Check:
     def _check(self) -> None:
         module_file = self._module_file()
         module = self._files.read(module_file)
+        self._check_names(module_file, module)
         if self._states:
             self._shard = self._files.read(self._shard_file())[OPTIMIZER_STATE_DICT]
             self._check_shapes(module_file, module)
@@ -172,9 +180,28 @@ class _Check:
     def _shard_file(self) -> str:
         """The file of the optimizer's states that this rank loads."""
         name: str = self._engine._get_zero_ckpt_name(self._load_dir, self._tag)
-        if not Path(name).exists():
-            raise CheckpointError(f"{name} is missing.{self._saved_as()}")
-        return name
+        if Path(name).exists():
+            return name
+        path, prefix = Path(name), "bf16_"
+        other = path.with_name(path.name.removeprefix(prefix) if path.name.startswith(prefix) else prefix + path.name)
+        if other.exists():
+            raise CheckpointError(
+                f"{name} is missing, but {other.name} is there: bf16.enabled must be what it was when it was saved."
+            )
+        raise CheckpointError(f"{name} is missing.{self._saved_as()}")
+
+    def _check_names(self, module_file: str, module: Mapping[str, Any]) -> None:
+        """torch says what is missing or has another shape when it has copied the rest."""
+        saved, wanted = module["module"] or {}, self._engine.module.state_dict()
+        differing = sorted(saved.keys() ^ wanted.keys()) if saved and self._strict else []
+        if not self._engine.zero_optimization_partition_weights():  # where they are cut they show no shape
+            common = sorted(saved.keys() & wanted.keys())
+            differing += [name for name in common if _shape(saved[name]) != _shape(wanted[name])]
+        if differing:
+            raise CheckpointError(
+                f"{module_file} does not fit the model: of {len(wanted)} names {len(differing)} are missing, "
+                f"unexpected or have another shape, the first is {differing[0]!r}."
+            )
 
     def _check_states(self) -> None:
         try:

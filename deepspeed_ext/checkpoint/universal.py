@@ -30,6 +30,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
     BUFFER_NAMES,
+    DS_AUTOTP_UC_META,
     DS_VERSION,
     FROZEN_PARAM_FRAGMENTS,
     FROZEN_PARAM_SHAPES,
@@ -52,9 +53,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # all that ds_to_universal.py converts
 _STATES = "optimizer_state.pt"
 
 
-def model_state_files(folder: Path) -> list[Path]:
-    """Files of model states of the first model-parallel rank, in the order of data-parallel ranks."""
-    names = folder.glob("*mp_rank_00_model_states.pt")
+def model_state_files(folder: Path, model_parallel_rank: int = 0) -> list[Path]:
+    """Files of model states of one model-parallel rank, in the order of data-parallel ranks."""
+    names = folder.glob(f"*mp_rank_{model_parallel_rank:02d}_model_states.pt")
     return sorted(names, key=lambda path: natural_keys(path.name))
 
 
@@ -97,18 +98,43 @@ def check(engine: Any, folder: Path, files: CheckpointFiles, states: bool) -> No
     groups = engine.optimizer.optimizer.param_groups
     if states and len(found[PARAM_GROUPS]) != len(groups):
         raise CheckpointError(f"{folder} has {len(found[PARAM_GROUPS])} parameter groups, expected {len(groups)}.")
-    model_parallel = engine.mp_world_size > 1
-    parameters = {name: numel for shapes in engine._get_zero_param_shapes() for name, numel in _numels(shapes)}
+    parameters = {
+        engine.param_names[param]: param for param in engine.module.parameters() if is_optimized_parameter(param)
+    }
     for name in sorted(parameters)[dist.get_rank() :: dist.get_world_size()]:
+        expected = _numels(parameters[name], engine)
         for path in [folder / "zero" / name / f"{_WEIGHTS}.pt", *_moment_files(folder, name, states)]:
             saved = files.inspect(str(path))
             numel = (saved[PARAM] if isinstance(saved, dict) else saved).numel()
-            if numel != parameters[name] and not (model_parallel and isinstance(saved, dict)):
-                raise CheckpointError(f"{path} has {numel} elements, expected {parameters[name]}.")
+            if expected and numel not in expected:
+                raise CheckpointError(f"{path} has {numel} elements, expected {' or '.join(map(str, expected))}.")
+    _check_untrained(
+        engine, [files.inspect(str(path)) for path in model_state_files(folder, engine.checkpoint_mp_rank)]
+    )
 
 
-def _numels(shapes: Mapping[str, Any]) -> list[tuple[str, int]]:
-    return [(name, shape.numel()) for name, shape in shapes.items()]
+def _check_untrained(engine: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Whether ``load_untrained`` can do it."""
+    frozen = [(name, p) for name, p in engine.module.named_parameters() if not is_optimized_parameter(p)]
+    if not states and (frozen or any(True for _ in engine.module.buffers())):
+        raise CheckpointError(
+            f"the checkpoint has no model states of model-parallel rank {engine.checkpoint_mp_rank}: buffers and "
+            f"frozen parameters are loaded only into as many model-parallel ranks as have saved them."
+        )
+    for name, param in frozen:
+        saved = _frozen(name, states)
+        numel = getattr(param, "ds_numel", param.numel())
+        if saved is not None and saved.numel() != numel:
+            raise CheckpointError(f"the frozen parameter {name} has {saved.numel()} elements, expected {numel}.")
+
+
+def _numels(param: Any, engine: Any) -> set[int]:
+    """Elements that the files of a parameter may have; empty where only DeepSpeed's AutoTP knows."""
+    if hasattr(param, DS_AUTOTP_UC_META):
+        return set()
+    if hasattr(param, "ds_numel"):
+        return {param.ds_numel}
+    return {param.numel(), param.numel() * engine.mp_world_size}
 
 
 def _moment_files(folder: Path, name: str, states: bool) -> list[Path]:
@@ -222,6 +248,8 @@ def load_untrained(engine: Any, states: Sequence[Mapping[str, Any]]) -> None:
         engine: ours or DeepSpeed's.
         states: of ``model_state_files``.
     """
+    if not states:
+        return
     module = states[0]["module"]
     buffers = {name: module[name] for name in states[0][BUFFER_NAMES] if name in module}
     engine.module.load_state_dict(buffers, strict=False)

@@ -83,6 +83,61 @@ def resume_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[tuple[s
     return rows
 
 
+VARIANTS = {
+    "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False},
+    "tensor parallel": {"tensor_parallel": 2},
+    "fp32 accumulation": {"data_types": {"grad_accum_dtype": "fp32"}},
+    "round robin": {"zero": {"round_robin_gradients": True}},
+    "not zip": {"checkpoint": {"checkpoint_serialization": False}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str) -> None:
+    for rows in ranks(4).run(variant_case, str(tmp_path), VARIANTS[variant]):
+        for name, loaded, resumed, converted in rows:
+            assert (loaded, resumed, converted) == ({}, {}, {}), (name, loaded, resumed, converted)
+
+
+def variant_case(folder: str, keys: dict[str, Any]) -> list[tuple[str, Any, Any, Any]]:
+    """What differs after a load, after going on from there, and after a load of the universal checkpoint."""
+    import dataclasses
+
+    import snapshots
+    import training
+
+    config = {key: value for key, value in keys.items() if key not in ("zero", "tensor_parallel")}
+    job = job_of("bf16", keys.get("zero"), **config)
+    job = dataclasses.replace(job, tensor_parallel=keys.get("tensor_parallel", 1))
+    universal = dataclasses.replace(
+        job, config={**job.config, "checkpoint": {**job.config.get("checkpoint", {}), "load_universal": True}}
+    )
+    rows = []
+    for name in ("NIG", "IIG", "III"):
+        zero = placed(name, 2 // job.tensor_parallel)
+        engine, model = training.make_engine(job, zero)
+        snapshots.mark(engine, model)
+        snapshots.run(engine, job, snapshots.steps_of(job, 3))
+        engine.save_checkpoint(f"{folder}/{name}")
+        snapshots.convert(f"{folder}/{name}")
+        saved = snapshots.snapshot(engine, model, job)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=3))
+        found = [snapshots.snapshot(engine, model, job)]
+        engine.destroy()
+        # The model of the tests is not really cut by tensor parallelism, but the converter takes it to be.
+        for kind in (job, universal if job.tensor_parallel == 1 else job):
+            engine, model = training.make_engine(kind, zero)
+            engine.load_checkpoint(f"{folder}/{name}")
+            found.append(snapshots.snapshot(engine, model, job))
+            snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=3))
+            found.append(snapshots.snapshot(engine, model, job))
+            engine.destroy()
+        whole, loaded, resumed, converted, _ = found
+        differences = [snapshots.difference(*pair) for pair in ((saved, loaded), (whole, resumed), (saved, converted))]
+        rows.append((name, *differences))
+    return rows
+
+
 # (saved by, on ranks, loaded by, on ranks); groups of 2. With os = I a group holds all states, whatever the number of
 # groups; with os = G strategies with p = N, and those with p cut, and DeepSpeed's, load each other's.
 ALIKE = [
