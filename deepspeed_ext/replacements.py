@@ -218,7 +218,8 @@ def load_universal(load: Callable[..., None]) -> Callable[..., None]:
         from deepspeed_ext.checkpoint import universal
 
         ours, stage3 = hasattr(self, "check_states"), hasattr(self, "fp32_partitioned_groups_flat")
-        if ours or universal.beyond_stock(stage3, folder):
+        swapped = getattr(self, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
+        if ours or (not swapped and universal.beyond_stock(stage3, folder)):
             universal.load(self, folder, states, from_fp32)
         else:
             load(self, folder, states, from_fp32)

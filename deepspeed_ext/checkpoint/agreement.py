@@ -3,12 +3,16 @@
 """What ranks must find alike before any of them goes on."""
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.checkpoint.folder import CheckpointError
+
+_Result = TypeVar("_Result")
 
 
 def raise_together(error: Exception | None) -> None:
@@ -30,6 +34,28 @@ def raise_together(error: Exception | None) -> None:
         content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     dist.broadcast(content, first)
     raise CheckpointError(f"rank {first}: {bytes(content.tolist()).decode()}") from error
+
+
+def together(act: Callable[[], _Result], doing: str) -> _Result:
+    """Do what may fail on one rank and not on others, which would then wait for it. Collective.
+
+    Args:
+        act: without any communication.
+        doing: the beginning of the message of errors that do not have their own.
+
+    Raises:
+        CheckpointError: on all ranks, if it failed on one.
+    """
+    error: CheckpointError | None = None
+    try:
+        result = act()
+    except CheckpointError as found:
+        error = found
+    except Exception as found:
+        error = CheckpointError(f"{doing}: {type(found).__name__}: {found}")
+        error.__cause__ = found
+    raise_together(error)
+    return result
 
 
 def smallest(value: int) -> int:

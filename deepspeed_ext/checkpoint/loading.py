@@ -15,9 +15,10 @@ from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARTITION_COUNT
 
 from deepspeed_ext.checkpoint import universal
-from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest
+from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.saving import is_first
 
 _LARGEST = 2**62
 
@@ -49,27 +50,34 @@ def load_checkpoint(
             optimizer states are cut otherwise. Nothing has been changed.
     """
     from_universal = engine.load_universal_checkpoint()
-    tag = _tag(engine, load_dir, tag)
+    tag = together(lambda: _tag(engine, load_dir, tag), f"the latest checkpoint of {load_dir} cannot be told")
     require_same("the tag of a checkpoint", tag)
-    arguments = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
+    rest = {
+        "load_module_strict": load_module_strict,
+        "load_optimizer_states": load_optimizer_states,
+        "load_lr_scheduler_states": load_lr_scheduler_states,
+        "load_module_only": load_module_only,
+        "custom_load_fn": custom_load_fn,
+    }
     if not tag:
-        return load(engine, load_dir, None, *arguments)
+        return load(engine, load_dir, **rest)  # DeepSpeed's answer where there is none
     if load_module_only and engine.zero_optimization_partition_weights():
-        arguments = (load_module_strict, False, load_lr_scheduler_states, load_module_only, custom_load_fn)
-    _recover(engine, CheckpointFolder(load_dir, tag))
+        rest["load_optimizer_states"] = False
+    folder = CheckpointFolder(load_dir, tag)
+    together(lambda: _find(folder, engine), f"{folder.path} could not be put back after a save that was killed")
     files: CheckpointFiles = engine.checkpoint_engine
     try:
         check = _UniversalCheck if from_universal else _Check
-        strict = load_module_strict and custom_load_fn is None
-        check(engine, load_dir, tag, load_optimizer_states and not load_module_only, strict).run()
+        check(engine, load_dir, tag, load_optimizer_states and not load_module_only).run(
+            None if custom_load_fn is not None else load_module_strict
+        )
         if from_universal:
-            paths = universal.model_state_files(Path(load_dir, tag), engine.checkpoint_mp_rank)
+            paths = universal.model_state_files(folder.path, engine.checkpoint_mp_rank)
             universal.load_untrained(engine, [files.inspect(str(path)) for path in paths])
         with _weights_of(tag, from_universal):
-            loaded = load(engine, load_dir, tag, *arguments)
+            return load(engine, load_dir, tag, **rest)
     finally:
         files.forget()
-    return loaded
 
 
 def load_into_stock(load: Callable[..., Any], engine: Any, load_dir: str, tag: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,18 +103,14 @@ def _tag(engine: Any, load_dir: str, tag: str | None) -> str:
     return latest.read_text().strip() if latest.is_file() else ""
 
 
-def _recover(engine: Any, folder: CheckpointFolder) -> None:
-    """Put back a folder that a save has set aside, if it was killed right there."""
-    error = None
-    try:
-        if (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0:
-            if not folder.path.exists():
-                folder.recover()
-            if not folder.path.is_dir():
-                error = CheckpointError(f"there is no checkpoint {folder.path}.")
-    except OSError as reason:
-        error = CheckpointError(f"{folder.path} could not be put back after a save that was killed: {reason}")
-    raise_together(error)
+def _find(folder: CheckpointFolder, engine: Any) -> None:
+    """On the first rank: see that the folder is there, even if a save that was killed had set it aside."""
+    if not is_first(engine):
+        return
+    if not folder.path.exists():
+        folder.recover()
+    if not folder.path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder.path}.")
 
 
 def _weights_of(tag: str, from_universal: bool) -> AbstractContextManager[Any]:
@@ -131,31 +135,30 @@ class _Check:
         engine: that will load.
         load_dir, tag: what.
         states: whether the optimizer's states are loaded, too.
-        strict: whether the module must have the names that were saved.
     """
 
-    def __init__(self, engine: Any, load_dir: str, tag: str, states: bool, strict: bool) -> None:
+    def __init__(self, engine: Any, load_dir: str, tag: str, states: bool) -> None:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._files: CheckpointFiles = engine.checkpoint_engine
-        self._load_dir, self._tag, self._states, self._strict = load_dir, tag, states, strict
+        self._load_dir, self._tag, self._states = load_dir, tag, states
         self._folder = Path(load_dir) / tag
         self._shard: Mapping[str, Any] = {}  # an optimizer's state dict
 
-    def run(self) -> None:
-        """Raise on all ranks what one of them finds. Collective."""
-        error: Exception | None = None
-        try:
-            self._check()
-        except CheckpointError as found:
-            error = found
-        raise_together(error)
+    def run(self, strict: bool | None) -> None:
+        """Raise on all ranks what one of them finds. Collective.
+
+        Args:
+            strict: DeepSpeed's ``load_module_strict``; None where a function of the user's loads the module.
+        """
+        together(lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be")
         self._check_saves()
 
-    def _check(self) -> None:
+    def _check(self, strict: bool | None) -> None:
         module_file = self._module_file()
         module = self._files.read(module_file)
-        self._check_names(module_file, module)
+        if strict is not None:
+            self._check_names(module_file, module, strict)
         if self._states:
             self._shard = self._files.read(self._shard_file())[OPTIMIZER_STATE_DICT]
             self._check_shapes(module_file, module)
@@ -190,10 +193,10 @@ class _Check:
             )
         raise CheckpointError(f"{name} is missing.{self._saved_as()}")
 
-    def _check_names(self, module_file: str, module: Mapping[str, Any]) -> None:
+    def _check_names(self, module_file: str, module: Mapping[str, Any], strict: bool) -> None:
         """torch says what is missing or has another shape when it has copied the rest."""
         saved, wanted = module["module"] or {}, self._engine.module.state_dict()
-        differing = sorted(saved.keys() ^ wanted.keys()) if saved and self._strict else []
+        differing = sorted(saved.keys() ^ wanted.keys()) if saved and strict else []
         if not self._engine.zero_optimization_partition_weights():  # where they are cut they show no shape
             common = sorted(saved.keys() & wanted.keys())
             differing += [name for name in common if _shape(saved[name]) != _shape(wanted[name])]
@@ -213,10 +216,10 @@ class _Check:
         """DeepSpeed saves what was flattened in this order, and takes it back in the order of now."""
         saved, wanted = (
             [(name, tuple(shape)) for group in groups for name, shape in group.items()]
-            for groups in (module[PARAM_SHAPES], self._engine._get_zero_param_shapes())
+            for groups in (module.get(PARAM_SHAPES) or (), self._engine._get_zero_param_shapes())
         )
         differing = [(a, b) for a, b in zip(saved, wanted, strict=False) if a[1] != b[1]]
-        if differing or len(saved) != len(wanted):
+        if saved and (differing or len(saved) != len(wanted)):
             first = f", the first that differs: {differing[0][0]}, expected {differing[0][1]}" if differing else ""
             raise CheckpointError(
                 f"{module_file} is of another model, or of parameters in another order (round_robin_gradients): its "
@@ -279,7 +282,7 @@ class _Check:
 class _UniversalCheck(_Check):
     """Of a load from a universal checkpoint: each parameter's files, shared among the ranks."""
 
-    def _check(self) -> None:
+    def _check(self, strict: bool | None) -> None:
         names = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
         if not names:
             raise CheckpointError(f"{self._folder} has no files *_model_states.pt.")

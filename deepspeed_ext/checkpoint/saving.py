@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed_ext
-from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest
+from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together
 from deepspeed_ext.checkpoint.files import CheckpointFiles
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.folder import CheckpointFolder
 
 _SAVE_ID_BITS = 62
 
@@ -37,14 +37,20 @@ def save_checkpoint(
     require_same("the tag of a checkpoint", tag)
     files: CheckpointFiles = engine.checkpoint_engine
     folder = CheckpointFolder(save_dir, tag)
-    # One rank for each file system does what is to be done once.
-    first = (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
-    _together(folder.prepare if first else None)
+    first = is_first(engine)
+    doing = "the checkpoint could not be saved"
+    together(lambda: folder.prepare() if first else None, doing)
     with files.saving(folder, _header(engine)):
         saved: bool = save(engine, save_dir, tag, dict(client_state or {}), False, exclude_frozen_parameters)
     raise_together(files.error)
-    _together((lambda: folder.publish(save_latest)) if first else None)
+    together(lambda: folder.publish(save_latest) if first else None, doing)
     return saved
+
+
+def is_first(engine: Any) -> bool:
+    """Whether this rank does what is to be done once for each file system."""
+    rank: int = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    return rank == 0
 
 
 def _header(engine: Any) -> dict[str, Any]:
@@ -57,14 +63,3 @@ def _header(engine: Any) -> dict[str, Any]:
         "group_size": optimizer.topology.cluster.group_size,
         "ranks": optimizer.topology.cluster.ranks,
     }
-
-
-def _together(act: Callable[[], None] | None) -> None:
-    """Act on this rank, or not, and raise on all ranks if it fails on one."""
-    error = None
-    try:
-        if act is not None:
-            act()
-    except OSError as reason:
-        error = CheckpointError(f"the checkpoint could not be saved: {reason}")
-    raise_together(error)

@@ -80,9 +80,12 @@ def global_states(folder: str | Path) -> dict[str, Any]:
 def beyond_stock(stage3: bool, folder: str | Path) -> bool:
     """Whether DeepSpeed's own ZeRO is to load it as ours does: a strategy of ours, or another stage, has saved it."""
     files = model_state_files(Path(folder))
-    if (int(global_states(folder)[ZERO_STAGE]) == 3) != stage3:
+    if not files or not Path(folder, "zero", _STATES).is_file():
+        return False
+    saved = global_states(folder).get(ZERO_STAGE)
+    if saved is not None and (int(saved) == 3) != stage3:
         return True
-    return bool(files) and HEADER in torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
+    return HEADER in torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
 
 
 # Checking #########################################################################################

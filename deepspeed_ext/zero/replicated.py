@@ -277,6 +277,8 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
                 f"of stage {stage} and cut over {saved} ranks",
                 f"are of stage 1 or 2 and cut over {self.partition_count} ranks (an entry for each parameter group)",
             )
+        if PARAM_SLICE_MAPPINGS not in state:  # of an older DeepSpeed
+            return
         # By place, whatever the names: it is how the parent takes them.
         saved, own = (
             [[(piece.start, piece.numel) for piece in group.values()] for group in mappings]

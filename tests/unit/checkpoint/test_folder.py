@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a checkpoint appears complete, or not at all; at whatever call its save is killed."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_latest_is_left_alone_if_so_asked(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "one" and read(folder) == {"two"}
 
 
+def test_what_killed_saves_have_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    write(CheckpointFolder(tmp_path, "one"), "killed")
+    shutil.copytree(CheckpointFolder(tmp_path, "one").staging, CheckpointFolder(tmp_path, "two").staging)
+    folder = CheckpointFolder(tmp_path, "three")
+    write(folder, "done")
+    folder.publish(save_latest=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "three"]
+
+
 @pytest.mark.parametrize("tag", ["one", "two"])
 def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
     """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save."""
@@ -83,7 +95,6 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
 def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) -> Any:
     """Save to tag "one", then to ``tag``, killed before a call; the second folder, or None if it came to its end."""
     import os
-    import shutil
 
     from deepspeed_ext.checkpoint.folder import CheckpointFolder
 
@@ -92,13 +103,15 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
     folder.publish(save_latest=True)
     (folder.path / "tokenizer.json").write_text("of somebody else")
     folder = CheckpointFolder(path, tag)
-    count = 0
+    count, write_text = 0, Path.write_text
 
     def guarded(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal count
             count += 1
             if count > number:
+                if original is write_text:
+                    write_text(args[0], "")  # half-way
                 raise Killed
             return original(*args, **kwargs)
 

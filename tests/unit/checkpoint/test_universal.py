@@ -73,6 +73,8 @@ def load_case(
         assert client_state["epoch"] == 5
         found = snapshots.difference(torch.load(f"{folder}/{saved}/seen.pt"), snapshots.snapshot(engine, model, job))
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        counts = snapshots.snapshot(engine, model, job)["steps"]
+        assert counts.tolist() == [4.0], counts  # each of the optimizer's tensors has counted that step, and once
         engine.destroy()
         rows.append((saved, loaded, found))
     return rows
