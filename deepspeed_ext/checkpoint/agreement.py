@@ -4,7 +4,7 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -60,8 +60,17 @@ def together(act: Callable[[], _Result], doing: str) -> _Result:
 
 def smallest(value: int) -> int:
     """The smallest of all ranks' values. Collective."""
+    return _reduced(value, dist.ReduceOp.MIN)
+
+
+def total(value: int) -> int:
+    """The sum of all ranks' values. Collective."""
+    return _reduced(value, dist.ReduceOp.SUM)
+
+
+def _reduced(value: int, operation: Any) -> int:
     found = torch.tensor([value], dtype=torch.int64, device=get_accelerator().current_device_name())
-    dist.all_reduce(found, op=dist.ReduceOp.MIN)
+    dist.all_reduce(found, op=operation)
     return int(found.item())
 
 

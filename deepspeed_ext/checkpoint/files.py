@@ -4,14 +4,13 @@
 
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
 
@@ -22,19 +21,25 @@ HEADER = "deepspeed_ext"
 
 
 def wrap(inner: CheckpointEngine) -> CheckpointEngine:
-    """DeepSpeed's checkpoint engine in ours; as it is, with a warning, where it writes after ``save`` has returned."""
-    if isinstance(inner, TorchCheckpointEngine | FastCheckpointEngine):
+    """DeepSpeed's checkpoint engine in ours; another one than torch's as it is, with a warning."""
+    if isinstance(inner, TorchCheckpointEngine):
         return CheckpointFiles(inner)
     logger.warning(
-        f"deepspeed_ext: checkpoints are written by {type(inner).__name__}, which goes on after a save has returned: "
-        f"a save that is killed may leave an incomplete checkpoint, and files are not checked before they are loaded. "
-        f"The key is checkpoint.writer."
+        f"deepspeed_ext: checkpoints are written by {type(inner).__name__}: a save that is killed may leave an "
+        f"incomplete checkpoint, and files are not checked before they are loaded. The keys are checkpoint.writer and "
+        f"datastates_ckpt."
     )
     return inner
 
 
+def inspect(path: str | os.PathLike[str]) -> Any:
+    """Look into a file of a checkpoint; the content of its tensors stays on disk."""
+    # What is no zip archive was saved with checkpoint_serialization false, or is truncated.
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+
+
 class CheckpointFiles(CheckpointEngine):
-    """Writes the files of a save into its staging folder, and reads files before anything is changed by them.
+    """Writes the files of a save into its staging folder, and looks into files before anything is changed by them.
 
     Args:
         inner: DeepSpeed's checkpoint engine; writes and reads.
@@ -46,9 +51,10 @@ class CheckpointFiles(CheckpointEngine):
         self._inner = inner
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
-        self._read: dict[str, Any] = {}  # path: state dict, until the load is over
-        self.headers: dict[str, Mapping[str, Any]] = {}  # path: header, of files that have one
+        self.written: set[str] = set()  # files of this save by this rank
         self.error: Exception | None = None
+        self.headers: dict[str, Mapping[str, Any]] = {}  # path: header, empty of what we have not saved
+        self.amendments: dict[str, Mapping[str, Any]] = {}  # path: what a load is to find instead
 
     # Writing ##########################################################################################
 
@@ -58,7 +64,7 @@ class CheckpointFiles(CheckpointEngine):
 
         A file that cannot be written leaves its reason in ``error``: the rank goes on, since the others wait for it.
         """
-        self._folder, self._header, self.error = folder, header, None
+        self._folder, self._header, self.written, self.error = folder, header, set(), None
         try:
             yield
         finally:
@@ -78,13 +84,13 @@ class CheckpointFiles(CheckpointEngine):
             state_dict = {**state_dict, HEADER: dict(self._header)}
         try:
             self._write(state_dict, self._folder.staged(path))
+            self.written.add(path)
         except Exception as error:
             self.error = self.error or CheckpointError(f"{path} could not be written: {error}")
 
     def _write(self, state_dict: Any, path: str) -> None:
         self._inner.save(state_dict, path)
-        if os.path.exists(path):  # FastCheckpointEngine leaves it to some of the ranks
-            sync(path)
+        sync(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder, of the staging folder during a save."""
@@ -92,62 +98,42 @@ class CheckpointFiles(CheckpointEngine):
 
     # Reading ##########################################################################################
 
-    def read(self, path: str) -> Any:
-        """Read a file now; ``load`` hands it out.
+    def inspect(self, path: str | os.PathLike[str], *keys: str) -> Any:
+        """Look into a file, and note who has saved it.
 
-        Returns:
-            The state dict, which is the one that DeepSpeed will get.
-
-        Raises:
-            CheckpointError: it is missing, or cannot be read.
-        """
-        if path not in self._read:
-            self._read[path] = self._taken(path, lambda: self._inner.load(path, map_location="cpu"))
-        return self._read[path]
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """DeepSpeed's, which asks for some files twice: what was read before, or read now."""
-        if path in self._read:
-            return self._read[path]
-        return self._without_header(path, self._inner.load(path, map_location=map_location))
-
-    def inspect(self, path: str) -> Any:
-        """Look into a file without reading the content of its tensors.
+        Args:
+            keys: that it must have.
 
         Raises:
-            CheckpointError: it is missing, or cannot be read.
+            CheckpointError: it is missing, or cannot be read, or is something else.
         """
-        return self._taken(
-            path,
-            # What is no zip archive was saved with checkpoint_serialization false, or is truncated.
-            lambda: torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False),
-        )
-
-    @property
-    def names(self) -> list[str]:
-        """Files that were read before the load."""
-        return list(self._read)
-
-    def forget(self) -> None:
-        """Drop what was read: the load is over."""
-        self._read.clear()
-        self.headers.clear()
-
-    def _taken(self, path: str, load: Callable[[], Any]) -> Any:
         try:
-            return self._without_header(path, load())
+            state = inspect(path)
+            missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+            if missing:
+                raise ValueError(f"has no {' and no '.join(missing)}")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing.") from error
         except Exception as error:
             raise CheckpointError(
-                f"{path} cannot be read: it is truncated, damaged, or no file of a checkpoint "
+                f"{path} cannot be read: it is truncated, damaged, or no such file of a checkpoint "
                 f"({type(error).__name__}: {error})"
             ) from error
-
-    def _without_header(self, path: str, state: Any) -> Any:
-        if isinstance(state, dict) and HEADER in state:
-            self.headers[path] = state.pop(HEADER)
+        self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """DeepSpeed's, without our header, and amended."""
+        state = self._inner.load(path, map_location=map_location)
+        if isinstance(state, dict):
+            state.pop(HEADER, None)
+            state.update(self.amendments.get(path, {}))
+        return state
+
+    def forget(self) -> None:
+        """A load is over."""
+        self.headers.clear()
+        self.amendments.clear()
 
     # DeepSpeed's, as they are #########################################################################
 

@@ -3,20 +3,27 @@
 """The folder of a checkpoint, ``<save_dir>/<tag>``: it appears, complete, or it does not.
 
 A save writes into a hidden folder beside it, ``.<tag>.saving``. When all ranks have written their files, that folder
-is renamed to the tag, and only then the file ``latest`` is replaced. So a save that is killed at any moment leaves
-what was there: the file system's rename is what makes it so, and it must be atomic for folders.
+takes the tag's name, and only then the file ``latest`` is replaced. So a save that is killed at any moment leaves what
+was there. It is the file system's rename that makes it so: of folders, it must be atomic.
 
-If the tag exists already, it is renamed to ``.<tag>.replaced`` first. A save that is killed right between the two
-renames leaves both complete folders under their hidden names; the next load or save puts the replaced one back.
+If the tag exists already, Linux exchanges the two folders in one call. Where the file system cannot, the old one is
+renamed to ``.<tag>.replaced`` first: a save that is killed right between the two renames leaves both under hidden
+names, where our loads find the old one, and the next save puts it back.
 """
 
+import ctypes
+import logging
 import os
 import shutil
+import time
 from pathlib import Path
 
 LATEST = "latest"
 _SAVING = ".saving"
 _REPLACED = ".replaced"
+_FILES = ("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt")  # DeepSpeed's of a checkpoint
+_STALE_SECONDS = 24 * 3600  # since when what a save of another tag has left is not being written any more
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 class CheckpointError(RuntimeError):
@@ -24,19 +31,27 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointFolder:
-    """The folder of a tag.
+    """The folder of a tag. One save at a time may write it, and what is beside it.
 
     Args:
         save_dir: where the user has DeepSpeed save.
         tag: name of the checkpoint in it; may name a folder further down.
+
+    Raises:
+        CheckpointError: the tag does not name a folder in ``save_dir``.
     """
 
     def __init__(self, save_dir: str | os.PathLike[str], tag: str) -> None:
         self.save_dir = Path(save_dir)
         self.tag = tag
-        self.path = self.save_dir / tag
+        inside = os.path.normpath(tag) if tag else os.curdir
+        if os.path.isabs(inside) or inside.split(os.sep, 1)[0] in (os.curdir, os.pardir):
+            raise CheckpointError(f"the tag of a checkpoint must name a folder in {save_dir}, got {tag!r}.")
+        self.path = self.save_dir / inside
         self.staging = self.path.with_name(f".{self.path.name}{_SAVING}")
         self._replaced = self.path.with_name(f".{self.path.name}{_REPLACED}")
+        self._published = False
+        self._latest: list[str | None] = []  # what the file latest was before it named this tag
 
     def staged(self, path: str) -> str:
         """Where a save writes what is to be at ``path``; ``path`` itself if that is not in this folder."""
@@ -45,40 +60,106 @@ class CheckpointFolder:
             return path
         return str(self.staging / inside)
 
+    # Saving ###########################################################################################
+
     def prepare(self) -> None:
         """Make an empty staging folder, after what killed saves have left beside it is cleared."""
-        self.staging.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.staging.parent.glob(f".*{_REPLACED}"):
-            CheckpointFolder(left.parent, left.name[1 : -len(_REPLACED)]).recover()
-        for left in self.staging.parent.glob(f".*{_SAVING}"):
-            shutil.rmtree(left)
+        beside = self.staging.parent
+        beside.mkdir(parents=True, exist_ok=True)
+        for left in beside.glob(f".*{_REPLACED}"):
+            CheckpointFolder(beside, left.name[1 : -len(_REPLACED)])._put_back()
+        for left in beside.glob(f".*{_SAVING}"):
+            if left == self.staging or left.lstat().st_mtime < time.time() - _STALE_SECONDS:
+                _remove(left)
         self.staging.mkdir()
 
-    def publish(self, save_latest: bool) -> None:
-        """Put the staging folder in the place of the tag's; then have ``latest`` name the tag."""
-        if self.path.exists():
-            # Whatever somebody else keeps there stays.
-            others = shutil.ignore_patterns("*_states.pt")
-            shutil.copytree(self.path, self.staging, True, others, _link, dirs_exist_ok=True)
-            sync(self.staging)
-            self.path.rename(self._replaced)
-        else:
-            sync(self.staging)
-        self.staging.rename(self.path)
-        sync(self.path.parent)
-        if save_latest:
-            replace_text(self.save_dir / LATEST, self.tag)
-        self.recover()
+    def files(self) -> int:
+        """Number of files that are in the staging folder."""
+        return sum(path.is_file() for path in self.staging.rglob("*"))
 
-    def recover(self) -> None:
-        """Put back what a save has set aside, if it was killed before its own folder was in place; else remove it."""
-        if not self._replaced.exists():
+    def publish(self) -> None:
+        """Put the staging folder in the place of the tag's."""
+        if self.path.is_dir():
+            shutil.copytree(self.path, self.staging, True, self._ignored, _link, dirs_exist_ok=True)
+        sync(self.staging)
+        if not os.path.lexists(self.path):
+            self.staging.rename(self.path)
+        elif not _exchange(self.staging, self.path):
+            self.path.rename(self._replaced)
+            self.staging.rename(self.path)
+        self._published = True
+        sync(self.path.parent)
+
+    def _ignored(self, folder: str, names: list[str]) -> set[str]:
+        """What of the old folder is replaced; whatever else somebody keeps there stays."""
+        return shutil.ignore_patterns(*_FILES)(folder, names) if Path(folder) == self.path else set()
+
+    def point(self) -> None:
+        """Have ``latest`` name the tag."""
+        latest = self.save_dir / LATEST
+        self._latest = [latest.read_text() if latest.exists() else None]
+        replace_text(latest, self.tag)
+
+    def revert(self) -> None:
+        """Take back what was done since ``prepare``: the save has failed elsewhere."""
+        for text in self._latest:
+            if text is None:
+                (self.save_dir / LATEST).unlink()
+            else:
+                replace_text(self.save_dir / LATEST, text)
+        if self._published and not _exchange(self.staging, self.path):
+            self.path.rename(self.staging)
+        self.clear()
+
+    def clear(self) -> None:
+        """Remove what was replaced, or what was written of a save that failed."""
+        try:
+            self._put_back()
+            _remove(self.staging)
+        except OSError as error:  # the checkpoint is as it should be
+            logging.getLogger("DeepSpeed").warning(f"deepspeed_ext: what a save has left is still there: {error}")
+
+    def _put_back(self) -> None:
+        """Remove the folder that was set aside, or put it back where no other has taken its place."""
+        if not os.path.lexists(self._replaced):
             return
-        if self.path.exists():
-            self._replaced.rename(self.staging)  # under this name it is never put back, should we be killed now
-            shutil.rmtree(self.staging)
-        else:
+        if not os.path.lexists(self.path):
             self._replaced.rename(self.path)
+            return
+        removed = self._replaced.with_name(
+            f"{self._replaced.name}{_SAVING}"
+        )  # never put back, should we be killed now
+        _remove(removed)
+        self._replaced.rename(removed)
+        _remove(removed)
+
+    # Loading ##########################################################################################
+
+    def present_tag(self) -> str:
+        """The tag under which the checkpoint is found: its own, or where a save that was killed has set it aside.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        for path in (self.path, self._replaced):
+            if path.is_dir():
+                return os.path.relpath(path, self.save_dir)
+        raise CheckpointError(f"there is no checkpoint {self.path}.")
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one call; False where that is not known."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return rename is not None and rename(*arguments) == 0
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, a file or a link, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _link(source: str, target: str) -> None:

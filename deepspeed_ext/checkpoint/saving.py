@@ -3,15 +3,17 @@
 """``engine.save_checkpoint``: all files, or the checkpoint that was there."""
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed_ext
-from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together
-from deepspeed_ext.checkpoint.files import CheckpointFiles
-from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together, total
+from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 
 _SAVE_ID_BITS = 62
+_LOOKS = 5
 
 
 def save_checkpoint(
@@ -31,20 +33,47 @@ def save_checkpoint(
         save_dir, tag, client_state, save_latest, exclude_frozen_parameters: DeepSpeed's.
 
     Raises:
+        KeyError: ``client_state`` has a key of ours.
         CheckpointError: on all ranks, if one of them could not write. What was there before is untouched.
     """
+    if HEADER in (client_state or {}):
+        raise KeyError(f"client_state has the key {HEADER!r}, under which deepspeed_ext notes what saved it.")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     require_same("the tag of a checkpoint", tag)
     files: CheckpointFiles = engine.checkpoint_engine
     folder = CheckpointFolder(save_dir, tag)
-    first = is_first(engine)
-    doing = "the checkpoint could not be saved"
+    first, doing = is_first(engine), "the checkpoint could not be saved"
     together(lambda: folder.prepare() if first else None, doing)
-    with files.saving(folder, _header(engine)):
-        saved: bool = save(engine, save_dir, tag, dict(client_state or {}), False, exclude_frozen_parameters)
-    raise_together(files.error)
-    together(lambda: folder.publish(save_latest) if first else None, doing)
+    try:
+        with files.saving(folder, _header(engine)):
+            saved: bool = save(engine, save_dir, tag, dict(client_state or {}), False, exclude_frozen_parameters)
+        raise_together(files.error)
+        written = total(len(files.written))
+        if not engine.use_node_local_storage():
+            together(lambda: _require_all(folder, written) if first else None, doing)
+        together(lambda: folder.publish() if first else None, doing)
+        if save_latest:
+            together(lambda: folder.point() if first else None, doing)
+    except CheckpointError:
+        if first:
+            folder.revert()
+        raise
+    if first:
+        folder.clear()
     return saved
+
+
+def _require_all(folder: CheckpointFolder, expected: int) -> None:
+    """Whether this rank sees what all ranks have written; a network file system may take a moment to show it."""
+    for _ in range(_LOOKS):
+        found = folder.files()
+        if found >= expected:
+            return
+        time.sleep(1.0)
+    raise CheckpointError(
+        f"of {expected} files that all ranks have written rank 0 sees {found} in {folder.staging}: {folder.save_dir} "
+        f"must be on a file system that all nodes share, or checkpoint.use_node_local_storage must be true."
+    )
 
 
 def is_first(engine: Any) -> bool:

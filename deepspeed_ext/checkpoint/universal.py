@@ -21,7 +21,7 @@ and 2 fail where a rank holds nothing of a parameter group; and neither loads bu
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from deepspeed.checkpoint.constants import (
     OPTIMIZER_STATE_DICT,
     PARAM,
     PARAM_GROUPS,
+    VOCAB_TENSOR,
     ZERO_STAGE,
 )
 from deepspeed.runtime.utils import is_optimized_parameter
@@ -45,7 +46,7 @@ from deepspeed.utils.tensor_fragment import map_to_flat_opt_states
 from deepspeed.utils.zero_to_fp32 import natural_keys
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
+from deepspeed_ext.checkpoint.files import HEADER, inspect
 from deepspeed_ext.checkpoint.folder import CheckpointError
 
 _WEIGHTS, _STEP = "fp32", "step"
@@ -53,10 +54,23 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # all that ds_to_universal.py converts
 _STATES = "optimizer_state.pt"
 
 
-def model_state_files(folder: Path, model_parallel_rank: int = 0) -> list[Path]:
-    """Files of model states of one model-parallel rank, in the order of data-parallel ranks."""
-    names = folder.glob(f"*mp_rank_{model_parallel_rank:02d}_model_states.pt")
-    return sorted(names, key=lambda path: natural_keys(path.name))
+Inspect = Callable[[Path], Any]  # a file's content, of which tensors stay on disk
+
+
+def untrained(engine: Any, folder: Path, inspect: Inspect) -> list[Mapping[str, Any]]:
+    """The model states that hold what no optimizer does: of the model-parallel rank that DeepSpeed chooses for ours.
+
+    Those of one data-parallel rank; of all, in order, where frozen parameters are cut.
+    """
+    ranks = sorted({path.name.split("mp_rank_")[1] for path in folder.glob("*mp_rank_*_model_states.pt")})
+    if not ranks:
+        raise CheckpointError(f"{folder} has no files *_model_states.pt.")
+    mine = ranks[engine.checkpoint_mp_rank * len(ranks) // engine.mp_world_size]
+    paths = sorted(folder.glob(f"*mp_rank_{mine}"), key=lambda path: natural_keys(path.name))
+    first = inspect(paths[0])
+    if len(paths) == 1 or not first.get(FROZEN_PARAM_FRAGMENTS):
+        return [first]
+    return [first, *(inspect(path) for path in paths[1:])]
 
 
 def other_files(pattern: str, folder: Path) -> list[str]:
@@ -70,34 +84,34 @@ def other_files(pattern: str, folder: Path) -> list[str]:
     return sorted(str(path) for path in folder.glob(wanted))
 
 
-def global_states(folder: str | Path) -> dict[str, Any]:
-    """What is not of one parameter: loss scale, parameter groups, step counts. Tensors stay on disk."""
-    path = Path(folder) / "zero" / _STATES
-    states: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-    return states
-
-
 def beyond_stock(stage3: bool, folder: str | Path) -> bool:
     """Whether DeepSpeed's own ZeRO is to load it as ours does: a strategy of ours, or another stage, has saved it."""
-    files = model_state_files(Path(folder))
-    if not files or not Path(folder, "zero", _STATES).is_file():
+    models = sorted(Path(folder).glob("*mp_rank_*_model_states.pt"))
+    states = Path(folder, "zero", _STATES)
+    if not models or not states.is_file():
         return False
-    saved = global_states(folder).get(ZERO_STAGE)
-    if saved is not None and (int(saved) == 3) != stage3:
-        return True
-    return HEADER in torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
+    return (_stage(inspect(states)) == 3) != stage3 or HEADER in inspect(models[0])
+
+
+def _stage(states: Mapping[str, Any]) -> int:
+    return int(states.get(ZERO_STAGE, 1))  # BF16_Optimizer has none; as ds_to_universal.py takes it
 
 
 # Checking #########################################################################################
 
 
-def check(engine: Any, folder: Path, files: CheckpointFiles, states: bool) -> None:
+def check(
+    engine: Any, folder: Path, inspect: Inspect, states: bool, model_states: Sequence[Mapping[str, Any]]
+) -> None:
     """Check this rank's share of the files.
+
+    Args:
+        model_states: from ``untrained``.
 
     Raises:
         CheckpointError: one is missing or cannot be read, or is of another model.
     """
-    found = files.inspect(str(folder / "zero" / _STATES))
+    found = inspect(folder / "zero" / _STATES)
     groups = engine.optimizer.optimizer.param_groups
     if states and len(found[PARAM_GROUPS]) != len(groups):
         raise CheckpointError(f"{folder} has {len(found[PARAM_GROUPS])} parameter groups, expected {len(groups)}.")
@@ -107,25 +121,13 @@ def check(engine: Any, folder: Path, files: CheckpointFiles, states: bool) -> No
     for name in sorted(parameters)[dist.get_rank() :: dist.get_world_size()]:
         expected = _numels(parameters[name], engine)
         for path in [folder / "zero" / name / f"{_WEIGHTS}.pt", *_moment_files(folder, name, states)]:
-            saved = files.inspect(str(path))
+            saved = inspect(path)
             numel = (saved[PARAM] if isinstance(saved, dict) else saved).numel()
-            if expected and numel not in expected:
+            padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # by tensor parallelism, as it needs
+            if expected and numel not in expected and not padded:
                 raise CheckpointError(f"{path} has {numel} elements, expected {' or '.join(map(str, expected))}.")
-    _check_untrained(
-        engine, [files.inspect(str(path)) for path in model_state_files(folder, engine.checkpoint_mp_rank)]
-    )
-
-
-def _check_untrained(engine: Any, states: Sequence[Mapping[str, Any]]) -> None:
-    """Whether ``load_untrained`` can do it."""
-    frozen = [(name, p) for name, p in engine.module.named_parameters() if not is_optimized_parameter(p)]
-    if not states and (frozen or any(True for _ in engine.module.buffers())):
-        raise CheckpointError(
-            f"the checkpoint has no model states of model-parallel rank {engine.checkpoint_mp_rank}: buffers and "
-            f"frozen parameters are loaded only into as many model-parallel ranks as have saved them."
-        )
-    for name, param in frozen:
-        saved = _frozen(name, states)
+    for name, param in engine.module.named_parameters():
+        saved = None if is_optimized_parameter(param) else _frozen(name, model_states)
         numel = getattr(param, "ds_numel", param.numel())
         if saved is not None and saved.numel() != numel:
             raise CheckpointError(f"the frozen parameter {name} has {saved.numel()} elements, expected {numel}.")
@@ -157,7 +159,7 @@ def load(optimizer: Any, folder: str, states: bool, from_fp32: bool) -> None:
         from_fp32: without states, whether the optimizer's weights are those saved, or the model's, which may have
             16 bits.
     """
-    saved = global_states(folder)
+    saved = inspect(Path(folder, "zero", _STATES))
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     if states and stage3:
         optimizer._load_global_state_stage3(saved)
@@ -179,7 +181,7 @@ def _load_replicated(optimizer: Any, zero: Path, saved: Mapping[str, Any], state
             mapping = param._hp_mapping
             if mapping is not None:
                 moments = mapping.optim_fragment
-                _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu)
+                _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, states)
                 if not states:
                     mapping.optim_fragment = moments
         if states:
@@ -189,9 +191,9 @@ def _load_replicated(optimizer: Any, zero: Path, saved: Mapping[str, Any], state
         optimizer.parallel_partitioned_bit16_groups[number][rank].data.copy_(flat.data)
 
 
-def _load_piece(param: Any, folder: Path, mpu: Any) -> None:
+def _load_piece(param: Any, folder: Path, mpu: Any, states: bool) -> None:
     """Load what this rank holds of a parameter: the weights into the flat buffer, moments into the mapping."""
-    weights = torch.load(folder / f"{_WEIGHTS}.pt", map_location="cpu", mmap=True, weights_only=False)
+    weights = inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
         # How tensor parallelism cuts a parameter is DeepSpeed's to know.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
@@ -201,10 +203,8 @@ def _load_piece(param: Any, folder: Path, mpu: Any) -> None:
     start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
     piece = slice(start, start + numel)
     mapping.get_hp_fragment().data.copy_(weights.flatten()[piece])
-    mapping.optim_fragment = {
-        moment: torch.load(folder / f"{moment}.pt", map_location="cpu", mmap=True, weights_only=False).flatten()[piece]
-        for moment in _MOMENTS
-    }
+    if states:
+        mapping.optim_fragment = {moment: inspect(folder / f"{moment}.pt").flatten()[piece] for moment in _MOMENTS}
 
 
 def _load_partitioned(optimizer: Any, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
@@ -249,10 +249,8 @@ def load_untrained(engine: Any, states: Sequence[Mapping[str, Any]]) -> None:
 
     Args:
         engine: ours or DeepSpeed's.
-        states: of ``model_state_files``.
+        states: from ``untrained``.
     """
-    if not states:
-        return
     module = states[0]["module"]
     buffers = {name: module[name] for name in states[0][BUFFER_NAMES] if name in module}
     engine.module.load_state_dict(buffers, strict=False)

@@ -271,7 +271,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         Raises:
             ValueError: it is of another stage, cut over another number of ranks, or of parameters elsewhere.
         """
-        stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
+        stage, saved = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
         if stage > 2 or saved != self.partition_count:
             raise cut_otherwise(
                 f"of stage {stage} and cut over {saved} ranks",

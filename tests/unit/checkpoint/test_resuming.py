@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from training import PARTITIONED, REPLICATED
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
@@ -89,6 +90,7 @@ VARIANTS = {
     "fp32 accumulation": {"data_types": {"grad_accum_dtype": "fp32"}},
     "round robin": {"zero": {"round_robin_gradients": True}},
     "not zip": {"checkpoint": {"checkpoint_serialization": False}},
+    "persistent parameters": {"zero": {"stage3_param_persistence_threshold": 100}},
 }
 
 
@@ -125,14 +127,14 @@ def variant_case(folder: str, keys: dict[str, Any]) -> list[tuple[str, Any, Any,
         found = [snapshots.snapshot(engine, model, job)]
         engine.destroy()
         # The model of the tests is not really cut by tensor parallelism, but the converter takes it to be.
-        for kind in (job, universal if job.tensor_parallel == 1 else job):
+        for kind in (job, universal)[: 3 - job.tensor_parallel]:
             engine, model = training.make_engine(kind, zero)
             engine.load_checkpoint(f"{folder}/{name}")
             found.append(snapshots.snapshot(engine, model, job))
             snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=3))
             found.append(snapshots.snapshot(engine, model, job))
             engine.destroy()
-        whole, loaded, resumed, converted, _ = found
+        whole, loaded, resumed, converted = found[:4] if job.tensor_parallel == 1 else (*found, saved)
         differences = [snapshots.difference(*pair) for pair in ((saved, loaded), (whole, resumed), (saved, converted))]
         rows.append((name, *differences))
     return rows
@@ -254,6 +256,66 @@ def load_part(folder: str, job: Any, zero: dict[str, Any], part: dict[str, bool]
     if "load_lr_scheduler_states" not in part:  # moments of the step before: their last bit is of other sums
         seen = {key: value for key, value in seen.items() if " exp_avg" not in key}
     return seen
+
+
+class Growing(nn.Linear):
+    """With extra state that is longer each time."""
+
+    saves = 0
+
+    def get_extra_state(self) -> Any:
+        """Zeros."""
+        Growing.saves += 1
+        return self.weight.new_zeros(Growing.saves)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing."""
+
+
+def test_what_is_left_to_torch_and_to_the_user(ranks: Any, tmp_path: Path) -> None:
+    for rows in ranks(4).run(own_way_case, str(tmp_path)):
+        assert rows == [(name, [], [], True, "KeyError") for name in ("NIG", "IIG")]
+
+
+def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str]]:
+    """SGD; without frozen parameters; a function that loads; a module whose state changes its shape.
+
+    What differs after a load that is not strict of what was saved without frozen parameters; what a user's function
+    has not seen; whether extra state of another length is accepted; what a reserved key in client_state raises.
+    """
+    import dataclasses
+
+    import snapshots
+    import training
+
+    job = dataclasses.replace(job_of(), optimizer="SGD", config={})
+    rows = []
+    for name in ("NIG", "IIG"):
+        engine, model = training.make_engine(job, placed(name))
+        snapshots.mark(engine, model)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        mine = {"epoch": 1}
+        engine.save_checkpoint(f"{folder}/{name}", 7, mine, exclude_frozen_parameters=True)
+        assert mine == {"epoch": 1} and Path(folder, name, "7").is_dir()
+        saved = snapshots.snapshot(engine, model, job)
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.load_checkpoint(f"{folder}/{name}", load_module_strict=False)
+        found = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+        seen: list[str] = []
+        engine.load_checkpoint(f"{folder}/{name}", custom_load_fn=lambda src, dst, seen=seen: seen.extend(src))
+        unseen = {"layers.0.weight", "seen"} - set(seen)
+        model.layers[0].__class__ = Growing
+        engine.save_checkpoint(f"{folder}/{name}", "extra", save_latest=False)
+        accepted = engine.load_checkpoint(f"{folder}/{name}", "extra")[0] is not None
+        try:
+            engine.save_checkpoint(f"{folder}/{name}", client_state={"deepspeed_ext": "mine"})
+            raised = ""
+        except Exception as error:
+            raised = type(error).__name__
+        assert Path(folder, name, "latest").read_text() == "7"
+        engine.destroy()
+        rows.append((name, sorted(found), sorted(unseen), accepted, raised))
+    return rows
 
 
 def test_weights_are_those_of_the_tag(ranks: Any, tmp_path: Path) -> None:

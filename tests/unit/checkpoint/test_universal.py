@@ -94,8 +94,9 @@ def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str) -> None:
     """Weights, moments, step counts, hyperparameters, frozen parameters, buffers and counters: to the bit."""
     sources = ALL if dtype == "fp32" else ("NII", "IIG", "2", "NIG", "III", "3")
     ranks(4).run(save_case, str(tmp_path), sources, dtype)
-    for row in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, 3), dtype)[0]:
-        assert row[2] == {}, row
+    for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, 3), dtype):
+        for row in rows:
+            assert row[2] == {}, row
 
 
 @pytest.mark.parametrize("world_size, group_size", [(6, 2), (6, 3), (2, 1), (2, 2)])
@@ -110,6 +111,43 @@ def test_to_other_numbers_of_ranks(ranks: Any, tmp_path: Path, world_size: int, 
         ("INI", "III"),
     ]
     ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32")
-    for row in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size)[0]:
-        without = {"counters"}  # samples of a step
-        assert row[2].keys() <= without, row
+    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size):
+        for row in rows:
+            assert row[2].keys() <= {"counters"}, row  # samples of a step
+
+
+@pytest.mark.parametrize("part", [{"load_module_only": True}, {"load_optimizer_states": False}])
+@pytest.mark.parametrize("from_fp32", [True, False])
+def test_weights_alone(ranks: Any, tmp_path: Path, part: dict[str, bool], from_fp32: bool) -> None:
+    ranks(4).run(save_case, str(tmp_path), ("NIG", "IIG"), "bf16")
+    for rows in ranks(4).run(weights_case, str(tmp_path), part, from_fp32):
+        for saved, loaded, model, masters, moments in rows:
+            assert model == 0.0 and (masters == 0.0) == from_fp32, (saved, loaded, model, masters)
+            assert not moments, (saved, loaded)
+
+
+def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tuple[str, str, float, float, bool]]:
+    """Difference of the model and of the optimizer's weights to what was saved; whether moments have changed."""
+    import dataclasses
+
+    import snapshots
+    import torch
+    import training
+
+    job = job_of("bf16", **UNIVERSAL)
+    job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
+    rows = []
+    for saved, loaded in (("NIG", "NIG"), ("NIG", "III"), ("IIG", "GGG"), ("IIG", "NNI"), ("NIG", "IIG")):
+        engine, model = training.make_engine(job, placed(loaded))
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
+        before = snapshots.snapshot(engine, model, job)
+        engine.load_checkpoint(f"{folder}/{saved}", **part)
+        after, wanted = snapshots.snapshot(engine, model, job), torch.load(f"{folder}/{saved}/seen.pt")
+        gaps = snapshots.difference(wanted, after)
+        of_model = max((gap for name, gap in gaps.items() if name.endswith((" model", " buffer"))), default=0.0)
+        of_masters = max((gap for name, gap in gaps.items() if name.endswith(" fp32")), default=0.0)
+        moved = [name for name in snapshots.difference(before, after) if " exp_avg" in name or name == "steps"]
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.destroy()
+        rows.append((saved, loaded, of_model, of_masters, bool(moved)))
+    return rows

@@ -1,0 +1,202 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of a checkpoint before anything is changed by it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARTITION_COUNT
+from torch import nn
+
+from deepspeed_ext.checkpoint import universal
+from deepspeed_ext.checkpoint.agreement import raise_together, smallest, together
+from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.folder import CheckpointError
+
+_LARGEST = 2**62
+_MODULE = "module"
+
+
+class Check:
+    """Of one load, before it.
+
+    Args:
+        engine: that will load.
+        load_dir, tag: what.
+        states: whether the optimizer's states are loaded, too.
+    """
+
+    untrained: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, engine: Any, load_dir: str, tag: str, states: bool) -> None:
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._files: CheckpointFiles = engine.checkpoint_engine
+        self._load_dir, self._tag, self._states = load_dir, tag, states
+        self._folder = Path(load_dir) / tag
+
+    def run(self, strict: bool | None) -> None:
+        """Raise on all ranks what one of them finds. Collective.
+
+        Args:
+            strict: DeepSpeed's ``load_module_strict``; None where a function of the user's loads the module.
+        """
+        together(lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be")
+        self._check_saves()
+
+    def _check(self, strict: bool | None) -> None:
+        names: list[str] = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
+        if not names:
+            expected = self._engine._get_ckpt_name(self._load_dir, self._tag)
+            raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
+        if len(names) == self._engine.mp_world_size:  # otherwise DeepSpeed merges or splits them, or refuses to
+            file = names[self._engine.checkpoint_mp_rank]
+            module = self._files.inspect(file, _MODULE)
+            if strict is not None:
+                self._check_module(file, module, strict)
+            if self._states:
+                self._check_order(file, module)
+            # DeepSpeed refuses another number of ranks. What counts is over how many the states are cut.
+            self._files.amendments[file] = {"dp_world_size": self._engine.seq_dp_world_size}
+        if self._states:
+            self._check_states()
+        elif self._engine.zero_optimization_partition_weights():
+            self._check_all_shards()
+
+    # The module #######################################################################################
+
+    def _check_module(self, file: str, state: Mapping[str, Any], strict: bool) -> None:
+        """torch says what is missing or has another shape when it has copied the rest.
+
+        Modules that load in their own way are left to it.
+        """
+        module, saved = self._engine.module, state[_MODULE]
+        if saved is None or any(_loads_itself(part) for part in module.modules()):
+            return
+        if self._engine.zero_optimization_partition_weights():  # the module shows no shapes
+            groups = [*(state.get(PARAM_SHAPES) or ()), state.get(FROZEN_PARAM_SHAPES) or {}]
+            shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
+        else:
+            shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
+        own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+        own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
+        wanted = module.state_dict().keys()
+        differing = sorted(saved.keys() ^ wanted) if strict else []
+        differing += [name for name in sorted(own.keys() & shapes.keys()) if own[name] != shapes[name]]
+        if differing:
+            raise CheckpointError(
+                f"{file} does not fit the model: of {len(wanted)} names {len(differing)} are missing, unexpected or "
+                f"have another shape, the first is {differing[0]!r}."
+            )
+
+    def _check_order(self, file: str, state: Mapping[str, Any]) -> None:
+        """DeepSpeed saves what was flattened in this order, and takes it back in the order of now."""
+        saved, wanted = (
+            [(name, tuple(shape)) for group in groups for name, shape in group.items()]
+            for groups in (state.get(PARAM_SHAPES) or (), self._engine._get_zero_param_shapes())
+        )
+        differing = [(a, b) for a, b in zip(saved, wanted, strict=False) if a[1] != b[1]]
+        if saved and (differing or len(saved) != len(wanted)):
+            first = f", the first that differs: {differing[0][0]}, expected {differing[0][1]}" if differing else ""
+            raise CheckpointError(
+                f"{file} is of another model, or of parameters in another order (round_robin_gradients): its "
+                f"optimizer has {len(saved)} parameters, expected {len(wanted)}{first}."
+            )
+
+    # The optimizer's states ###########################################################################
+
+    def _check_states(self) -> None:
+        file: str = self._engine._get_zero_ckpt_name(self._load_dir, self._tag)
+        if not Path(file).exists():
+            raise CheckpointError(f"{file} is missing.{self._other_precision(Path(file)) or self._saved_as()}")
+        shard = self._files.inspect(file, OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT]
+        try:
+            self._optimizer.check_states(shard)
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {error}{self._saved_as()}") from error
+        except KeyError as error:
+            raise CheckpointError(
+                f"{file} is not of ZeRO's optimizer: it has no {error}.{self._saved_as()}"
+            ) from error
+
+    def _check_all_shards(self) -> None:
+        """Weights without optimizer states come from all shards; each rank checks some."""
+        names = sorted(self._folder.glob("*_optim_states.pt"))
+        if not names:
+            raise CheckpointError(f"{self._folder} has no files *_optim_states.pt, which hold the weights.")
+        count = self._files.inspect(names[0], OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT][PARTITION_COUNT]
+        bf16 = names[0].name.startswith("bf16_")
+        for number in range(dist.get_rank(), max(count) if isinstance(count, list) else count, dist.get_world_size()):
+            file = self._engine._get_rank_zero_ckpt_name(self._load_dir, self._tag, 0, number, bf16)
+            self._files.inspect(file, OPTIMIZER_STATE_DICT)
+
+    # All files ########################################################################################
+
+    def _check_saves(self) -> None:
+        """Raise on all ranks if the files are not all of one save. Collective."""
+        ids = {name: int(header.get("save_id", 0)) for name, header in self._files.headers.items()}
+        error: CheckpointError | None = None
+        if len(set(ids.values())) > 1:
+            error = CheckpointError(f"one of these files is of another save than the others: {', '.join(ids)}.")
+        raise_together(error)
+        mine = next(iter(ids.values()), _LARGEST)
+        if mine not in (smallest(mine), _LARGEST):
+            error = CheckpointError(f"{', '.join(ids)} are of another save than the files that other ranks load.")
+        raise_together(error)
+
+    # Advice ###########################################################################################
+
+    def _other_precision(self, file: Path) -> str:
+        """Where the file is there under the name that it has with bf16, or without."""
+        prefix = "bf16_"
+        other = file.name.removeprefix(prefix) if file.name.startswith(prefix) else prefix + file.name
+        if not file.with_name(other).exists():
+            return ""
+        return f" But {other} is there: bf16.enabled must be what it was when it was saved."
+
+    def _saved_as(self) -> str:
+        """How the checkpoint was saved, as far as it can be told, and what to do."""
+        header = next(filter(None, self._headers()), None)
+        saved = " It"
+        if header:
+            saved = (
+                f" The checkpoint was saved with paro_strategy {header['strategy']} in groups of "
+                f"{header['group_size']}, by {header['ranks']} ranks; it"
+            )
+        strategy, cluster = self._optimizer.strategy, self._optimizer.topology.cluster
+        return (
+            f"{saved} is loaded with paro_strategy {strategy.name} in groups of {cluster.group_size}, by "
+            f"{cluster.ranks} ranks. If these cut the states otherwise, convert it once:\n"
+            f"  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {self._folder} "
+            f"--output_folder {self._folder}_universal\n"
+            f'and load it with "checkpoint": {{"load_universal": true}} in the configuration.'
+        )
+
+    def _headers(self) -> Iterable[Mapping[str, Any]]:
+        yield from self._files.headers.values()
+        for name in sorted(self._folder.glob("*_states.pt")):
+            try:
+                self._files.inspect(name)
+            except CheckpointError:
+                continue
+            yield self._files.headers[str(name)]
+            return
+
+
+class UniversalCheck(Check):
+    """Of a load from a universal checkpoint: each parameter's files, shared among the ranks."""
+
+    def _check(self, strict: bool | None) -> None:
+        self.untrained = universal.untrained(self._engine, self._folder, self._files.inspect)
+        universal.check(self._engine, self._folder, self._files.inspect, self._states, self.untrained)
+
+    def _check_saves(self) -> None:
+        """A conversion is not a save."""
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Whether it may rename, drop or resize what it is given."""
+    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return own or bool(module._load_state_dict_pre_hooks)
