@@ -97,18 +97,19 @@ class CheckpointFolder:
     def point(self) -> None:
         """Have ``latest`` name the tag."""
         latest = self.save_dir / LATEST
-        self._latest = [latest.read_text() if latest.exists() else None]
+        before = latest.read_text() if latest.exists() else None
         replace_text(latest, self.tag)
+        self._latest = [before]
 
     def revert(self) -> None:
         """Take back what was done since ``prepare``: the save has failed elsewhere."""
+        if self._published and not _exchange(self.staging, self.path):
+            self.path.rename(self.staging)
         for text in self._latest:
             if text is None:
                 (self.save_dir / LATEST).unlink()
             else:
                 replace_text(self.save_dir / LATEST, text)
-        if self._published and not _exchange(self.staging, self.path):
-            self.path.rename(self.staging)
         self.clear()
 
     def clear(self) -> None:
