@@ -127,6 +127,26 @@ PATCHES: tuple[Patch, ...] = (
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
     ),
     *(
+        Patch(f"{_ENGINE}.{name}", why, signature)
+        for name, why, signature in (
+            ("_get_zero_param_shapes", "compare the model with a checkpoint's", "(self)"),
+            ("_get_zero_frozen_param_attributes", "save frozen parameters at stage 1", "(self, attr_func)"),
+            ("_get_param_shape_func", "save frozen parameters at stage 1", "(self, param)"),
+            ("_get_param_fragment_func", "save frozen parameters at stage 1", "(self, param)"),
+            (
+                "_get_ckpt_name",
+                "name a file that is missing",
+                "(self, checkpoints_path, tag, mp_placeholder=None, pp_placeholder=None)",
+            ),
+            ("_get_zero_ckpt_name", "look into a file before it is loaded", "(self, checkpoints_path, tag)"),
+            (
+                "_get_rank_zero_ckpt_name",
+                "look into a file before it is loaded",
+                "(self, checkpoints_path, tag, mp_rank, dp_rank, bf16_mode)",
+            ),
+        )
+    ),
+    *(
         Patch(f"{_ZERO12}.{name}", why, signature)
         for name, why, signature in (
             (
@@ -151,6 +171,8 @@ PATCHES: tuple[Patch, ...] = (
                 "refuse a checkpoint that is cut otherwise",
                 "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False)",
             ),
+            ("_load_global_state", "load from universal checkpoints", "(self, sd)"),
+            ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),
             ("destroy", "drop gradients", "(self)"),
             ("reset_cpu_buffers", "drop the gradients of a skipped step with offload", "(self)"),
             ("reduce_ipg_grads", "flush buckets", "(self, comm_dtype=None)"),
@@ -210,6 +232,9 @@ PATCHES: tuple[Patch, ...] = (
                 "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False, "
                 "checkpoint_folder=None, load_serial=None, param_shapes=None)",
             ),
+            ("_load_global_state_stage3", "load from universal checkpoints", "(self, sd)"),
+            ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),
+            ("load_hp_checkpoint_state", "load from universal checkpoints", "(self, folder, key, param=None)"),
             ("destroy", "give parameters back", "(self)"),
         )
     ),

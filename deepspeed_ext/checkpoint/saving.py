@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
+
 import deepspeed_ext
 from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together, total
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
@@ -44,9 +46,12 @@ def save_checkpoint(
     folder = CheckpointFolder(save_dir, tag)
     first, doing = is_first(engine), "the checkpoint could not be saved"
     together(lambda: folder.prepare() if first else None, doing)
+    more = {} if exclude_frozen_parameters else _frozen(engine)
     try:
         with files.saving(folder, _header(engine)):
-            saved: bool = save(engine, save_dir, tag, dict(client_state or {}), False, exclude_frozen_parameters)
+            saved: bool = save(
+                engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
+            )
         raise_together(files.error)
         written = total(len(files.written))
         if not engine.use_node_local_storage():
@@ -61,6 +66,16 @@ def save_checkpoint(
     if first:
         folder.clear()
     return saved
+
+
+def _frozen(engine: Any) -> dict[str, Any]:
+    """Frozen parameters as DeepSpeed saves them at stages 2 and 3: ``zero_to_fp32.py`` looks there at stage 1, too."""
+    if engine.zero_optimization_partition_gradients():
+        return {}
+    return {
+        FROZEN_PARAM_SHAPES: engine._get_zero_frozen_param_attributes(engine._get_param_shape_func),
+        FROZEN_PARAM_FRAGMENTS: engine._get_zero_frozen_param_attributes(engine._get_param_fragment_func),
+    }
 
 
 def _require_all(folder: CheckpointFolder, expected: int) -> None:

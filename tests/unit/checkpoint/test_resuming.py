@@ -77,8 +77,14 @@ def resume_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[tuple[s
         engine.destroy()
         dist.barrier()
         exported = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}")
-        trained = [key.removesuffix(" fp32") for key in saved if key.endswith(" fp32")]
-        gap = max((exported[key] - saved[f"{key} fp32"]).abs().max().item() for key in trained)
+        # In fp32 what is trained; frozen parameters and buffers as the model has them.
+        wanted = {
+            key.split(" ")[0]: value
+            for kind in ("buffer", "model", "fp32")
+            for key, value in saved.items()
+            if key.endswith(f" {kind}")
+        }
+        gap = max((exported[key] - value).abs().max().item() for key, value in wanted.items())
         assert dtype != "fp16" or saved["loss scale"] < 256
         rows.append((name, loaded, resumed, gap))
     return rows
