@@ -69,6 +69,28 @@ def test_what_is_not_in_the_folder_is_written_where_it_belongs(tmp_path: Path) -
     assert folder.staged(str(tmp_path / "one" / "sub" / "file")) == str(folder.staging / "sub" / "file")
 
 
+def test_what_is_half_removed_is_never_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+
+    folder = CheckpointFolder(tmp_path, "one")
+    write(folder, "first")
+    publish(folder)
+    write(folder, "second")
+    folder.publish()
+
+    def remove_half(path: Path) -> None:
+        next(path.iterdir()).unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shutil, "rmtree", remove_half)
+        folder.clear()
+    assert read(folder) == {"second"}
+    shutil.rmtree(folder.path)  # somebody has no more use for it
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        folder.present_tag()
+
+
 def test_latest_is_left_alone_if_so_asked(tmp_path: Path) -> None:
     from deepspeed_ext.checkpoint.folder import CheckpointFolder
 
