@@ -36,6 +36,22 @@ class Buffered(training.Network):
         return super().forward(x, skipped)
 
 
+def job_of(dtype: str = "fp32", zero: dict[str, Any] | None = None, **more: Any) -> Any:
+    """Two parameter groups, a frozen layer, a buffer, a scheduler; a loss scale that has changed."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
+    return training.Job(
+        dtype=dtype,
+        optimizer="Adam",
+        groups=2,
+        frozen=(1,),
+        overflow=[(1, 1)] if dtype == "fp16" else [],
+        empty=False,
+        network=Buffered,
+        zero={**training.SMALL, **(zero or {})},
+        config={"scheduler": scheduler, **more},
+    )
+
+
 def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor, Tensor]]:
     """This rank's batches of ``number`` optimizer steps, after the first ``skip``."""
     data = training.batches(job)

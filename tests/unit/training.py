@@ -81,8 +81,9 @@ class Job:
 
 
 def placed(name: str, group_size: int = 2, **more: Any) -> dict[str, Any]:
-    """Keys of a strategy, and others."""
-    return {"paro_strategy": name, "paro_group_size": group_size, **more}
+    """Keys of a strategy, or of a stage of DeepSpeed's own ("2"), and others."""
+    keys = {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": group_size}
+    return {**keys, **more}
 
 
 class Network(nn.Module):

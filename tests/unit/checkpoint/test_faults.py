@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training import placed
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
 MODULE["IIG"] = MODULE["III"]
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FAULTS = ("missing", "truncated", "empty", "of another save", "of no checkpoint", "of something else")
-
-
-def placed(name: str) -> dict[str, Any]:
-    """Keys of a strategy, in groups of 2."""
-    return {"paro_strategy": name, "paro_group_size": 2}
 
 
 def spoil(path: Path, fault: str) -> None:

@@ -6,35 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from snapshots import job_of
 from torch import nn
-from training import PARTITIONED, REPLICATED
+from training import PARTITIONED, REPLICATED, placed
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
 ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
-
-
-def placed(name: str, group_size: int = 2) -> dict[str, Any]:
-    """Keys of a strategy, or of a stage of DeepSpeed's own."""
-    return {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": group_size}
-
-
-def job_of(dtype: str = "fp32", zero: dict[str, Any] | None = None, **more: Any) -> Any:
-    """Two parameter groups, a frozen layer, a buffer, a scheduler; a loss scale that has changed."""
-    import snapshots
-    import training
-
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
-    return training.Job(
-        dtype=dtype,
-        optimizer="Adam",
-        groups=2,
-        frozen=(1,),
-        overflow=[(1, 1)] if dtype == "fp16" else [],
-        empty=False,
-        network=snapshots.Buffered,
-        zero={**training.SMALL, **(zero or {})},
-        config={"scheduler": scheduler, **more},
-    )
 
 
 @BOTH

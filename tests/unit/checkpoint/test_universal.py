@@ -6,34 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED
+from snapshots import job_of
+from training import PARTITIONED, REPLICATED, placed
 
 STOCK = ("1", "2", "3")
 ALL = (*REPLICATED, *PARTITIONED, *STOCK)
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
-
-
-def placed(name: str, group_size: int = 2) -> dict[str, Any]:
-    """Keys of a strategy, or of a stage of DeepSpeed's own."""
-    return {"stage": int(name)} if name in STOCK else {"paro_strategy": name, "paro_group_size": group_size}
-
-
-def job_of(dtype: str, **more: Any) -> Any:
-    """Two parameter groups, a frozen layer, a buffer, a scheduler."""
-    import snapshots
-    import training
-
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
-    return training.Job(
-        dtype=dtype,
-        optimizer="Adam",
-        groups=2,
-        frozen=(1,),
-        empty=False,
-        network=snapshots.Buffered,
-        zero=training.SMALL,
-        config={"scheduler": scheduler, **more},
-    )
 
 
 def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2) -> None:
