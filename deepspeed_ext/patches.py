@@ -8,6 +8,7 @@ With ``replacements.py`` the only module that knows both DeepSpeed's symbols and
 import importlib
 import inspect
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deepspeed_ext import replacements
@@ -22,6 +23,12 @@ _MARK = "__deepspeed_ext__"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+
+
+def _relied_on(owner: str, symbols: Iterable[tuple[str, str, str]]) -> Iterator[Patch]:
+    """What a class of ours overrides or calls of ``owner``: of each name, why and signature."""
+    return (Patch(f"{owner}.{name}", why, signature) for name, why, signature in symbols)
+
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
@@ -126,9 +133,9 @@ PATCHES: tuple[Patch, ...] = (
         "bug fix: take weights from the tag that is loaded",
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
     ),
-    *(
-        Patch(f"{_ENGINE}.{name}", why, signature)
-        for name, why, signature in (
+    *_relied_on(
+        _ENGINE,
+        (
             ("_get_zero_param_shapes", "compare the model with a checkpoint's", "(self)"),
             ("_get_zero_frozen_param_attributes", "save frozen parameters at stage 1", "(self, attr_func)"),
             ("_get_param_shape_func", "save frozen parameters at stage 1", "(self, param)"),
@@ -144,11 +151,11 @@ PATCHES: tuple[Patch, ...] = (
                 "look into a file before it is loaded",
                 "(self, checkpoints_path, tag, mp_rank, dp_rank, bf16_mode)",
             ),
-        )
+        ),
     ),
-    *(
-        Patch(f"{_ZERO12}.{name}", why, signature)
-        for name, why, signature in (
+    *_relied_on(
+        _ZERO12,
+        (
             (
                 "average_tensor",
                 "reduce a full bucket",
@@ -179,11 +186,11 @@ PATCHES: tuple[Patch, ...] = (
             ("reduce_ready_partitions_and_remove_grads", "put a gradient into a bucket", "(self, param, i)"),
             ("setup_buckets", "open buckets", "(self)"),
             ("get_gradient_for_reduction", "read an accumulated gradient", "(self, param)"),
-        )
+        ),
     ),
-    *(
-        Patch(f"{_ZERO3}.{name}", why, signature)
-        for name, why, signature in (
+    *_relied_on(
+        _ZERO3,
+        (
             ("_create_fp16_sub_groups", "limit sub-groups to a bucket of the gather", "(self, params_group)"),
             ("_get_parameter_partitions", "hold slices in the flat parameter buffer", "(self)"),
             ("_set_fp16_partitioned_groups_flat", "hold slices in the flat parameter buffer", "(self)"),
@@ -236,7 +243,7 @@ PATCHES: tuple[Patch, ...] = (
             ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),
             ("load_hp_checkpoint_state", "load from universal checkpoints", "(self, folder, key, param=None)"),
             ("destroy", "give parameters back", "(self)"),
-        )
+        ),
     ),
 )
 

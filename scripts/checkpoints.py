@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +26,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from crashes import Snapshot, Training, launch, parse, start_rank
+from crashes import Snapshot, Training
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launching import add_options, exit_on_sigterm, launch, parse, start_rank
 from tqdm import tqdm
 
 from deepspeed_ext.placement import STRATEGIES, Cluster
@@ -369,12 +369,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check every strategy's checkpoints on this machine's CPU.")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of forward and backward")
     parser.add_argument("--json", type=Path, help="write the rows here, too")
-    args = parse(parser, "checkpoints.log", 900)
+    add_options(parser, "checkpoints.log", 900)
+    args = parse(parser)
     if args.worker is not None:
         work(args.worker)
         return 0
-    # A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets launch() clean up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     rows, loads = run(args)
     print_rows(rows, args)
     print_loads(loads)

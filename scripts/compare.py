@@ -29,6 +29,7 @@ from typing import IO, Any
 import matplotlib
 
 matplotlib.use("Agg")
+from launching import exit_on_sigterm
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -378,8 +379,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    # A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets launch() clean up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     sections = [json.loads(path.read_text())["zero_optimization"] for path in args.configs]
     group_size = next((s["paro_group_size"] for s in reversed(sections) if "paro_group_size" in s), 2)
     if not 1 < group_size < args.ranks:

@@ -16,8 +16,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -32,11 +30,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from launching import add_options, exit_on_sigterm, launch, parse, start_rank
 from strategies import SEED, configuration
 from torch import Tensor
 from train import Batches, ByteGPT, average, train_step
 
-from deepspeed_ext.placement import STRATEGIES, Cluster
+from deepspeed_ext.placement import STRATEGIES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL = {"dim": 384, "layers": 4, "heads": 4, "sequence_length": 32}
@@ -167,14 +166,6 @@ class Training:
         return seen
 
 
-def start_rank() -> bool:
-    """Join the others; whether this is the first rank."""
-    # A shared-memory all-reduce for inference, which would be compiled now, and leave 66 MB a rank in /dev/shm.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo")
-    return dist.get_rank() == 0
-
-
 class Worker:
     """What a rank does of a plan. Its reports are lines of JSON, written as they come: a kill ends the launch."""
 
@@ -268,19 +259,6 @@ def work(path: Path) -> None:
 # What starts them #################################################################################
 
 
-def launch(script: str, ranks: int, plan: Path, log: Path, timeout: float) -> None:
-    """Run a script's ranks under the stock launcher.
-
-    Raises:
-        compare.RunFailed: it failed, or did not end in time.
-    """
-    import compare  # for the parent alone: it draws pictures, and drawing takes seconds to import
-
-    launcher = shutil.which("deepspeed", path=compare.environment()["PATH"]) or "deepspeed"
-    command = [launcher, "--num_accelerators", str(ranks), "--master_port", str(compare.free_port())]
-    compare.launch([*command, script, "--worker", str(plan)], log.resolve(), timeout)
-
-
 class Killing:
     """Launches of the runs of all strategies, in turn."""
 
@@ -350,33 +328,17 @@ def _published_step(folder: Path) -> int | None:
     return torch.load(files[0], mmap=True, weights_only=False)["global_steps"] if files else None
 
 
-def parse(parser: argparse.ArgumentParser, log: str, timeout: float) -> argparse.Namespace:
-    """Add the options that this script shares with checkpoints.py, and parse."""
-    parser.add_argument("--ranks", type=int, default=4, help="processes to train with")
-    parser.add_argument("--group-size", type=int, default=2, help="ranks in a group")
-    parser.add_argument("--log", type=Path, default=Path(log), help="what the last launch prints")
-    parser.add_argument("--timeout", type=float, default=timeout, help="seconds that each launch may take")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank; its plan
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # set by the launcher
-    args = parser.parse_args()
-    try:
-        Cluster(args.ranks, args.group_size)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill training runs while they save.")
     parser.add_argument("--kills", type=int, default=20, help="of all strategies together")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=["NIG", "IIG", "III"], metavar="NAME")
     parser.add_argument("--seed", type=int, default=0, help="decides which ranks are killed, and when")
-    args = parse(parser, "crashes.log", 300)
+    add_options(parser, "crashes.log", 300)
+    args = parse(parser)
     if args.worker is not None:
         work(args.worker)
         return 0
-    # A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets launch() clean up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     print(f"{args.ranks} ranks in groups of {args.group_size}; the moment of a kill in durations of a save")
     print("kill  strategy  tag   rank  moment  latest before  step saved  published  resumed from  equal", flush=True)
     kills = []

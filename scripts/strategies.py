@@ -12,8 +12,6 @@ Exit status 0 if all is within bounds, 1 if something is not, 2 if the run faile
 
 import argparse
 import json
-import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -24,6 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from launching import add_options, exit_on_sigterm, launch, parse, start_rank
 from torch import Tensor, nn
 from tqdm import tqdm
 from train import Batches, ByteGPT, read_corpus
@@ -190,10 +189,7 @@ def largest(value: float) -> float:
 
 def work(args: argparse.Namespace) -> None:
     """The life of a rank."""
-    # A shared-memory all-reduce for inference, which would be compiled now, and leave 66 MB a rank in /dev/shm.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="gloo")
-    first = dist.get_rank() == 0
+    first = start_rank()
     rows = list(tqdm(Worker(args).rows(), "strategies", len(args.strategies), disable=not first))
     if first:
         args.worker.write_text(json.dumps([asdict(row) for row in rows]))
@@ -205,15 +201,12 @@ def work(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> list[Row]:
     """Train under the stock launcher; exits with status 2 if that fails."""
-    import compare  # for the parent alone: it draws pictures, and drawing takes seconds to import
+    import compare
 
-    launcher = shutil.which("deepspeed", path=compare.environment()["PATH"]) or "deepspeed"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [launcher, "--num_accelerators", str(args.ranks), "--master_port", str(compare.free_port())]
-        command += [__file__, "--worker", str(report), *sys.argv[1:]]
         try:
-            compare.launch(command, args.log.resolve(), args.timeout)
+            launch(__file__, args.ranks, report, args.log, args.timeout, sys.argv[1:])
         except compare.RunFailed as failure:
             print(failure, file=sys.stderr)
             sys.exit(2)
@@ -241,22 +234,13 @@ def print_table(rows: list[Row], args: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Check every strategy on this machine's CPU.")
-    parser.add_argument("--ranks", type=int, default=4, help="processes to train with")
-    parser.add_argument("--group-size", type=int, default=2, help="ranks in a group")
+    add_options(parser, "strategies.log", 600)
     parser.add_argument("--accumulation", type=int, default=2, help="micro-steps in an optimizer step, at least 2")
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES), metavar="NAME")
     parser.add_argument("--json", type=Path, help="write the rows here, too")
-    parser.add_argument("--log", type=Path, default=Path("strategies.log"), help="what the ranks print")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that the run may take")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank; where the first one reports
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # set by the launcher
-    args = parser.parse_args()
+    args = parse(parser)
     if args.accumulation < 2:
         parser.error("gradients are counted between two micro-steps: --accumulation must be at least 2")
-    try:
-        Cluster(args.ranks, args.group_size)
-    except ValueError as error:
-        parser.error(str(error))
     return args
 
 
@@ -265,8 +249,7 @@ def main() -> int:
     if args.worker is not None:
         work(args)
         return 0
-    # A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets launch() clean up.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_sigterm()
     rows = run(args)
     print_table(rows, args)
     if args.json is not None:

@@ -44,7 +44,7 @@ def save_checkpoint(
     require_same("the tag of a checkpoint", tag)
     files: CheckpointFiles = engine.checkpoint_engine
     folder = CheckpointFolder(save_dir, tag)
-    first, doing = is_first(engine), "the checkpoint could not be saved"
+    first, doing = _is_first(engine), "the checkpoint could not be saved"
     together(lambda: folder.prepare() if first else None, doing)
     more = {} if exclude_frozen_parameters else _frozen(engine)
     try:
@@ -91,7 +91,7 @@ def _require_all(folder: CheckpointFolder, expected: int) -> None:
     )
 
 
-def is_first(engine: Any) -> bool:
+def _is_first(engine: Any) -> bool:
     """Whether this rank does what is to be done once for each file system."""
     rank: int = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return rank == 0

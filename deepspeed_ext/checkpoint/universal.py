@@ -23,7 +23,7 @@ and 2 fail where a rank holds nothing of a parameter group; and neither loads bu
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -57,7 +57,7 @@ _STATES = "optimizer_state.pt"
 Inspect = Callable[[Path], Any]  # a file's content, of which tensors stay on disk
 
 
-def untrained(engine: Any, folder: Path, inspect: Inspect) -> list[Mapping[str, Any]]:
+def untrained(engine: Any, folder: Path, look: Inspect) -> list[Mapping[str, Any]]:
     """The model states that hold what no optimizer does: of the model-parallel rank that DeepSpeed chooses for ours.
 
     Those of one data-parallel rank; of all, in order, where frozen parameters are cut.
@@ -67,10 +67,10 @@ def untrained(engine: Any, folder: Path, inspect: Inspect) -> list[Mapping[str, 
         raise CheckpointError(f"{folder} has no files *_model_states.pt.")
     mine = ranks[engine.checkpoint_mp_rank * len(ranks) // engine.mp_world_size]
     paths = sorted(folder.glob(f"*mp_rank_{mine}"), key=lambda path: natural_keys(path.name))
-    first = inspect(paths[0])
+    first = look(paths[0])
     if len(paths) == 1 or not first.get(FROZEN_PARAM_FRAGMENTS):
         return [first]
-    return [first, *(inspect(path) for path in paths[1:])]
+    return [first, *(look(path) for path in paths[1:])]
 
 
 def other_files(pattern: str, folder: Path) -> list[str]:
@@ -100,18 +100,17 @@ def _stage(states: Mapping[str, Any]) -> int:
 # Checking #########################################################################################
 
 
-def check(
-    engine: Any, folder: Path, inspect: Inspect, states: bool, model_states: Sequence[Mapping[str, Any]]
-) -> None:
+def check(engine: Any, folder: Path, look: Inspect, states: bool, model_states: Sequence[Mapping[str, Any]]) -> None:
     """Check this rank's share of the files.
 
     Args:
+        look: into a file.
         model_states: from ``untrained``.
 
     Raises:
         CheckpointError: one is missing or cannot be read, or is of another model.
     """
-    found = inspect(folder / "zero" / _STATES)
+    found = look(folder / "zero" / _STATES)
     groups = engine.optimizer.optimizer.param_groups
     if states and len(found[PARAM_GROUPS]) != len(groups):
         raise CheckpointError(f"{folder} has {len(found[PARAM_GROUPS])} parameter groups, expected {len(groups)}.")
@@ -121,16 +120,16 @@ def check(
     for name in sorted(parameters)[dist.get_rank() :: dist.get_world_size()]:
         expected = _numels(parameters[name], engine)
         for path in [folder / "zero" / name / f"{_WEIGHTS}.pt", *_moment_files(folder, name, states)]:
-            saved = inspect(path)
+            saved = look(path)
             numel = (saved[PARAM] if isinstance(saved, dict) else saved).numel()
             padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # by tensor parallelism, as it needs
             if expected and numel not in expected and not padded:
                 raise CheckpointError(f"{path} has {numel} elements, expected {' or '.join(map(str, expected))}.")
     for name, param in engine.module.named_parameters():
-        saved = None if is_optimized_parameter(param) else _frozen(name, model_states)
+        frozen = None if is_optimized_parameter(param) else _frozen(name, model_states)
         numel = getattr(param, "ds_numel", param.numel())
-        if saved is not None and saved.numel() != numel:
-            raise CheckpointError(f"the frozen parameter {name} has {saved.numel()} elements, expected {numel}.")
+        if frozen is not None and frozen.numel != numel:
+            raise CheckpointError(f"the frozen parameter {name} has {frozen.numel} elements, expected {numel}.")
 
 
 def _numels(param: Any, engine: Any) -> set[int]:
@@ -178,12 +177,8 @@ def _load_replicated(optimizer: Any, zero: Path, saved: Mapping[str, Any], state
     for number, group in enumerate(optimizer.optimizer.param_groups):
         params, flat = optimizer.bit16_groups[number], group["params"][0]
         for param in params:
-            mapping = param._hp_mapping
-            if mapping is not None:
-                moments = mapping.optim_fragment
+            if param._hp_mapping is not None:
                 _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, states)
-                if not states:
-                    mapping.optim_fragment = moments
         if states:
             map_to_flat_opt_states(flat, params, optimizer.optimizer.state, _MOMENTS)
             _set_step(optimizer.optimizer.state[flat], zero / optimizer.param_names[params[0]], saved)
@@ -193,13 +188,15 @@ def _load_replicated(optimizer: Any, zero: Path, saved: Mapping[str, Any], state
 
 def _load_piece(param: Any, folder: Path, mpu: Any, states: bool) -> None:
     """Load what this rank holds of a parameter: the weights into the flat buffer, moments into the mapping."""
-    weights = inspect(folder / f"{_WEIGHTS}.pt")
+    mapping, weights = param._hp_mapping, inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
-        # How tensor parallelism cuts a parameter is DeepSpeed's to know.
+        # How tensor parallelism cuts a parameter is DeepSpeed's to know; it always loads the moments, too.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
+        moments = mapping.optim_fragment
         param.load_hp_checkpoint_state(str(folder), rank, ranks)
+        if not states:
+            mapping.optim_fragment = moments
         return
-    mapping = param._hp_mapping
     start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
     piece = slice(start, start + numel)
     mapping.get_hp_fragment().data.copy_(weights.flatten()[piece])
@@ -232,7 +229,7 @@ def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> 
     """Set the step count of one of the optimizer's tensors; where it is a tensor, each gets its own."""
     path = folder / f"{_STEP}.pt"
     if path.exists():
-        step = torch.load(path, map_location="cpu", weights_only=False)
+        step = inspect(path)
     else:
         step = next(iter(saved.get(OPTIMIZER_STATE_DICT, {}).get("state", {}).values()), {}).get(_STEP)
     if step is not None:
@@ -255,23 +252,31 @@ def load_untrained(engine: Any, states: Sequence[Mapping[str, Any]]) -> None:
     buffers = {name: module[name] for name in states[0][BUFFER_NAMES] if name in module}
     engine.module.load_state_dict(buffers, strict=False)
     for name, param in engine.module.named_parameters():
-        whole = None if is_optimized_parameter(param) else _frozen(name, states)
-        if whole is None:  # trained, or saved with exclude_frozen_parameters
+        frozen = None if is_optimized_parameter(param) else _frozen(name, states)
+        if frozen is None:  # trained, or saved with exclude_frozen_parameters
             continue
+        whole = torch.cat([piece.flatten() for piece in frozen.pieces])[: frozen.numel]
         if hasattr(param, "ds_id"):
             chunk = param.ds_tensor.ds_numel
-            mine = whole.flatten()[dist.get_rank(group=param.ds_process_group) * chunk :][:chunk]
+            mine = whole[dist.get_rank(group=param.ds_process_group) * chunk :][:chunk]
             param.ds_tensor.data[: mine.numel()].copy_(mine)
         else:
             param.data.copy_(whole.view_as(param))
 
 
-def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> Tensor | None:
-    """A parameter that was not trained, whole, from the model states of all ranks that hold a part."""
-    if name in states[0]["module"] and states[0]["module"][name].numel():
-        return states[0]["module"][name]  # stage 3 saves the module with parameters that have no elements
+class _Frozen(NamedTuple):
+    """A parameter that was not trained: its pieces, the last of which may be padded, on disk, and its elements."""
+
+    pieces: Sequence[Tensor]
+    numel: int
+
+
+def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
+    """Where a parameter that was not trained is, in the model states of all ranks that hold a part."""
+    whole = states[0]["module"].get(name)
+    if whole is not None and whole.numel():  # stage 3 saves the module with parameters that have no elements
+        return _Frozen([whole], whole.numel())
     fragments = [(state.get(FROZEN_PARAM_FRAGMENTS) or {}).get(name) for state in states]
     if any(fragment is None for fragment in fragments):
         return None
-    whole = torch.cat([fragment.flatten() for fragment in fragments])
-    return whole[: states[0][FROZEN_PARAM_SHAPES][name].numel()]
+    return _Frozen(fragments, states[0][FROZEN_PARAM_SHAPES][name].numel())

@@ -8,7 +8,7 @@ Everything here runs inside rank processes.
 import contextlib
 import io
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,15 @@ def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, floa
         elif not torch.equal(one[name], two[name]):
             found[name] = (one[name].double() - two[name].double()).abs().max().item()
     return found
+
+
+def error_of(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Type and message of what an act raises on this rank; empty if nothing."""
+    try:
+        act(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def convert(folder: str) -> None:

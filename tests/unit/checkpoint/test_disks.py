@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from snapshots import error_of
 
 LOCAL = {"checkpoint": {"use_node_local_storage": True}}
 
@@ -65,13 +66,8 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, Any, li
     def fail(*_: Any) -> None:
         raise OSError("no space for names")
 
-    message = ""
     with mock.patch.object(folders, "replace_text", fail if dist.get_rank() == 2 else folders.replace_text):
-        try:
-            engine.save_checkpoint(disk, tag)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-    now = snapshots.snapshot(engine, model, job)
+        message = error_of(engine.save_checkpoint, disk, tag)
     engine.load_checkpoint(disk)
     before = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -105,11 +101,7 @@ def not_shared_case(folder: str) -> tuple[str, list[str]]:
     (Path(disk) / ".global_step1.saving").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     with mock.patch.object(saving, "_LOOKS", 1):
-        try:
-            engine.save_checkpoint(disk)
-            message = ""
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+        message = error_of(engine.save_checkpoint, disk)
     engine.destroy()
     return message, sorted(path.name for path in Path(folder, "node0").iterdir())
 

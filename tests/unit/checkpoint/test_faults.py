@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from snapshots import error_of
 from training import placed
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads.
@@ -79,11 +80,7 @@ def spoilt_case(folder: str, name: str) -> list[tuple[str, str, str, bool, dict[
                 shutil.copytree(f"{folder}/good", f"{folder}/bad")
                 spoil(Path(folder, "bad", file), fault)
             dist.barrier()
-            try:
-                engine.load_checkpoint(folder, tag="bad")
-                message = ""
-            except Exception as error:
-                message = f"{type(error).__name__}: {error}"
+            message = error_of(engine.load_checkpoint, folder, tag="bad")
             changed = bool(snapshots.difference(now, snapshots.snapshot(engine, model, job)))
             dist.barrier()
             if dist.get_rank() == 0:
@@ -117,11 +114,7 @@ def spoilt_weights_case(folder: str, fault: str) -> tuple[str, bool]:
         spoil(Path(folder, "bad", SHARD), fault)
     dist.barrier()
     now = snapshots.snapshot(engine, model, job)
-    try:
-        engine.load_checkpoint(folder, load_module_only=True)
-        message = ""
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
+    message = error_of(engine.load_checkpoint, folder, load_module_only=True)
     changed = bool(snapshots.difference(now, snapshots.snapshot(engine, model, job)))
     engine.destroy()
     return message, changed
@@ -156,11 +149,7 @@ def spoilt_universal_case(folder: str, name: str, file: str) -> list[tuple[str, 
             path.write_bytes(good)
             spoil(path, fault)
         dist.barrier()
-        try:
-            engine.load_checkpoint(folder)
-            message = ""
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+        message = error_of(engine.load_checkpoint, folder)
         rows.append((fault, message, bool(snapshots.difference(now, snapshots.snapshot(engine, model, job)))))
         dist.barrier()
     engine.destroy()
@@ -204,11 +193,7 @@ def misfit_case(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> t
     engine.destroy()
     engine, model = training.make_engine(job, loaded)
     before = training.whole_weights(model)
-    try:
-        engine.load_checkpoint(folder)
-        message = ""
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
+    message = error_of(engine.load_checkpoint, folder)
     changed = bool((training.whole_weights(model) - before).any())
     engine.destroy()
     return message, changed
@@ -236,11 +221,7 @@ def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, boo
                 engine.save_checkpoint(f"{folder}/{name}")
             for only in (True, False) if sizes != (13, 37, 7) else ():
                 before = training.whole_weights(model)
-                try:
-                    engine.load_checkpoint(f"{folder}/{name}", load_module_only=only)
-                    message = ""
-                except Exception as error:
-                    message = f"{type(error).__name__}: {error}"
+                message = error_of(engine.load_checkpoint, f"{folder}/{name}", load_module_only=only)
                 rows.append((name, sizes, message, bool((training.whole_weights(model) - before).any())))
             if name == "NIG":  # a function of the user's may know what to do
                 engine.load_checkpoint(f"{folder}/{name}", load_module_only=True, custom_load_fn=lambda src, dst: None)
@@ -277,18 +258,12 @@ def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float], dict[s
 
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     latest = Path(folder, "latest").read_text()
-    message = ""
     with mock.patch.object(torch, "save", fail):
-        try:
-            engine.save_checkpoint(folder, tag=tag)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+        message = error_of(engine.save_checkpoint, folder, tag=tag)
     assert Path(folder, "latest").read_text() == latest
-    now = snapshots.snapshot(engine, model, job)
     engine.load_checkpoint(folder)
     found = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    del now
     now = snapshots.snapshot(engine, model, job)
     engine.save_checkpoint(folder, tag=tag)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -347,10 +322,7 @@ def tags_case(folder: str) -> list[str]:
     engine, _ = make(training.Job(empty=False), "NIG")
     messages = []
     for act in (engine.save_checkpoint, engine.load_checkpoint):
-        try:
-            act(folder, tag=f"of rank {dist.get_rank()}")
-        except Exception as error:
-            messages.append(f"{type(error).__name__}: {error}")
+        messages.append(error_of(act, folder, tag=f"of rank {dist.get_rank()}"))
     engine.destroy()
     return messages
 
@@ -367,11 +339,7 @@ def nothing_case(folder: str) -> tuple[Any, str]:
 
     engine, _ = make(training.Job(empty=False), "IIG")
     nothing = engine.load_checkpoint(folder)
-    try:
-        engine.load_checkpoint(folder, tag="some_tag")
-        message = ""
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
+    message = error_of(engine.load_checkpoint, folder, tag="some_tag")
     engine.destroy()
     return nothing, message
 

@@ -1,0 +1,60 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the scripts that start their own ranks have in common; imports neither torch nor DeepSpeed by itself."""
+
+import argparse
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_ext.placement import Cluster
+
+
+def add_options(parser: argparse.ArgumentParser, log: str, timeout: float) -> None:
+    """Add the options of a script that starts ranks, and those of a rank."""
+    parser.add_argument("--ranks", type=int, default=4, help="processes to train with")
+    parser.add_argument("--group-size", type=int, default=2, help="ranks in a group")
+    parser.add_argument("--log", type=Path, default=Path(log), help="what the ranks of the last launch print")
+    parser.add_argument("--timeout", type=float, default=timeout, help="seconds that a launch may take")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank; where it finds its work, and reports
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # set by the launcher
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse, and refuse groups that do not fit the ranks."""
+    args = parser.parse_args()
+    try:
+        Cluster(args.ranks, args.group_size)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def exit_on_sigterm() -> None:
+    """A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets a launch clean up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def launch(script: str, ranks: int, worker: Path, log: Path, timeout: float, more: Sequence[str] = ()) -> None:
+    """Run a script's ranks under the stock launcher.
+
+    Raises:
+        compare.RunFailed: it failed, or did not end in time.
+    """
+    import compare  # for the parent alone: it draws pictures, and drawing takes seconds to import
+
+    launcher = shutil.which("deepspeed", path=compare.environment()["PATH"]) or "deepspeed"
+    command = [launcher, "--num_accelerators", str(ranks), "--master_port", str(compare.free_port())]
+    compare.launch([*command, script, "--worker", str(worker), *more], log.resolve(), timeout)
+
+
+def start_rank() -> bool:
+    """Join the other ranks; whether this is the first one."""
+    import deepspeed
+
+    # A shared-memory all-reduce for inference, which would be compiled now, and leave 66 MB a rank in /dev/shm.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo")
+    return deepspeed.comm.get_rank() == 0
