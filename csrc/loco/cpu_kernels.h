@@ -1,0 +1,412 @@
+// Copyright (c) deepspeed_ext contributors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The CPU kernels, in vectors of 16 that compilers split where registers are narrower. Included once for each
+// instruction set, inside a namespace of its own: so no #pragma once, and no headers here. LOCO_TARGET and LOCO_SET name
+// the set; a pragma around the file would be forgotten where templates are instantiated.
+
+#define LOCO_LOCAL inline __attribute__((always_inline)) LOCO_TARGET
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef int32_t Integers __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+typedef int8_t SignedBytes __attribute__((vector_size(16)));
+
+constexpr int kLanes = 16;
+
+template <typename Vector>
+LOCO_LOCAL Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+template <typename Vector>
+LOCO_LOCAL void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof(vector));
+}
+
+// Between 8, 16 and 32 bits, and the largest lane: what compilers do lane by lane if not told.
+#if LOCO_SET == 512
+LOCO_LOCAL Words widened(Halves halves) { return (Words)_mm512_cvtepu16_epi32((__m256i)halves); }
+LOCO_LOCAL Integers widened(SignedBytes bytes) { return (Integers)_mm512_cvtepi8_epi32((__m128i)bytes); }
+LOCO_LOCAL Halves narrowed(Words words) { return (Halves)_mm512_cvtepi32_epi16((__m512i)words); }
+LOCO_LOCAL Bytes lowest_bytes(Words words) { return (Bytes)_mm512_cvtepi32_epi8((__m512i)words); }
+LOCO_LOCAL uint32_t largest_of(Integers lanes) { return _mm512_reduce_max_epi32((__m512i)lanes); }
+#elif LOCO_SET == 256
+LOCO_LOCAL void split(Words words, __m256i* low, __m256i* high) {
+  std::memcpy(low, &words, sizeof(*low));
+  std::memcpy(high, reinterpret_cast<const char*>(&words) + sizeof(*low), sizeof(*high));
+}
+template <typename Vector>
+LOCO_LOCAL Vector joined(__m256i low, __m256i high) {
+  Vector vector;
+  std::memcpy(&vector, &low, sizeof(low));
+  std::memcpy(reinterpret_cast<char*>(&vector) + sizeof(low), &high, sizeof(high));
+  return vector;
+}
+LOCO_LOCAL Words widened(Halves halves) {
+  const __m256i all = (__m256i)halves;
+  return joined<Words>(
+      _mm256_cvtepu16_epi32(_mm256_castsi256_si128(all)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(all, 1)));
+}
+LOCO_LOCAL Integers widened(SignedBytes bytes) {
+  const __m128i all = (__m128i)bytes;
+  return joined<Integers>(_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)));
+}
+LOCO_LOCAL Halves narrowed(Words words) {
+  __m256i low, high;
+  split(words & 0xffffu, &low, &high);
+  return (Halves)_mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
+}
+LOCO_LOCAL Bytes lowest_bytes(Words words) {
+  const __m256i halves = (__m256i)narrowed(words & 0xffu);
+  return (Bytes)_mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+LOCO_LOCAL uint32_t largest_of(Integers lanes) {
+  __m256i low, high;
+  split((Words)lanes, &low, &high);
+  const __m256i eight = _mm256_max_epi32(low, high);
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1))));
+}
+#else
+LOCO_LOCAL Words widened(Halves halves) { return __builtin_convertvector(halves, Words); }
+LOCO_LOCAL Integers widened(SignedBytes bytes) { return __builtin_convertvector(bytes, Integers); }
+LOCO_LOCAL Halves narrowed(Words words) { return __builtin_convertvector(words, Halves); }
+LOCO_LOCAL Bytes lowest_bytes(Words words) { return __builtin_convertvector(words, Bytes); }
+LOCO_LOCAL uint32_t largest_of(Integers lanes) {
+  int32_t most = lanes[0];
+  for (int i = 1; i < kLanes; ++i) most = lanes[i] > most ? lanes[i] : most;
+  return static_cast<uint32_t>(most);
+}
+#endif
+
+LOCO_LOCAL Floats bfloat16s_to_floats(Halves halves) { return reinterpret_cast<Floats>(widened(halves) << 16); }
+
+// Half by its bits: an exponent of half is 112 less than a float's; below its smallest one, subtracting the implicit
+// bit normalizes.
+LOCO_LOCAL Floats halves_to_floats(Halves halves) {
+  const Words bits = widened(halves);
+  const Words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+  const Floats normal = reinterpret_cast<Floats>(magnitude + (112u << 23));
+  const Floats subnormal = reinterpret_cast<Floats>(magnitude + (113u << 23)) - as_float(113u << 23);
+  const Floats not_finite = reinterpret_cast<Floats>(magnitude | kInfinity);
+  const Integers signed_magnitude = reinterpret_cast<Integers>(magnitude);
+  const Floats large = signed_magnitude >= (31 << 23) ? not_finite : normal;
+  const Floats value = signed_magnitude < (1 << 23) ? subnormal : large;
+  return reinterpret_cast<Floats>(reinterpret_cast<Words>(value) | sign);
+}
+
+LOCO_LOCAL Halves floats_to_bfloat16s(Floats values) {
+  const Words bits = reinterpret_cast<Words>(values);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Integers magnitude = reinterpret_cast<Integers>(bits & kMagnitude);
+  const Words quiet = Words{} + static_cast<uint32_t>(kScaleOfNotFinite);
+  return narrowed(magnitude > static_cast<int32_t>(kInfinity) ? quiet : rounded);
+}
+
+// Rounded half to even. Adding 0.5 leaves units of half's subnormals, 2^-24, in the lowest bits.
+LOCO_LOCAL Halves floats_to_halves(Floats values) {
+  const Words bits = reinterpret_cast<Words>(values), magnitude = bits & kMagnitude;
+  const Words normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const Words subnormal =
+      reinterpret_cast<Words>(reinterpret_cast<Floats>(magnitude) + 0.5f) - static_cast<uint32_t>(0x3f000000u);
+  const Integers compared = reinterpret_cast<Integers>(magnitude);
+  const Words nan = Words{} + 0x7e00u, infinite = Words{} + 0x7c00u;
+  const Words large = compared > static_cast<int32_t>(kInfinity) ? nan : infinite;
+  const Words finite = compared < (113 << 23) ? subnormal : normal;
+  return narrowed((compared >= 0x477ff000 ? large : finite) | ((bits >> 16) & 0x8000u));
+}
+
+// Storage of gradients and results.
+template <Type kType>
+using Element = std::conditional_t<kType == Type::kFloat, float, uint16_t>;
+
+template <Type kType>
+LOCO_LOCAL Floats load_floats(const Element<kType>* from) {
+  if constexpr (kType == Type::kFloat) {
+    return load<Floats>(from);
+  } else if constexpr (kType == Type::kBFloat16) {
+    return bfloat16s_to_floats(load<Halves>(from));
+  } else {
+    return halves_to_floats(load<Halves>(from));
+  }
+}
+
+template <Type kType>
+LOCO_LOCAL void store_floats(Element<kType>* to, Floats values) {
+  if constexpr (kType == Type::kFloat) {
+    store(to, values);
+  } else if constexpr (kType == Type::kBFloat16) {
+    store(to, floats_to_bfloat16s(values));
+  } else {
+    store(to, floats_to_halves(values));
+  }
+}
+
+// One step of the transform inside a vector: the sum and the difference of lanes that are `kStride` apart.
+template <int kStride>
+LOCO_LOCAL Floats butterfly(Floats values) {
+  Integers low{}, high{};
+  Words minus{};
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = i & ~kStride;
+    high[i] = i | kStride;
+    minus[i] = (i & kStride) ? 0x80000000u : 0u;
+  }
+  const Words second = reinterpret_cast<Words>(__builtin_shuffle(values, high)) ^ minus;
+  return __builtin_shuffle(values, low) + reinterpret_cast<Floats>(second);
+}
+
+// The 32-point transform of each chunk, in place.
+LOCO_LOCAL void transform(Floats* block, int vectors) {
+  for (int i = 0; i < vectors; i += 2) {
+    Floats low = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(block[i]))));
+    Floats high = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(block[i + 1]))));
+    block[i] = (low + high) * kNormalize;
+    block[i + 1] = (low - high) * kNormalize;
+  }
+}
+
+// The larger magnitudes, as bits.
+LOCO_LOCAL Integers larger(Integers most, Floats values) {
+  const Integers magnitude = reinterpret_cast<Integers>(reinterpret_cast<Words>(values) & kMagnitude);
+  return magnitude > most ? magnitude : most;
+}
+
+// Values on the grid of a scale, with the integers in their lowest bits; see kRounding.
+LOCO_LOCAL Floats on_grid(Floats values, float inverse) { return values * inverse + kRounding; }
+
+// Pack a chunk, two vectors on the grid.
+template <int kBits>
+LOCO_LOCAL void pack(Floats first, Floats second, uint8_t* payload) {
+  const Words low = reinterpret_cast<Words>(first), high = reinterpret_cast<Words>(second);
+  if constexpr (kBits == 8) {
+    store(payload, lowest_bytes(low));
+    store(payload + kLanes, lowest_bytes(high));
+  } else {
+    store(payload, lowest_bytes((low & 15u) | (high << 4)));
+  }
+}
+
+// The integers of a packed chunk, as floats.
+template <int kBits>
+LOCO_LOCAL void unpack(const uint8_t* payload, Floats* first, Floats* second) {
+  const Integers low = widened(load<SignedBytes>(payload));
+  Integers high;
+  if constexpr (kBits == 8) {
+    *first = __builtin_convertvector(low, Floats);
+    high = widened(load<SignedBytes>(payload + kLanes));
+  } else {
+    const Words up = reinterpret_cast<Words>(low) << 28;
+    *first = __builtin_convertvector(reinterpret_cast<Integers>(up) >> 28, Floats);
+    high = low >> 4;
+  }
+  *second = __builtin_convertvector(high, Floats);
+}
+
+// A chunk of an error that is kept: in 8 bits its integers, else its numbers.
+template <int kErrorBits>
+LOCO_LOCAL void read_error(const uint8_t* from, Floats* first, Floats* second) {
+  if constexpr (kErrorBits == 8) {
+    unpack<8>(from, first, second);
+  } else if constexpr (kErrorBits == 16) {
+    *first = bfloat16s_to_floats(load<Halves>(from));
+    *second = bfloat16s_to_floats(load<Halves>(from + sizeof(Halves)));
+  } else {
+    *first = load<Floats>(from);
+    *second = load<Floats>(from + sizeof(Floats));
+  }
+}
+
+// One block of a batch: where it is, and what its passes hand on.
+struct Place {
+  int64_t row, block;
+  const uint8_t* old_error;
+  float old_step;  // of the old error
+  uint16_t old_scale;
+  bool finite;
+  Scale scale;
+  uint32_t most;
+};
+
+// Blocks are taken through each pass in batches: within one, a scale waits for the largest magnitude, and that for the
+// whole block; the passes of neighbors fill the time.
+constexpr int kBatch = 2048;  // elements; or one block, where that is larger
+constexpr int kBatchBlocks = kBatch / kSmallestBlock;
+
+template <int kErrorBits>
+LOCO_LOCAL void find_error(const Compress& job, Place& at) {
+  at.old_error = job.zeros;
+  at.old_step = kErrorBits == 8 ? 0.0f : 1.0f;
+  at.old_scale = 0;
+  if (job.has_error) {
+    const ErrorRow row = job.error(at.row);
+    at.old_error = row.payload + at.block * job.block_size * kErrorBits / 8;
+    if constexpr (kErrorBits == 8) {
+      at.old_scale = row.scales[at.block];
+      at.old_step = step_of(at.old_scale);
+    }
+  }
+}
+
+// The gradients of a block, with zeros behind the end of its row, for which `filled` has room.
+template <Type kType>
+LOCO_LOCAL const Element<kType>* gradients_of(const Compress& job, const Place& at, Element<kType>* filled) {
+  const int64_t first = at.block * job.block_size;
+  const Element<kType>* gradient =
+      static_cast<const Element<kType>*>(job.gradient) + at.row * job.gradient_stride + first;
+  if (first + job.block_size <= job.width) return gradient;
+  std::memset(filled, 0, job.block_size * sizeof(filled[0]));
+  std::memcpy(filled, gradient, (job.width - first) * sizeof(filled[0]));
+  return filled;
+}
+
+// h = gradient + unit * error; returns the largest magnitudes.
+template <Type kType, int kErrorBits, bool kHadamard>
+LOCO_LOCAL Integers compensate(const Compress& job, const Place& at, Floats* h, Floats* e) {
+  const int vectors = job.block_size / kLanes;
+  Element<kType> filled[kLargestBlock];
+  const Element<kType>* gradient = gradients_of<kType>(job, at, filled);
+  if constexpr (kHadamard) {
+    for (int i = 0; i < vectors; ++i) h[i] = load_floats<kType>(gradient + i * kLanes);
+    transform(h, vectors);
+  }
+  Integers most{};
+  const float factor = job.unit * at.old_step;
+  const uint8_t* from = at.old_error;
+  for (int i = 0; i < vectors; i += 2, from += kChunk * kErrorBits / 8) {
+    Floats old[2];
+    read_error<kErrorBits>(from, &old[0], &old[1]);
+    for (int j = 0; j < 2; ++j) {
+      const Floats g = kHadamard ? h[i + j] : load_floats<kType>(gradient + (i + j) * kLanes);
+      const Floats sum = g + factor * old[j];
+      h[i + j] = sum;
+      e[i + j] = old[j];
+      most = larger(most, sum);
+    }
+  }
+  return most;
+}
+
+// The wire's part of a block, and the new error in the place of the old one; returns its largest magnitudes.
+template <int kBits>
+LOCO_LOCAL Integers send(const Compress& job, const Place& at, const Floats* h, Floats* e) {
+  const int size = job.block_size;
+  uint8_t* wire = job.wire + at.row * job.wire_stride;
+  uint8_t* payload = wire + at.block * size * kBits / 8;
+  reinterpret_cast<uint16_t*>(wire + job.blocks * size * kBits / 8)[at.block] = at.scale.stored;
+  Integers most{};
+  if (!at.finite) {
+    std::memset(payload, 0, size * kBits / 8);
+    return most;
+  }
+  const float step = at.scale.step, to_grid = at.scale.inverse;
+  const float old = job.beta * at.old_step, fresh = job.fresh;
+  for (int i = 0; i < size / kLanes; i += 2, payload += kChunk * kBits / 8) {
+    const Floats grid[2] = {on_grid(h[i], to_grid), on_grid(h[i + 1], to_grid)};
+    pack<kBits>(grid[0], grid[1], payload);
+    for (int j = 0; j < 2; ++j) {
+      const Floats lost = h[i + j] - (grid[j] - kRounding) * step;
+      const Floats kept = old * e[i + j] + fresh * lost;
+      e[i + j] = kept;
+      most = larger(most, kept);
+    }
+  }
+  return most;
+}
+
+template <int kErrorBits>
+LOCO_LOCAL void keep_error(const Compress& job, const Place& at, const Floats* e) {
+  const ErrorRow row = job.new_error(at.row);
+  const int size = job.block_size;
+  uint8_t* to = row.payload + at.block * size * kErrorBits / 8;
+  if (kErrorBits == 8) row.scales[at.block] = at.finite ? at.scale.stored : at.old_scale;
+  if (!at.finite) {  // it stays what it was
+    std::memmove(to, at.old_error, size * kErrorBits / 8);
+    return;
+  }
+  for (int i = 0; i < size / kLanes; i += 2, to += kChunk * kErrorBits / 8) {
+    if constexpr (kErrorBits == 8) {
+      pack<8>(on_grid(e[i], at.scale.inverse), on_grid(e[i + 1], at.scale.inverse), to);
+    } else if constexpr (kErrorBits == 16) {
+      store(to, floats_to_bfloat16s(e[i]));
+      store(to + sizeof(Halves), floats_to_bfloat16s(e[i + 1]));
+    } else {
+      store(to, e[i]);
+      store(to + sizeof(Floats), e[i + 1]);
+    }
+  }
+}
+
+template <Type kType, int kBits, int kErrorBits>
+LOCO_TARGET void compress_blocks(const Compress& shared, int64_t begin, int64_t end) {
+  const Compress job = shared;  // a copy that nothing can point to, and change
+  Floats h[kLargestBlock / kLanes], e[kLargestBlock / kLanes];
+  Place at[kBatchBlocks];
+  const int vectors = job.block_size / kLanes;
+  const int batch = job.block_size < kBatch ? kBatch / job.block_size : 1;
+  int64_t row = begin / job.blocks, block = begin % job.blocks;
+  for (int64_t done = begin; done < end; done += batch) {
+    const int count = end - done < batch ? static_cast<int>(end - done) : batch;
+    for (int b = 0; b < count; ++b) {
+      at[b].row = row;
+      at[b].block = block;
+      if (++block == job.blocks) {
+        block = 0;
+        ++row;
+      }
+      find_error<kErrorBits>(job, at[b]);
+      Floats *to = h + b * vectors, *old = e + b * vectors;
+      at[b].most = largest_of(
+          job.hadamard ? compensate<kType, kErrorBits, true>(job, at[b], to, old)
+                       : compensate<kType, kErrorBits, false>(job, at[b], to, old));
+    }
+    for (int b = 0; b < count; ++b) {
+      at[b].scale = scale_of<kBits>(at[b].most);
+      at[b].finite = at[b].scale.finite;
+    }
+    for (int b = 0; b < count; ++b) at[b].most = largest_of(send<kBits>(job, at[b], h + b * vectors, e + b * vectors));
+    if (!job.has_new_error) continue;
+    for (int b = 0; kErrorBits == 8 && b < count; ++b) at[b].scale = scale_of<8>(at[b].most);
+    for (int b = 0; b < count; ++b) keep_error<kErrorBits>(job, at[b], e + b * vectors);
+  }
+}
+
+template <Type kType, int kBits>
+LOCO_LOCAL void decompress_block(const Decompress& job, int64_t block, Floats* total) {
+  const int size = job.block_size, vectors = size / kLanes;
+  for (int64_t piece = 0; piece < job.pieces; ++piece) {  // in the order of ranks
+    const uint8_t* wire = job.wire + piece * job.wire_stride;
+    const uint8_t* payload = wire + block * size * kBits / 8;
+    const float step = step_of(reinterpret_cast<const uint16_t*>(wire + job.blocks * size * kBits / 8)[block]);
+    for (int i = 0; i < vectors; i += 2, payload += kChunk * kBits / 8) {
+      Floats first, second;
+      unpack<kBits>(payload, &first, &second);
+      total[i] = piece ? total[i] + first * step : first * step;
+      total[i + 1] = piece ? total[i + 1] + second * step : second * step;
+    }
+  }
+  if (job.hadamard) transform(total, vectors);
+  Element<kType> filled[kLargestBlock];
+  Element<kType>* out = static_cast<Element<kType>*>(job.out) + block * size;
+  const bool whole = (block + 1) * size <= job.width;
+  Element<kType>* to = whole ? out : filled;
+  for (int i = 0; i < vectors; ++i) store_floats<kType>(to + i * kLanes, total[i] * job.factor);
+  if (!whole) std::memcpy(out, filled, (job.width - block * size) * sizeof(filled[0]));
+}
+
+template <Type kType, int kBits>
+LOCO_TARGET void decompress_blocks(const Decompress& shared, int64_t begin, int64_t end) {
+  const Decompress job = shared;
+  Floats total[kLargestBlock / kLanes];
+  for (int64_t i = begin; i < end; ++i) decompress_block<kType, kBits>(job, i, total);
+}
+
+#undef LOCO_LOCAL
+#undef LOCO_TARGET
+#undef LOCO_SET

@@ -1,0 +1,65 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the kernels of ``csrc`` with DeepSpeed's op builder: ahead of time with DS_BUILD_LOCO=1, else when used."""
+
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+# Of the oldest torch that we support: what is built with a newer one runs with all since.
+_STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+# Bits must not depend on the compiler: each operation is rounded once.
+_EXACT = ("-ffp-contract=off", "-Wno-psabi")
+
+
+class LocoBuilder(CUDAOpBuilder):
+    """The kernels of LoCo: for the CPU, and for CUDA where torch has it."""
+
+    BUILD_VAR = "DS_BUILD_LOCO"
+    NAME = "loco"
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name=self.NAME if name is None else name)
+
+    def absolute_name(self) -> str:
+        """Of the module that is built ahead of time."""
+        return "deepspeed_ext.loco._kernels"
+
+    def sources(self) -> list[str]:
+        """Source files."""
+        names = ["loco_cpu.cpp"] if self.build_for_cpu else ["loco_cpu.cpp", "loco_cuda.cu"]
+        return [str(source_folder() / name) for name in names]
+
+    def include_paths(self) -> list[str]:
+        """Folders of headers."""
+        return [str(source_folder())]
+
+    def cxx_args(self) -> list[str]:
+        """As DeepSpeed's; the stable ABI of torch, and exact arithmetic."""
+        cuda = [] if self.build_for_cpu else ["-DUSE_CUDA"]
+        return [*super().cxx_args(), _STABLE_ABI, *_EXACT, *cuda]
+
+    def nvcc_args(self) -> list[str]:
+        """As DeepSpeed's, but with exact arithmetic."""
+        args = [arg for arg in super().nvcc_args() if arg != "--use_fast_math"]
+        return [*args, "-fmad=false", "-DUSE_CUDA", _STABLE_ABI] if args else args
+
+    def is_built(self) -> bool:
+        """Whether it was built ahead of time."""
+        return importlib.util.find_spec(self.absolute_name()) is not None
+
+    def load(self, verbose: bool = True) -> Any:
+        """Import what was built ahead of time, or build it now."""
+        if self.is_built():
+            return importlib.import_module(self.absolute_name())
+        return self.jit_load(verbose)
+
+
+def source_folder() -> Path:
+    """``csrc/loco``: beside the package in a clone, inside it where it was installed."""
+    package = Path(__file__).resolve().parent
+    installed = package / "csrc" / "loco"
+    return installed if installed.is_dir() else package.parent / "csrc" / "loco"
