@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy, parse_strategy
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ KEYS = (STRATEGY, GROUP_SIZE)
 MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
 MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)  # DeepSpeed's own until 0.19.6
+LOCO = "zeropp_loco_param"  # as well
+QUANTIZED = "zero_quantized_gradients"  # DeepSpeed's, for stage 3; with a strategy ours
+_REMOVED = (*MICS_KEYS, LOCO)
+_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
 _PREFIX = "paro"
 
 
@@ -30,15 +35,40 @@ def our_keys(section: Any) -> list[str]:
     """Keys of the section that are meant for us, misspelt ones included."""
     if not isinstance(section, Mapping):
         return []
-    return [key for key in section if str(key).lower().startswith(_PREFIX) or key in MICS_KEYS]
+    return [key for key in section if str(key).lower().startswith(_PREFIX) or key in _REMOVED]
 
 
-def without_mics(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration without the keys of MiCS, which DeepSpeed would reject as removed."""
+def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration without the keys of MiCS and LoCo, which DeepSpeed would reject as removed."""
     section = config.get(SECTION)
-    if not isinstance(section, Mapping) or not set(MICS_KEYS) & set(section):
+    if not isinstance(section, Mapping) or not set(_REMOVED) & set(section):
         return config
-    return {**config, SECTION: {key: value for key, value in section.items() if key not in MICS_KEYS}}
+    return {**config, SECTION: {key: value for key, value in section.items() if key not in _REMOVED}}
+
+
+def with_loco(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A raw section in which LoCo's key says all about it, and with a strategy: if none is given that of the stage.
+
+    Raises:
+        ValueError: the key's value is wrong, contradicts ``zero_quantized_gradients``, or nothing says what is cut.
+    """
+    section = dict(section)
+    quantized = section.pop(QUANTIZED, None)
+    if LOCO not in section:
+        return {**section, LOCO: {"error_feedback": False}} if quantized else section
+    LocoSettings.parse(section[LOCO])
+    if quantized is False:
+        raise ValueError(
+            f"{SECTION}.{LOCO} implies {SECTION}.{QUANTIZED}, which is set to false. Remove one of the two."
+        )
+    if STRATEGY in section:
+        return section
+    stage = section.get("stage")
+    if isinstance(stage, bool) or stage not in (0, *_OF_STAGE):
+        raise ValueError(
+            f"{SECTION}.{LOCO} needs {SECTION}.stage 1, 2 or 3, or {SECTION}.{STRATEGY}, got stage {stage!r}."
+        )
+    return {**section, STRATEGY: _OF_STAGE.get(stage, "NNG")}
 
 
 def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +124,7 @@ def check_section(section: Mapping[str, Any]) -> Strategy:
             was given and the key to change.
     """
     for key in our_keys(section):
-        if key not in KEYS:
+        if key not in KEYS and key != LOCO:
             close = difflib.get_close_matches(str(key).lower(), KEYS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"{SECTION} has no key {key!r}: the keys of PaRO are {', '.join(KEYS)}.{hint}")
@@ -223,9 +253,9 @@ _REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
         _always,
     ),
     (
-        f"{SECTION}.zero_quantized_gradients",
-        lambda c: c.zero_config.zero_quantized_gradients,
-        "gradients are reduced exactly",
+        f"{SECTION}.reduce_scatter",
+        lambda c: c.zero_config.zeropp_loco_param is not None and not c.zero_config.reduce_scatter,
+        "LoCo's reduction between groups is not an all-reduce",
         _always,
     ),
     (
@@ -269,11 +299,11 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
     strategy = active_strategy(config)
     if strategy is None:
         return
+    asked = {STRATEGY, MICS_SIZE} & set(config._param_dict[SECTION])
+    given = f"{STRATEGY} {strategy.name}" if asked else LOCO
     for key, find, why, applies in _REFUSED:
         if applies(strategy) and find(config):
-            raise ValueError(
-                f"{key} cannot be combined with {SECTION}.{STRATEGY} {strategy.name}: {why}. Remove one of the two."
-            )
+            raise ValueError(f"{key} cannot be combined with {SECTION}.{given}: {why}. Remove one of the two.")
     if _replicated(strategy) and not config.zero_config.use_multi_rank_bucket_allreduce:
         log_dist(
             f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: a bucket is "
@@ -310,6 +340,11 @@ def zero_config_class() -> type["DeepSpeedZeroConfig"]:
         Data-parallel ranks in a group; must divide the data-parallel size. By default the ranks per node.
         """
 
+        zeropp_loco_param: dict[str, Any] | None = None
+        """
+        Gradients cross between groups in few bits, with error feedback: see ``loco.settings``.
+        """
+
     return ParoZeroConfig
 
 
@@ -324,9 +359,11 @@ def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
         return DeepSpeedZeroConfig(**section)
+    given = STRATEGY if STRATEGY in section else LOCO
+    section = with_loco(section)
     strategy = check_section(section)
     if section.get("stage") == 0:
         from deepspeed.utils import log_dist
 
-        log_dist(f"deepspeed_ext: {STRATEGY} {strategy.name} does nothing at stage 0", ranks=[0])
+        log_dist(f"deepspeed_ext: {SECTION}.{given} does nothing at stage 0", ranks=[0])
     return zero_config_class()(**{"stage": strategy.stage, **section})

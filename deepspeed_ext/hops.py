@@ -12,8 +12,8 @@ Note [Hops and transfers]
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -23,41 +23,103 @@ from torch import Tensor
 Transfer = Generator[Any, None, Tensor]  # yields handles with a wait() method
 
 
+class Run(NamedTuple):
+    """A stretch of a message: where in this rank's shards its elements belong."""
+
+    buffer: int
+    row: int
+    start: int  # within the row
+    numel: int
+
+
+Part = tuple[Run, ...]  # what a part of a message holds, in order; elements behind its runs are padding
+Contents = tuple[Part, ...]  # of a message: a part for each rank that it goes to
+
+
+def cut_runs(runs: Part, lengths: Sequence[int]) -> Contents:
+    """Runs, cut into parts of these lengths."""
+    left, parts = list(reversed(runs)), []
+    for length in lengths:
+        part = []
+        while length and left:
+            run = left.pop()
+            taken = min(length, run.numel)
+            part.append(run._replace(numel=taken))
+            length -= taken
+            if taken < run.numel:
+                left.append(Run(run.buffer, run.row, run.start + taken, run.numel - taken))
+        parts.append(tuple(part))
+    return tuple(parts)
+
+
+class Memory:
+    """What a reduction remembers from message to message, and from step to step; this one: nothing."""
+
+    def finish_step(self, applied: bool) -> None:
+        """What was reduced since the last call has been applied to the weights; or it was discarded."""
+
+    def states(self) -> dict[str, Any] | None:
+        """Plain values, and tensors on the CPU, for a checkpoint; None if there is nothing to remember."""
+        return None
+
+    def load_states(self, states: Mapping[str, Any]) -> None:
+        """Take over states of the same messages."""
+
+    def load_numbers(self, numbers: Mapping["Run", Tensor], steps: int) -> None:
+        """Take over what was remembered of other messages: fp32, 1D, of each run; after so many steps."""
+
+    def forget(self) -> None:
+        """Be as in the beginning."""
+
+
 class Hop(ABC):
     """One leg of a move, over one process group of ``size`` ranks.
 
     ``reduce_scatter`` is the one to replace: a compressed reduction implements it, and gets ``all_reduce`` for it.
     Sums are taken in rank order in fp32, or as the backend does; every rank of the group gets the same bits.
+
+    A reduction may remember something of what it has sent; so it is told what messages hold.
     """
+
+    memory: "Memory"
+    scale: Callable[[], float] = staticmethod(lambda: 1.0)  # what gradients are multiplied with: the loss scale
 
     def __init__(self, group: Any, name: str = "hop") -> None:
         self.group = group
         self.name = name  # in the records of DeepSpeed's comms logger: intra_all_gather, inter_reduce_scatter, ...
         self.size: int = dist.get_world_size(group=group)
         self.rank: int = dist.get_rank(group=group)
+        self.memory = Memory()
 
     def _options(self, operation: str) -> dict[str, Any]:
         return {"group": self.group, "async_op": True, "log_name": f"{self.name}_{operation}"}
 
     @abstractmethod
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         """Sum of ``flat`` (1D) over the group, of which this rank gets part ``rank``.
 
         Args:
             flat: 1D, the parts one after the other; may be overwritten.
             splits: length of each part, the same on all ranks; they may differ.
+            contents: what each part holds; without, nothing is remembered of the message.
 
         Returns:
             1D of ``splits[rank]`` elements, dtype of ``flat``.
         """
 
-    def all_reduce(self, flat: Tensor) -> Transfer:
-        """Sum of ``flat`` (1D) over the group, on all ranks; ``flat`` may be overwritten."""
+    def all_reduce(self, flat: Tensor, runs: Part = ()) -> Transfer:
+        """Sum of ``flat`` (1D) over the group, on all ranks; ``flat`` may be overwritten.
+
+        Args:
+            flat: 1D.
+            runs: what it holds.
+        """
         if self.size == 1 or not flat.numel():
             return flat
         part = -(-flat.numel() // self.size)
         padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
-        mine = yield from self.reduce_scatter(padded, [part] * self.size)
+        splits = [part] * self.size
+        mine = yield from self.reduce_scatter(padded, splits, cut_runs(runs, splits))
         gathered = yield from self.all_gather(mine)
         return gathered[: flat.numel()]
 
@@ -82,7 +144,7 @@ class ExchangeHop(Hop):
     cost nothing extra here, the sum is taken in fp32, and its order is fixed.
     """
 
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         if self.size == 1 or not flat.numel():
             return flat
         mine = splits[self.rank]
@@ -108,7 +170,7 @@ class _All:
 class NativeHop(Hop):
     """For backends whose reduce-scatter is one (NCCL): equal parts by reduce-scatter, unequal ones as is cheaper."""
 
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         if self.size == 1 or not flat.numel():
             return flat
         longest = max(splits)
@@ -134,7 +196,7 @@ class NativeHop(Hop):
         yield dist.reduce_scatter_tensor(mine, flat, **self._options("reduce_scatter"))
         return mine[: splits[self.rank]]
 
-    def all_reduce(self, flat: Tensor) -> Transfer:
+    def all_reduce(self, flat: Tensor, runs: Part = ()) -> Transfer:
         if self.size > 1 and flat.numel():
             yield dist.all_reduce(flat, **self._options("all_reduce"))
         return flat
@@ -143,9 +205,12 @@ class NativeHop(Hop):
 class AllReduceHop(NativeHop):
     """For ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
 
-    def reduce_scatter(self, flat: Tensor, splits: Sequence[int]) -> Transfer:
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         flat = yield from self.all_reduce(flat)
         return flat.split(list(splits))[self.rank] if self.size > 1 else flat
+
+
+MakeHop = Callable[[Any, str, bool], Hop]  # arguments as those of ``make_hop``
 
 
 def make_hop(group: Any, name: str, reduce_scatter: bool = True) -> Hop:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.hops import Hop, Transfer
+from deepspeed_ext.hops import Contents, Hop, Run, Transfer
 from deepspeed_ext.placement import Placement
 from deepspeed_ext.topology import Topology
 
@@ -96,15 +96,6 @@ class Range(NamedTuple):
     numel: int
 
 
-class Run(NamedTuple):
-    """A stretch of a message that belongs at ``start`` of a rank's shard (slice or chunk) of buffer ``buffer``."""
-
-    buffer: int
-    row: int
-    start: int  # within the cell
-    numel: int
-
-
 @dataclass(frozen=True)
 class BucketPlan:
     """Where the parts of a bucket go, sorted by owner.
@@ -119,12 +110,12 @@ class BucketPlan:
     col_splits: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
 
-    def row_splits(self, col: int, rows: int) -> list[int]:
-        """Elements of a column's part for each group."""
-        splits = [0] * rows
+    def rows_of(self, col: int, rows: int) -> Contents:
+        """What a column's part holds for each group."""
+        parts: list[list[Run]] = [[] for _ in range(rows)]
         for run in self.runs[col]:
-            splits[run.row] += run.numel
-        return splits
+            parts[run.row].append(run)
+        return tuple(tuple(part) for part in parts)
 
 
 @lru_cache(maxsize=4096)  # training repeats the same buckets
@@ -161,21 +152,22 @@ class Moves:
         self.intra = intra
         self.inter = inter
 
-    def reduce(self, message: Tensor, col_splits: Sequence[int], row_splits: Sequence[int] | None = None) -> Transfer:
-        """N -> I or, with ``row_splits``, N -> G.
+    def reduce(self, message: Tensor, col_splits: Sequence[int], rows: Contents | None = None) -> Transfer:
+        """N -> I or, with ``rows``, N -> G.
 
         Args:
             message: 1D, a part for each number in the group; may be overwritten.
             col_splits: elements of each part, the same on all ranks.
-            row_splits: elements for each group in this rank's part.
+            rows: what this rank's part holds for each group.
 
         Returns:
             1D: the sum of this rank's part, or of its row of that part.
         """
         # One name for all: what a hop has consumed is freed while the next is on the wire.
         message = yield from self.intra.reduce_scatter(message, col_splits)
-        if row_splits is not None:
-            message = yield from self.inter.reduce_scatter(message, row_splits)
+        if rows is not None:
+            splits = [sum(run.numel for run in part) for part in rows]
+            message = yield from self.inter.reduce_scatter(message, splits, rows)
         return message
 
     def reduce_bucket(self, message: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
@@ -189,41 +181,47 @@ class Moves:
         Returns:
             1D: the sums of this rank's ``bucket_runs(plan, target)``.
         """
-        row_splits = plan.row_splits(self.intra.rank, self.inter.size) if target == Placement.G else None
-        return self.reduce(message, plan.col_splits, row_splits)
+        rows = plan.rows_of(self.intra.rank, self.inter.size) if target == Placement.G else None
+        return self.reduce(message, plan.col_splits, rows)
 
-    def reduce_cells(self, cells: Tensor, target: Placement) -> Transfer:
+    def reduce_cells(self, cells: Tensor, target: Placement, runs: Sequence[tuple[int, int]]) -> Transfer:
         """N -> I or N -> G of buffers that are cut each by itself.
 
         Args:
             cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten.
             target: I or G.
+            runs: (start, numel) in the rank's shard of what a row holds.
 
         Returns:
             1D: for I this rank's column, ``rows * width`` elements; for G its cell, ``width``.
         """
         cols, rows, width = cells.shape
-        return self.reduce(cells.view(-1), [rows * width] * cols, [width] * rows if target == Placement.G else None)
+        contents = tuple(tuple(Run(0, row, *run) for run in runs) for row in range(rows))
+        return self.reduce(cells.view(-1), [rows * width] * cols, contents if target == Placement.G else None)
 
     def bucket_runs(self, plan: BucketPlan, target: Placement) -> list[Run]:
         """What ``reduce_bucket`` returns on this rank, in order."""
         runs = plan.runs[self.intra.rank]
         return [run for run in runs if target == Placement.I or run.row == self.inter.rank]
 
-    def sync_slice(self, window: Tensor, target: Placement) -> Transfer:
+    def sync_slice(self, window: Tensor, target: Placement, start: int, buffer: int = 0) -> Transfer:
         """I -> G -> ``target`` of a window of a slice: a reduce, or an all-reduce where the target is coarser than G.
 
         Args:
             window: (rows, width), contiguous: a window of each chunk of the I-slice; may be overwritten.
             target: G, I or N.
+            start: of the window in each chunk.
+            buffer: whose slice it is.
 
         Returns:
             1D: for G this rank's row, ``width`` elements; for I the sums, ``rows * width``; for N those of every
             column, ``cols * rows * width``.
         """
+        rows, width = window.shape
+        contents = tuple((Run(buffer, row, start, width),) for row in range(rows))
         if target == Placement.G:
-            return (yield from self.inter.reduce_scatter(window.view(-1), [window.shape[1]] * self.inter.size))
-        total = yield from self.inter.all_reduce(window.view(-1))
+            return (yield from self.inter.reduce_scatter(window.view(-1), [width] * rows, contents))
+        total = yield from self.inter.all_reduce(window.view(-1), contents[0])  # of one row
         return (yield from self.gather(total, Placement.I, target))
 
     def gather(self, shard: Tensor, source: Placement, target: Placement) -> Transfer:

@@ -40,9 +40,9 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.config:_reject_removed_config_keys",
-        "accept the keys of MiCS, which DeepSpeed has removed",
+        "accept the keys of MiCS and LoCo, which DeepSpeed has removed",
         "(param_dict)",
-        replacements.leave_mics_to_us,
+        replacements.leave_removed_keys_to_us,
         gate=True,
     ),
     Patch(
@@ -180,6 +180,9 @@ PATCHES: tuple[Patch, ...] = (
             ),
             ("_load_global_state", "load from universal checkpoints", "(self, sd)"),
             ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),
+            ("step", "tell reductions that remember whether a step was skipped", "(self, closure=None)"),
+            ("zero_grad", "tell reductions that remember that gradients were dropped", "(self, set_to_none=True)"),
+            ("_get_loss_scale", "know the scale of gradients", "(self)"),
             ("destroy", "drop gradients", "(self)"),
             ("reset_cpu_buffers", "drop the gradients of a skipped step with offload", "(self)"),
             ("reduce_ipg_grads", "flush buckets", "(self, comm_dtype=None)"),
@@ -212,7 +215,7 @@ PATCHES: tuple[Patch, ...] = (
             ("independent_gradient_partition_epilogue", "end a micro-step", "(self)"),
             ("finalize_gradient_accumulation_boundary", "end an unmanaged accumulation", "(self)"),
             ("_finalize_offload_gradient_accumulation", "hand gradients to an offloaded optimizer", "(self)"),
-            ("zero_grad", "forget accumulated gradients", "(self, set_to_none=True)"),
+            ("zero_grad", "forget gradients, and tell reductions that remember", "(self, set_to_none=True)"),
             (
                 "_get_fp32_grad_state_partition",
                 "refuse gradients that are not complete",
@@ -242,6 +245,8 @@ PATCHES: tuple[Patch, ...] = (
             ("_load_global_state_stage3", "load from universal checkpoints", "(self, sd)"),
             ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),
             ("load_hp_checkpoint_state", "load from universal checkpoints", "(self, folder, key, param=None)"),
+            ("step", "tell reductions that remember whether a step was skipped", "(self, closure=None)"),
+            ("_get_loss_scale", "know the scale of gradients", "(self)"),
             ("destroy", "give parameters back", "(self)"),
         ),
     ),
@@ -317,6 +322,6 @@ def require() -> None:
     if problems:
         raise RuntimeError(
             f"deepspeed_ext does not know this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed "
-            f"{', '.join(TESTED_VERSIONS)}. Install one of those, or remove the keys that start with 'paro_' from "
-            f"zero_optimization."
+            f"{', '.join(TESTED_VERSIONS)}. Install one of those, or remove the keys of deepspeed_ext (paro_*, "
+            f"mics_*, zeropp_loco_param) from zero_optimization."
         )

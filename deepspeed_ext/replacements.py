@@ -29,12 +29,12 @@ def parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
     return parse
 
 
-def leave_mics_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
+def leave_removed_keys_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reject)
     def _reject_removed_config_keys(param_dict: dict[str, Any]) -> Any:
-        from deepspeed_ext.config import without_mics
+        from deepspeed_ext.config import without_removed
 
-        return reject(without_mics(param_dict))
+        return reject(without_removed(param_dict))
 
     return _reject_removed_config_keys
 
@@ -84,9 +84,10 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
                 recut_for_stock(self.module, self.seq_data_parallel_group)
             return configure(self, optimizer)
+        from deepspeed_ext.loco.assembly import inter_hop
         from deepspeed_ext.zero.factory import configure_with
 
-        return configure_with(strategy, configure, self, optimizer)
+        return configure_with(strategy, inter_hop(self), configure, self, optimizer)
 
     return _configure_zero_optimizer
 

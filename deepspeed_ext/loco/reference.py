@@ -129,12 +129,25 @@ def unpack(packed: Tensor, width: int, packing: Packing) -> tuple[Tensor, Tensor
     return q, packing.scales(packed, width).float().unsqueeze(-1)
 
 
-def unpack_error(error: Tensor, width: int, block_size: int) -> Tensor:
-    """(rows, padded width) of an error that is kept, fp32; see ``ops.compress``."""
-    if error.dtype != torch.uint8:
-        return error.float()
-    q, step = unpack(error, width, Packing(8, block_size))
-    return (q * step).view(error.shape[0], -1)
+def decode_error(error: Tensor, width: int, block_size: int, hadamard: bool) -> Tensor:
+    """What is kept, as numbers: (rows, width), fp32. ``error``: see ``ops.compress``."""
+    rows = error.shape[0]
+    numbers = error.new_empty(rows, Packing(8, block_size).blocks(width), block_size, dtype=torch.float32)
+    old, step = _read(error, numbers)
+    numbers = old * step
+    return (transform(numbers) if hadamard else numbers).view(rows, -1)[:, :width]
+
+
+def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool) -> None:
+    """Keep numbers (rows, width), fp32, that are not the errors of a quantization here and now."""
+    rows, width = numbers.shape
+    padded = torch.nn.functional.pad(numbers, (0, Packing(8, block_size).padded(width) - width))
+    padded = padded.view(rows, -1, block_size)
+    padded = transform(padded) if hadamard else padded
+    if error.dtype == torch.uint8:
+        pack(*quantize(padded, _ERROR.largest), error, _ERROR.bits)
+    else:
+        error.copy_(padded.view(error.shape))
 
 
 def _read(error: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from deepspeed.utils import log_dist
 
 import deepspeed_ext
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
-from deepspeed_ext.hops import make_hop
+from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
@@ -30,11 +30,19 @@ from deepspeed_ext.zero.partitioned import PartitionedOptimizer
 from deepspeed_ext.zero.replicated import ReplicatedOptimizer
 
 
-def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: Any, optimizer: Any) -> Any:
+def configure_with(
+    strategy: Strategy, make_inter: MakeHop, configure: Callable[..., Any], engine: Any, optimizer: Any
+) -> Any:
     """``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
 
     The engine passes some 35 arguments to the class it finds by name, and they change from release to release: so
     the name is what we replace, for the duration of the call.
+
+    Args:
+        strategy: where model states are.
+        make_inter: makes the hop between groups of gradients.
+        configure: DeepSpeed's method.
+        engine, optimizer: its arguments.
 
     Raises:
         ValueError: the model or the optimizer is of a kind that the strategy does not support.
@@ -50,7 +58,7 @@ def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: An
         engine.is_first_weights_partition_group = lambda: topology.rank < topology.cluster.group_size
     made: list[Any] = []
     with contextlib.ExitStack() as stack:
-        for module, name, make in _replacements(strategy, topology, engine._config.zero_config):
+        for module, name, make in _replacements(strategy, topology, make_inter, engine._config.zero_config):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
                 stack.close()  # found: nothing below needs to see our names, and the patches are checked there
@@ -67,15 +75,18 @@ def configure_with(strategy: Strategy, configure: Callable[..., Any], engine: An
     return configured
 
 
-def _replacements(strategy: Strategy, topology: Topology, config: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+def _replacements(
+    strategy: Strategy, topology: Topology, make_inter: MakeHop, config: Any
+) -> list[tuple[Any, str, Callable[..., Any]]]:
     """What the engine may make: (module and name where it looks the class up, what to make)."""
     placed = {"strategy": strategy, "topology": topology}
+    trained = {**placed, "make_inter": make_inter}
     if strategy.p == Placement.N:
         return [
             (
                 deepspeed.runtime.engine,
                 "DeepSpeedZeroOptimizer",
-                functools.partial(ReplicatedOptimizer, **placed),
+                functools.partial(ReplicatedOptimizer, **trained),
             )
         ]
     gathers = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
@@ -83,7 +94,7 @@ def _replacements(strategy: Strategy, topology: Topology, config: Any) -> list[t
         (
             deepspeed.runtime.zero.stage3,
             "DeepSpeedZeroOptimizer_Stage3",
-            functools.partial(PartitionedOptimizer, **placed, **gathers),
+            functools.partial(PartitionedOptimizer, **trained, **gathers),
         ),
         (deepspeed.runtime.engine, "DeepSpeedZeRoOffload", functools.partial(_inference, **placed, **gathers)),
     ]

@@ -10,7 +10,7 @@ Note [Rows of gradients]
     micro-step only; meanwhile a placeholder stands for it, of one element that is repeated.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from deepspeed_ext.hops import InFlight, Transfer
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.zero.remembering import Whereabouts, whereabouts_of
 
 
 class PartitionedGradients:
@@ -94,6 +95,11 @@ class PartitionedGradients:
     def _own_row(self) -> int:
         return self._moves.inter.rank if self.rows > 1 else 0
 
+    def whereabouts(self, param: Any, name: str) -> Iterable[Whereabouts]:
+        """Where elements of a parameter are among those of this rank that cross between groups."""
+        layout, col = self._layout(param), self._moves.intra.rank
+        return whereabouts_of(name, param.ds_numel, layout, col, 0, 0, self._starts[param.ds_id])
+
     def forget(self) -> None:
         """Drop what has been accumulated."""
         self._whole.clear()
@@ -155,10 +161,11 @@ class PartitionedGradients:
         self.begun, self._finished = True, False
 
     def _accumulate(self, params: Sequence[Any], width: int, cells: Tensor) -> Transfer:
-        move = self._moves.reduce_cells(cells, self._arrives)
+        runs = self._runs(params)
+        move = self._moves.reduce_cells(cells, self._arrives, [(start, numel) for start, _, numel in runs])
         del cells
         arrived = (yield from move).view(self.rows, width)
-        for start, offset, numel in self._runs(params):
+        for start, offset, numel in runs:
             total = self.held[:, start : start + numel]
             part = arrived[:, offset : offset + numel]
             if total.device == part.device:
@@ -218,12 +225,13 @@ class PartitionedGradients:
         if self._arrives == Placement.I and not self._finished:
             width = max(1, bucket // self.rows)
             for start in range(0, self.numel, width):
-                self._in_flight.submit(self._finish_window(self.held[:, start : start + width], dtype))
+                self._in_flight.submit(self._finish_window(start, width, dtype))
             self.drain()
         self._finished = True
 
-    def _finish_window(self, window: Tensor, dtype: torch.dtype) -> Transfer:
+    def _finish_window(self, start: int, width: int, dtype: torch.dtype) -> Transfer:
+        window = self.held[:, start : start + width]
         message = window.to(device=get_accelerator().current_device_name(), dtype=dtype).contiguous()
-        total = yield from self._moves.sync_slice(message, self._os)
+        total = yield from self._moves.sync_slice(message, self._os, start)
         window[self._own_row].copy_(total)
         return total

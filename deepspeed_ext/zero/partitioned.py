@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from torch import Tensor
 
-from deepspeed_ext.hops import make_hop
+from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
@@ -35,12 +35,13 @@ from deepspeed_ext.zero.checkpoint import check_groups, cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.remembering import Remembering, Whereabouts
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
-class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
+class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters cut].
 
     Args:
@@ -48,6 +49,7 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         topology: process groups of the data-parallel group.
         bucket: elements (of whole parameters) gathered at a time after the step.
         sequential: whether parameters are gathered one by one.
+        make_inter: makes the hop between groups.
         dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
         The others are the parent's.
     """
@@ -59,6 +61,7 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         topology: Topology,
         bucket: int,
         sequential: bool = False,
+        make_inter: MakeHop = make_hop,
         dp_process_group: Any = None,
         reduce_scatter: bool = True,
         overlap_comm: bool = False,
@@ -68,8 +71,9 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
         self.topology = topology
         self._gathers = {"bucket": bucket, "sequential": sequential}
         self._moves = Moves(
-            make_hop(topology.intra, "intra", reduce_scatter), make_hop(topology.inter, "inter", reduce_scatter)
+            make_hop(topology.intra, "intra", reduce_scatter), make_inter(topology.inter, "inter", reduce_scatter)
         )
+        self.connect_memory()
         self._overlap = overlap_comm
         self._waiting = False  # whether a micro-step has ended since gradients moved to os; the same on all ranks
         super().__init__(
@@ -285,6 +289,15 @@ class PartitionedOptimizer(DeepSpeedZeroOptimizer_Stage3):
     @property
     def _replicas(self) -> Any:
         return self.topology.replica_group(self.strategy.os)
+
+    def whereabouts(self) -> list[Whereabouts]:
+        """Of all trained parameters."""
+        return [
+            place
+            for group in self.fp16_groups
+            for param in group
+            for place in self.gradients.whereabouts(param, self.param_names[param])
+        ]
 
     # Checkpoints, offloaded states, the end ###########################################################
 

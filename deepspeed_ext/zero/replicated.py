@@ -30,11 +30,12 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from deepspeed_ext.hops import InFlight, Transfer, make_hop
+from deepspeed_ext.hops import InFlight, MakeHop, Transfer, make_hop
 from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucket
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
 from deepspeed_ext.zero.checkpoint import cut_otherwise
+from deepspeed_ext.zero.remembering import Remembering, Whereabouts, whereabouts_of
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
@@ -52,26 +53,34 @@ class _FlatGroups(list[Tensor]):
         return self._optimizer._gather_parameters()
 
 
-class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
+class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
         strategy: one with p = N.
         topology: process groups of the data-parallel group.
+        make_inter: makes the hop between groups.
         dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
         The others are the parent's.
     """
 
     def __init__(
-        self, *args: Any, strategy: Strategy, topology: Topology, dp_process_group: Any = None, **kwargs: Any
+        self,
+        *args: Any,
+        strategy: Strategy,
+        topology: Topology,
+        make_inter: MakeHop = make_hop,
+        dp_process_group: Any = None,
+        **kwargs: Any,
     ) -> None:
         self.strategy = strategy
         self.topology = topology
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._moves = Moves(
             make_hop(topology.intra, "intra", self.reduce_scatter),
-            make_hop(topology.inter, "inter", self.reduce_scatter),
+            make_inter(topology.inter, "inter", self.reduce_scatter),
         )
+        self.connect_memory()
         self._in_flight = InFlight(overlap=self.overlap_comm)
         self._bucket_target = Placement.G if strategy.g == Placement.G else Placement.I
         self._layouts = tuple(FlatLayout.of(flat.numel(), strategy.os, topology) for flat in self.bit16_groups_flat)
@@ -237,7 +246,7 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
         target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]
         # With one row this may be a view, and the hop may overwrite it: the slice is dropped after this.
         message = gradients[:, start : start + width].to(self._slice_wire_dtype()).contiguous()
-        total = self._postscale((yield from self._moves.sync_slice(message, target)))
+        total = self._postscale((yield from self._moves.sync_slice(message, target, start, group)))
         if target == Placement.N:
             layout.place(shard, start, total.view(layout.cols, layout.rows, -1), add=True)
         else:
@@ -262,6 +271,24 @@ class ReplicatedOptimizer(DeepSpeedZeroOptimizer):
     @property
     def _replicas(self) -> Any:
         return self.topology.replica_group(self.strategy.os)
+
+    def whereabouts(self) -> list[Whereabouts]:
+        """Of all trained parameters."""
+        col = self._moves.intra.rank
+        return [
+            place
+            for group, params in enumerate(self.round_robin_bit16_groups)
+            for param in params
+            for place in whereabouts_of(
+                self.param_names[param],
+                param.numel(),
+                self._layouts[group],
+                col,
+                group,
+                self._offsets[self.get_param_id(param)],
+                0,
+            )
+        ]
 
     # Checkpoints and offloaded states ################################################################
 

@@ -1,0 +1,279 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that a rank keeps: what quantization has taken from gradients, until it is sent.
+
+Note [Errors of messages]
+    An error is kept for each message, in the message's own layout, so that one pass over memory compensates,
+    quantizes and updates. A message is known by its contents. Where the boundary between groups is crossed once a
+    step, its contents are the same in every step. Where buckets cross in every micro-batch (g = G) they are the same
+    as long as the model uses its parameters in one order; otherwise errors move to the messages that their elements
+    are in now, which costs a decoding and an encoding.
+    An error that was updated in a step becomes the one that is kept when the step has been applied to the weights;
+    until then both are there. If the step is skipped, or its gradients are dropped, the old one stays.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.hops import Contents, Memory, Part, Run
+from deepspeed_ext.loco import reference
+from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.settings import LocoSettings
+
+_CHUNK = 2**24  # elements of a part in which errors that come from elsewhere wait for their messages
+
+
+def cut(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+    """What belongs to the parts of a message, as few matrices: one where parts are equal, else one for each.
+
+    Args:
+        flat: 1D.
+        splits: elements of the message's parts; what is empty is left out.
+        sizes: elements of ``flat`` for each.
+    """
+    if len(set(splits)) == 1:
+        return [flat.view(len(sizes), sizes[0])] if splits[0] else []
+    return [row.view(1, -1) for row, split in zip(flat.split(list(sizes)), splits, strict=True) if split]
+
+
+@dataclass
+class _Error:
+    """Of one message: 1D, uint8 or bf16; None for zeros."""
+
+    kept: Tensor | None = None
+    updated: Tensor | None = None  # in this step, not yet applied
+
+
+@dataclass
+class ErrorFeedback(Memory):
+    """All errors of a rank.
+
+    Attributes:
+        settings: how they are kept.
+        device: where they are kept; None: where gradients are.
+        steps: optimizer steps that were applied, since the start of training.
+    """
+
+    settings: LocoSettings
+    device: Any = None
+    steps: int = 0
+    _errors: dict[Contents, _Error] = field(default_factory=dict)
+
+    def buffers(self, contents: Contents, splits: Sequence[int], device: Any) -> tuple[Tensor | None, Tensor]:
+        """What is kept of a message, and where to write what is to be kept instead, which may be the same.
+
+        Args:
+            contents: of the message.
+            splits: elements of each part.
+            device: where to have them.
+
+        Returns:
+            1D each; rows of parts by ``sizes``. The first one is None for zeros.
+        """
+        error = self._errors.get(contents)
+        if error is None:
+            error = self._errors[contents] = self._collect(contents, splits)
+        old = error.kept if error.updated is None else error.updated
+        if error.updated is None:
+            error.updated = self._empty(splits, self.device or device)
+        return None if old is None else old.to(device, non_blocking=True), error.updated.to(device)
+
+    def keep(self, contents: Contents, updated: Tensor) -> None:
+        """Put what was written to the second one of ``buffers`` where it is kept."""
+        kept = self._errors[contents].updated
+        if kept is not None and kept.data_ptr() != updated.data_ptr():
+            kept.copy_(updated, non_blocking=True)
+
+    def finish_step(self, applied: bool) -> None:
+        """See ``Memory``. A reset, every so many steps, is of all errors at once."""
+        if applied:
+            self.steps += 1
+        reset = applied and self.steps % self.settings.reset_T == 0
+        for error in self._errors.values():
+            if reset:
+                error.kept = None
+            elif applied and error.updated is not None:
+                error.kept = error.updated
+            error.updated = None
+
+    # Layout ###########################################################################################
+
+    def sizes(self, splits: Sequence[int]) -> list[int]:
+        """Elements of the tensor that keeps an error, for each part."""
+        packing = Packing(8, self.settings.block_size)
+        size = packing.row_bytes if self.settings.error_bits == 8 else packing.padded
+        return [size(split) for split in splits]
+
+    def _empty(self, splits: Sequence[int], device: Any) -> Tensor:
+        dtype = torch.uint8 if self.settings.error_bits == 8 else torch.bfloat16
+        return torch.empty(sum(self.sizes(splits)), dtype=dtype, device=device)
+
+    def _decode(self, error: Tensor, splits: Sequence[int]) -> Tensor:
+        """1D, fp32: the errors of a message's elements."""
+        rows = [row.view(1, -1) for row in error.split(self.sizes(splits))]
+        return torch.cat(
+            [self._decode_row(row, width) for row, width in zip(rows, splits, strict=True)] or [error.new_empty(0)]
+        )
+
+    def _decode_row(self, row: Tensor, width: int) -> Tensor:
+        if not width:
+            return torch.empty(0, device=row.device)
+        return reference.decode_error(row, width, self.settings.block_size, self.settings.hadamard)[0]
+
+    def _encode(self, numbers: Tensor, splits: Sequence[int]) -> Tensor:
+        error = self._empty(splits, numbers.device)
+        rows = error.split(self.sizes(splits))
+        for row, part in zip(rows, numbers.split(list(splits)), strict=True):
+            if part.numel():
+                reference.encode_error(
+                    part.view(1, -1), row.view(1, -1), self.settings.block_size, self.settings.hadamard
+                )
+        return error
+
+    # Messages that have changed #######################################################################
+
+    def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
+        """The error of a message that is new, out of those of messages that had some of its elements."""
+        moved = [(old, error) for old, error in self._errors.items() if _overlap(old, contents)]
+        made = _Error()
+        for old, _ in moved:
+            del self._errors[old]
+        for name in ("kept", "updated"):
+            sources = [(old, getattr(error, name)) for old, error in moved]
+            if name == "updated" and any(error.updated is not None for _, error in moved):
+                sources = [(old, error.kept if error.updated is None else error.updated) for old, error in moved]
+            present = [(old, self._decode(error, _splits(old))) for old, error in sources if error is not None]
+            if present:
+                setattr(made, name, self._gather(contents, splits, present))
+        for old, error in moved:
+            self._leave_rest(old, error, contents)
+        return made
+
+    def _gather(self, contents: Contents, splits: Sequence[int], sources: list[tuple[Contents, Tensor]]) -> Tensor:
+        dense = sources[0][1].new_zeros(sum(splits))
+        places = _places(contents, splits)
+        for old, numbers in sources:
+            for run, offset in _places(old, _splits(old)):
+                for target, start in places:
+                    common = _common(run, target)
+                    if common:
+                        at, source = start + common.start - target.start, offset + common.start - run.start
+                        dense[at : at + common.numel] = numbers[source : source + common.numel]
+        return self._encode(dense, splits)
+
+    def _leave_rest(self, old: Contents, error: _Error, contents: Contents) -> None:
+        """Keep what the new message has not taken, until another one does."""
+        rest = tuple(piece for part in old for run in part for piece in _without(run, contents))
+        if not rest:
+            return
+        key, splits = (rest,), [sum(run.numel for run in rest)]
+        left = _Error()
+        for name in ("kept", "updated"):
+            numbers = getattr(error, name)
+            if numbers is not None:
+                setattr(left, name, self._gather(key, splits, [(old, self._decode(numbers, _splits(old)))]))
+        self._errors[key] = left
+
+    # States ###########################################################################################
+
+    def states(self) -> dict[str, Any] | None:
+        """See ``Memory``. What was updated in a step that is not over is not in it."""
+        if not self.settings.error_feedback:
+            return None
+        messages = [(contents, error.kept.cpu()) for contents, error in self._errors.items() if error.kept is not None]
+        return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": messages}
+
+    def load_states(self, states: Mapping[str, Any]) -> None:
+        """See ``Memory``; to the bit where errors were kept in the same way."""
+        self._errors.clear()
+        self.steps = int(states["steps"])
+        other = ErrorFeedback(LocoSettings(**states["settings"]))
+        same = _kept_alike(other.settings, self.settings)
+        for contents, error in states["messages"]:
+            contents = tuple(tuple(Run(*run) for run in part) for part in contents)
+            splits = _splits(contents)
+            kept = error.clone() if same else self._encode(other._decode(error, splits), splits)
+            self._errors[contents] = _Error(kept if self.device is None else kept.to(self.device))
+
+    def load_numbers(self, numbers: Mapping[Run, Tensor], steps: int) -> None:
+        """See ``Memory``."""
+        self._errors.clear()
+        self.steps = steps
+        for run, values in numbers.items():
+            for offset in range(0, run.numel, _CHUNK):
+                piece = Run(run.buffer, run.row, run.start + offset, min(_CHUNK, run.numel - offset))
+                kept = self._encode(values[offset : offset + piece.numel], [piece.numel])
+                self._errors[((piece,),)] = _Error(kept if self.device is None else kept.to(self.device))
+
+    def forget(self) -> None:
+        """All errors are zero, and the next reset is as far away as in the beginning."""
+        self._errors.clear()
+        self.steps = 0
+
+    def numbers(self) -> Iterator[tuple[Run, Tensor]]:
+        """What is kept, in fp32."""
+        for contents, error in self._errors.items():
+            if error.kept is not None:
+                decoded = self._decode(error.kept, _splits(contents))
+                for run, offset in _places(contents, _splits(contents)):
+                    yield run, decoded[offset : offset + run.numel]
+
+    def nbytes(self) -> int:
+        """Bytes that are kept now."""
+        tensors = [tensor for error in self._errors.values() for tensor in (error.kept, error.updated)]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _kept_alike(one: LocoSettings, other: LocoSettings) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in ("block_size", "error_bits", "hadamard"))
+
+
+def _splits(contents: Contents) -> list[int]:
+    """Elements of each part, without padding behind them."""
+    return [sum(run.numel for run in part) for part in contents]
+
+
+def _places(contents: Contents, splits: Sequence[int]) -> list[tuple[Run, int]]:
+    """Each run of a message, and where it starts in it."""
+    places, first = [], 0
+    for part, split in zip(contents, splits, strict=True):
+        offset = first
+        for run in part:
+            places.append((run, offset))
+            offset += run.numel
+        first += split
+    return places
+
+
+def _common(one: Run, other: Run) -> Run | None:
+    if (one.buffer, one.row) != (other.buffer, other.row):
+        return None
+    start = max(one.start, other.start)
+    end = min(one.start + one.numel, other.start + other.numel)
+    return Run(one.buffer, one.row, start, end - start) if start < end else None
+
+
+def _overlap(one: Contents, other: Contents) -> bool:
+    runs = [run for part in other for run in part]
+    return any(_common(mine, run) for part in one for mine in part for run in runs)
+
+
+def _without(run: Run, contents: Contents) -> Part:
+    """What is left of a run when a message has taken its elements."""
+    left = [run]
+    for taken in (taken for part in contents for taken in part):
+        pieces = []
+        for piece in left:
+            common = _common(piece, taken)
+            if common is None:
+                pieces.append(piece)
+                continue
+            after = common.start + common.numel
+            pieces.append(piece._replace(numel=common.start - piece.start))
+            pieces.append(piece._replace(start=after, numel=piece.start + piece.numel - after))
+        left = [piece for piece in pieces if piece.numel]
+    return tuple(left)

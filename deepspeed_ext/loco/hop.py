@@ -1,0 +1,126 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The reduce hop between groups in few bits: one all-to-all, in which payload and scales travel together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils.timer import NoopTimer
+from torch import Tensor
+
+from deepspeed_ext.hops import Contents, Hop, Transfer
+from deepspeed_ext.loco import ops
+from deepspeed_ext.loco.feedback import ErrorFeedback, cut
+from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.settings import LocoSettings
+
+COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
+
+
+@dataclass
+class Sent:
+    """Of the messages since the last report.
+
+    Attributes:
+        plain: bytes that gradients would have had.
+        wire: bytes that were sent instead, to this rank itself included.
+        lost: sum of squares of what quantization has taken from the messages that were looked at.
+        whole: sum of squares of these messages.
+    """
+
+    plain: int = 0
+    wire: int = 0
+    lost: float = 0.0
+    whole: float = 0.0
+
+    @property
+    def compression(self) -> float:
+        """How many times fewer bytes."""
+        return self.plain / self.wire if self.wire else 1.0
+
+    @property
+    def relative_error(self) -> float:
+        """Of a single quantization, in the 2-norm; error feedback sends later what is lost."""
+        return (self.lost / self.whole) ** 0.5 if self.whole else 0.0
+
+
+class LocoHop(Hop):
+    """Sums in 4 or 8 bits with error feedback; see Note [Arithmetic of a block] in ``reference.py``.
+
+    A rank's own part is quantized, too, so a sum does not depend on who owns it. An all-reduce is this reduction, and
+    a gather of the sums as they are.
+
+    Args:
+        group: process group.
+        name: in the records of the comms logger.
+        settings: bits, blocks, feedback.
+        device: where errors are kept; None: where gradients are.
+    """
+
+    def __init__(self, group: Any, name: str, settings: LocoSettings, device: Any = None) -> None:
+        super().__init__(group, name)
+        self.settings = settings
+        self.packing = Packing(settings.bits, settings.block_size)
+        self.memory: ErrorFeedback = ErrorFeedback(settings, device)
+        self.sent = Sent()
+        self.look = False  # whether to measure what quantization takes from the next message, which costs a pass
+        self.timers: Any = NoopTimer()
+        ops.load_kernels()
+
+    def reduce_scatter(self, flat: Tensor, splits: Any, contents: Contents = ()) -> Transfer:
+        if self.size == 1 or not flat.numel():
+            return flat
+        sizes = [self.packing.row_bytes(split) for split in splits]
+        wire = torch.empty(sum(sizes), dtype=torch.uint8, device=flat.device)
+        self.timers(COMPRESS_TIMER).start()
+        self._compress(flat, wire, splits, sizes, contents)
+        self.timers(COMPRESS_TIMER).stop()
+        self._note(flat, wire, splits, sizes)
+        dtype, width, mine = flat.dtype, splits[self.rank], sizes[self.rank]
+        del flat  # the caller's, which may be freed meanwhile
+        pieces = wire.new_empty(self.size * mine)
+        yield dist.all_to_all_single(pieces, wire, [mine] * self.size, sizes, **self._options("loco_reduce_scatter"))
+        out = torch.empty(width, dtype=dtype, device=pieces.device)
+        self.timers(DECOMPRESS_TIMER).start()
+        if width:
+            ops.decompress(pieces.view(self.size, mine), out, self.packing, hadamard=self.settings.hadamard)
+        self.timers(DECOMPRESS_TIMER).stop()
+        return out
+
+    def _compress(self, flat: Tensor, wire: Tensor, splits: Any, sizes: Any, contents: Contents) -> None:
+        rows = zip(cut(flat, splits, splits), cut(wire, splits, sizes), strict=True)
+        if not self.settings.error_feedback or not contents:
+            for gradient, packed in rows:
+                ops.compress(gradient, packed, self.packing, hadamard=self.settings.hadamard)
+            return
+        old, new = self.memory.buffers(contents, splits, flat.device)
+        kept = self.memory.sizes(splits)
+        updated = cut(new, splits, kept)
+        before = [None] * len(updated) if old is None else cut(old, splits, kept)
+        for (gradient, packed), error, new_error in zip(rows, before, updated, strict=True):
+            ops.compress(
+                gradient,
+                packed,
+                self.packing,
+                error=error,
+                new_error=new_error,
+                beta=self.settings.err_beta,
+                unit=self.scale(),
+                hadamard=self.settings.hadamard,
+            )
+        self.memory.keep(contents, new)
+
+    def _note(self, flat: Tensor, wire: Tensor, splits: Any, sizes: Any) -> None:
+        self.sent.plain += flat.nbytes
+        self.sent.wire += wire.nbytes
+        if not self.look:
+            return
+        self.look = False
+        for gradient, packed in zip(cut(flat, splits, splits), cut(wire, splits, sizes), strict=True):
+            for row, piece in zip(gradient.float(), packed, strict=True):
+                out = torch.empty_like(row)
+                ops.decompress(piece.view(1, -1), out, self.packing, hadamard=self.settings.hadamard)
+                self.sent.lost += (row - out).square().sum().item()
+                self.sent.whole += row.square().sum().item()
