@@ -55,15 +55,21 @@ def cut_runs(runs: Part, lengths: Sequence[int]) -> Contents:
 class Memory:
     """What a reduction remembers from message to message, and from step to step; this one: nothing."""
 
+    remembers = False
+
     def finish_step(self, applied: bool) -> None:
         """What was reduced since the last call has been applied to the weights; or it was discarded."""
 
-    def states(self) -> dict[str, Any] | None:
-        """Plain values, and tensors on the CPU, for a checkpoint; None if there is nothing to remember."""
-        return None
+    def states(self) -> dict[str, Any]:
+        """Plain values, and tensors on the CPU, for a checkpoint."""
+        return {}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
         """Take over states of the same messages."""
+
+    def numbers_of(self, states: Mapping[str, Any]) -> Iterable[tuple["Run", Tensor]]:
+        """What such states, of this rank or another, remember of each run: fp32, 1D."""
+        return ()
 
     def load_numbers(self, numbers: Mapping["Run", Tensor], steps: int) -> None:
         """Take over what was remembered of other messages: fp32, 1D, of each run; after so many steps."""

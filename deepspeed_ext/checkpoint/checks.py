@@ -34,7 +34,7 @@ class Check:
         self._engine = engine
         self._optimizer = engine.optimizer
         self._files: CheckpointFiles = engine.checkpoint_engine
-        self._load_dir, self._tag, self._states = load_dir, tag, states
+        self._load_dir, self._tag, self.states = load_dir, tag, states
         self._folder = Path(load_dir) / tag
 
     def run(self, strict: bool | None) -> None:
@@ -56,11 +56,11 @@ class Check:
             module = self._files.inspect(file, _MODULE)
             if strict is not None:
                 self._check_module(file, module, strict)
-            if self._states:
+            if self.states:
                 self._check_order(file, module)
             # DeepSpeed refuses another number of ranks. What counts is over how many the states are cut.
             self._files.amendments[file] = {"dp_world_size": self._engine.seq_dp_world_size}
-        if self._states:
+        if self.states:
             self._check_states()
         elif self._engine.zero_optimization_partition_weights():
             self._check_all_shards()
@@ -190,7 +190,7 @@ class UniversalCheck(Check):
 
     def _check(self, strict: bool | None) -> None:
         self.untrained = universal.untrained(self._engine, self._folder, self._files.inspect)
-        universal.check(self._engine, self._folder, self._files.inspect, self._states, self.untrained)
+        universal.check(self._engine, self._folder, self._files.inspect, self.states, self.untrained)
 
     def _check_saves(self) -> None:
         """A conversion is not a save."""

@@ -16,6 +16,7 @@ from deepspeed_ext.checkpoint.agreement import require_same, together
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, CheckpointFolder
+from deepspeed_ext.checkpoint.residuals import Residuals
 
 
 def load_checkpoint(
@@ -66,10 +67,17 @@ def load_checkpoint(
         kind = UniversalCheck if from_universal else Check
         check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
         check.run(strict)
+        folder = Path(load_dir, present)
+        found = together(lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded")
         if from_universal:
             universal.load_untrained(engine, check.untrained)
         with _weights_of(present, from_universal):
-            return load(engine, load_dir, present, **rest)
+            loaded = load(engine, load_dir, present, **rest)
+        if found is None:
+            engine.optimizer.memory.forget()
+        else:
+            found.load()
+        return loaded
     finally:
         files.forget()
 

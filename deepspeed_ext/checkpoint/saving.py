@@ -5,11 +5,13 @@
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 
 import deepspeed_ext
+from deepspeed_ext.checkpoint import residuals
 from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together, total
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
@@ -48,10 +50,11 @@ def save_checkpoint(
     together(lambda: folder.prepare() if first else None, doing)
     more = {} if exclude_frozen_parameters else _frozen(engine)
     try:
-        with files.saving(folder, _header(engine)):
+        with files.saving(folder, _header(engine, Path(save_dir, tag))):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
             )
+            residuals.save(engine, files, save_dir, tag)
         raise_together(files.error)
         written = total(len(files.written))
         if not engine.use_node_local_storage():
@@ -97,7 +100,7 @@ def _is_first(engine: Any) -> bool:
     return rank == 0
 
 
-def _header(engine: Any) -> dict[str, Any]:
+def _header(engine: Any, folder: Path) -> dict[str, Any]:
     """What the files of one save have in common and no others have; plain values, for tools that have no torch."""
     optimizer = engine.optimizer
     return {
@@ -106,4 +109,5 @@ def _header(engine: Any) -> dict[str, Any]:
         "strategy": optimizer.strategy.name,
         "group_size": optimizer.topology.cluster.group_size,
         "ranks": optimizer.topology.cluster.ranks,
+        residuals.FOLDER: str(folder.resolve()) if optimizer.memory.remembers else "",
     }

@@ -180,10 +180,13 @@ class ErrorFeedback(Memory):
 
     # States ###########################################################################################
 
-    def states(self) -> dict[str, Any] | None:
+    @property
+    def remembers(self) -> bool:  # type: ignore[override]
+        """See ``Memory``."""
+        return self.settings.error_feedback
+
+    def states(self) -> dict[str, Any]:
         """See ``Memory``. What was updated in a step that is not over is not in it."""
-        if not self.settings.error_feedback:
-            return None
         messages = [(contents, error.kept.cpu()) for contents, error in self._errors.items() if error.kept is not None]
         return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": messages}
 
@@ -214,13 +217,15 @@ class ErrorFeedback(Memory):
         self._errors.clear()
         self.steps = 0
 
-    def numbers(self) -> Iterator[tuple[Run, Tensor]]:
-        """What is kept, in fp32."""
-        for contents, error in self._errors.items():
-            if error.kept is not None:
-                decoded = self._decode(error.kept, _splits(contents))
-                for run, offset in _places(contents, _splits(contents)):
-                    yield run, decoded[offset : offset + run.numel]
+    def numbers_of(self, states: Mapping[str, Any]) -> Iterator[tuple[Run, Tensor]]:
+        """See ``Memory``."""
+        saved = ErrorFeedback(LocoSettings(**states["settings"]))
+        saved.load_states(states)
+        for contents, error in saved._errors.items():
+            splits = _splits(contents)
+            numbers = saved._decode(error.kept, splits)
+            for run, offset in _places(contents, splits):
+                yield run, numbers[offset : offset + run.numel]
 
     def nbytes(self) -> int:
         """Bytes that are kept now."""

@@ -1,0 +1,143 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What reductions remember, in checkpoints: a file of each rank, beside DeepSpeed's.
+
+It differs from rank to rank even where optimizer states do not, so it cannot be in their files. A run that is cut in
+the same way takes it back to the bit. Another one (other groups, another number of ranks, another strategy) gets it by
+the elements of parameters: the sum over all groups of what was not sent yet stays the same, dealt out evenly to the
+groups that are there now. ``ds_to_universal.py`` leaves these files where they are; a load finds them there.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import log_dist
+from torch import Tensor
+
+from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.hops import Memory, Run
+
+_NAME = "residuals_rank_{:05d}_mp_rank_{:02d}.pt"
+FOLDER = "residuals"  # in the header of files of a save: where the files with residuals are
+
+
+def save(engine: Any, files: CheckpointFiles, save_dir: str, tag: str) -> None:
+    """Write this rank's file, if its reductions remember anything."""
+    optimizer = engine.optimizer
+    if not optimizer.memory.remembers:
+        return
+    content = {"states": optimizer.memory.states(), **_described(optimizer)}
+    name = _NAME.format(optimizer.topology.rank, engine.checkpoint_mp_rank)
+    files.save(content, str(Path(save_dir, tag, name)))
+
+
+def _described(optimizer: Any) -> dict[str, Any]:
+    """What the elements of messages are: equal where states can be taken as they are."""
+    cluster = optimizer.topology.cluster
+    return {
+        "rank": optimizer.topology.rank,
+        "groups": cluster.groups,
+        "group_size": cluster.group_size,
+        "strategy": optimizer.strategy.name,
+        "whereabouts": [(name, start, tuple(run)) for name, start, run in optimizer.whereabouts()],
+    }
+
+
+class Residuals:
+    """Those of one checkpoint, looked at before anything is changed.
+
+    Args:
+        engine: that will load.
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: some are missing, or of another save.
+    """
+
+    def __init__(self, engine: Any, folder: Path) -> None:
+        self._optimizer = engine.optimizer
+        self._memory: Memory = self._optimizer.memory
+        self._folder = folder
+        self._ranks: list[Mapping[str, Any]] = []
+        if not self._memory.remembers:
+            return
+        files: CheckpointFiles = engine.checkpoint_engine
+        models = sorted(folder.glob("*_model_states.pt"))[:1]
+        for path in models:
+            files.inspect(path)
+        saved = files.headers[str(models[0])] if models else {}
+        paths = self._paths(folder, engine.checkpoint_mp_rank)
+        if not paths and saved.get(FOLDER):
+            paths = self._paths(Path(saved[FOLDER]), engine.checkpoint_mp_rank)
+        for path in paths:
+            self._ranks.append(files.inspect(path, "states", "whereabouts"))
+            if files.headers[str(path)].get("save_id") != saved.get("save_id"):
+                raise CheckpointError(f"{path} is of another save than the other files of {folder}.")
+        expected = self._ranks[0]["groups"] * self._ranks[0]["group_size"] if paths else 0
+        if len(paths) != expected:
+            raise CheckpointError(
+                f"{paths[0].parent} has {len(paths)} files with residuals of reductions, expected {expected}: one of "
+                f"each data-parallel rank."
+            )
+
+    @staticmethod
+    def _paths(folder: Path, mp_rank: int) -> list[Path]:
+        return sorted(folder.glob(_NAME.format(0, mp_rank).replace("00000", "*", 1)))
+
+    def load(self) -> None:
+        """Give them to this rank's reductions; without any, those start anew."""
+        if not self._memory.remembers:
+            return
+        if not self._ranks:
+            self._memory.forget()
+            log_dist(
+                f"deepspeed_ext: {self._folder} has no residuals of reductions: the errors of LoCo start at zero. A "
+                f"checkpoint that was saved with LoCo has files residuals_rank_*.pt; if it was converted, copy them "
+                f"from the folder that was converted.",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+            return
+        own, rank = _described(self._optimizer), self._optimizer.topology.rank
+        same = self._ranks[rank] if rank < len(self._ranks) else {}
+        if all(same.get(key) == value for key, value in own.items()):
+            self._memory.load_states(same["states"])
+        else:
+            self._memory.load_numbers(self._collected(own["whereabouts"]), self._ranks[0]["states"]["steps"])
+
+    def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[Run, Tensor]:
+        """For each stretch of this rank's gradients its share of what all groups had not sent."""
+        totals: dict[tuple[int, int], Tensor] = {}
+        places: dict[str, list[tuple[int, Run]]] = defaultdict(list)
+        for name, start, run in wanted:
+            places[name].append((start, Run(*run)))
+        for _, run in (place for of in places.values() for place in of):
+            end = run.start + run.numel
+            before = totals.get((run.buffer, run.row), torch.empty(0))
+            if before.numel() < end:
+                totals[run.buffer, run.row] = torch.zeros(end)
+        for file in self._ranks:
+            for name, start, values in self._by_parameter(file):
+                for first, run in places[name]:
+                    begin, end = max(first, start), min(first + run.numel, start + values.numel())
+                    if begin < end:
+                        at = run.start + begin - first
+                        totals[run.buffer, run.row][at : at + end - begin] += values[begin - start : end - start]
+        groups = self._optimizer.topology.cluster.groups
+        return {Run(buffer, row, 0, total.numel()): total / groups for (buffer, row), total in totals.items()}
+
+    def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
+        """What a rank had not sent: name of a parameter, first element, values."""
+        places: dict[tuple[int, int], list[tuple[int, int, str, int]]] = defaultdict(list)
+        for name, start, (buffer, row, first, numel) in file["whereabouts"]:
+            places[buffer, row].append((first, numel, name, start))
+        for run, values in self._memory.numbers_of(file["states"]):
+            for first, numel, name, start in places[run.buffer, run.row]:
+                begin, end = max(first, run.start), min(first + numel, run.start + run.numel)
+                if begin < end:
+                    yield name, start + begin - first, values[begin - run.start : end - run.start]
