@@ -1,9 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Packaging. Pure Python: builds with and without build isolation, without torch and without a compiler."""
+"""Packaging. Builds with and without build isolation, without torch and without a compiler.
 
+The kernels of ``csrc`` are built when they are used; with DS_BUILD_LOCO=1 (and --no-build-isolation) now.
+"""
+
+import os
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
@@ -35,17 +41,40 @@ def version() -> str:
     return re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE).group(1)
 
 
+def kernels() -> dict[str, Any]:
+    """Arguments of ``setup`` that build the kernels, where the environment asks for it."""
+    if os.environ.get("DS_BUILD_LOCO") != "1":
+        return {}
+    try:
+        from torch.utils.cpp_extension import BuildExtension
+
+        sys.path.insert(0, str(HERE))
+        from deepspeed_ext.op_builder import LocoBuilder
+    except ImportError as error:
+        raise SystemExit(
+            f"DS_BUILD_LOCO=1 builds kernels against the torch and the DeepSpeed that are installed, but {error}. "
+            f"Install them, and build with --no-build-isolation."
+        ) from error
+    extension = LocoBuilder().builder()
+    extension.sources = [os.path.relpath(source, HERE) for source in extension.sources]
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+
+
 setup(
     name="deepspeed-ext",
     version=version(),
-    description="Group-aware ZeRO for DeepSpeed: PaRO sharding strategies, switched on by ds_config keys",
+    description="Group-aware ZeRO for DeepSpeed: PaRO sharding and LoCo gradients, switched on by ds_config keys",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]),
+    # The sources of kernels go along: they are built when they are used.
+    packages=[*find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]), "deepspeed_ext.csrc.loco"],
+    package_dir={"deepspeed_ext.csrc.loco": "csrc/loco"},
+    package_data={"deepspeed_ext.csrc.loco": ["*.h", "*.cpp", "*.cu"]},
     install_requires=["deepspeed>=0.19.8", "torch>=2.10", "packaging", "ninja"],
     extras_require={"test": TEST, "plot": PLOT, "dev": DEV},
     # torch imports the entry points of this group at the end of its own import: installing is activating.
     entry_points={"torch.backends": ["deepspeed_ext = deepspeed_ext.activation:autoload"]},
+    **kernels(),
 )

@@ -95,6 +95,18 @@ PATCHES: tuple[Patch, ...] = (
         replacements.partition_by_owner,
     ),
     Patch(
+        "deepspeed.runtime.zero.stage3:all_to_all_quant_reduce",
+        "bug fix: zero_quantized_gradients gives the mean, and takes bfloat16 for what it is",
+        "(tensors, groups)",
+        replacements.reduce_to_the_mean,
+    ),
+    Patch(
+        "deepspeed.env_report:op_report",
+        "show our kernels in ds_report",
+        "(verbose=True)",
+        replacements.report_our_kernels,
+    ),
+    Patch(
         "deepspeed.runtime.engine:create_checkpoint_engine",
         "write each file of a checkpoint aside, and read each before anything is changed",
         "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",

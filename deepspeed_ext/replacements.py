@@ -92,6 +92,35 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
     return _configure_zero_optimizer
 
 
+def reduce_to_the_mean(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reduce)
+    def all_to_all_quant_reduce(tensors: Any, groups: Any) -> Any:
+        from deepspeed_ext.loco import qgz
+
+        return qgz.all_to_all_quant_reduce(tensors, groups)
+
+    return all_to_all_quant_reduce
+
+
+def report_our_kernels(report: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(report)
+    def op_report(*args: Any, **kwargs: Any) -> None:
+        from unittest import mock
+
+        from deepspeed import env_report
+
+        from deepspeed_ext.op_builder import LocoBuilder
+
+        builder = LocoBuilder()
+        with (
+            mock.patch.dict(env_report.ALL_OPS, {builder.NAME: builder}),
+            mock.patch.dict(env_report.installed_ops, {builder.NAME: builder.is_built()}),
+        ):
+            report(*args, **kwargs)
+
+    return op_report
+
+
 def gather_our_parameters(all_gather_dp_groups: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(all_gather_dp_groups)
     def gather(groups_flat: Any, *args: Any, **kwargs: Any) -> None:

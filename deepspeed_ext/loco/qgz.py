@@ -1,0 +1,71 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO++'s quantized gradients (qgZ, arXiv:2306.10209) for DeepSpeed's own stage 3, with two faults mended.
+
+DeepSpeed 0.19.8 reduces in 4 bits inside a node and again between nodes, but
+
+- it sums over the ranks of a node and divides by the number of nodes, so gradients of two and more dimensions are as
+  many times too large as a node has ranks, while those of one dimension are right;
+- its kernels take the bits of bfloat16 for float16: 1e-3 is read as 0.81.
+
+Here the two hops are those of LoCo, without error feedback: the mean, for any dtype, shape and number of ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+from torch import Tensor
+
+from deepspeed_ext.hops import Started
+from deepspeed_ext.loco.hop import LocoHop
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.moves import FlatLayout, Moves
+from deepspeed_ext.placement import Placement
+
+_SETTINGS = LocoSettings(error_feedback=False)
+
+
+@torch.no_grad()
+def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
+    """The mean over all ranks, of which this rank gets its part.
+
+    Args:
+        tensors: gradients. Those of one dimension are small, and reduced as they are.
+        groups: DeepSpeed's: ``local_<node>``, and ``global_<number in the node>``.
+
+    Returns:
+        Of each 1D: elements ``[rank * chunk, (rank + 1) * chunk)``, as far as there are any, with ``chunk`` the
+        number of elements over the number of ranks, rounded up.
+    """
+    reduced: list[Tensor] = [tensor.new_empty(0) for tensor in tensors]
+    exact = [i for i, tensor in enumerate(tensors) if tensor.dim() == 1]
+    quantized = [i for i, tensor in enumerate(tensors) if tensor.dim() != 1 and tensor.numel()]
+    if exact:
+        for i, part in zip(exact, reduce_scatter_coalesced([tensors[i] for i in exact]), strict=True):
+            reduced[i] = part
+    if quantized:
+        for i, part in zip(quantized, _reduce([tensors[i] for i in quantized], groups), strict=True):
+            reduced[i] = part
+    return reduced
+
+
+def _reduce(tensors: list[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    local = get_accelerator().device_count()
+    moves = Moves(
+        LocoHop(groups[f"local_{rank // local}"], "qgz_intra", _SETTINGS),
+        LocoHop(groups[f"global_{rank % local}"], "qgz_inter", _SETTINGS),
+    )
+    layouts = [FlatLayout(tensor.numel(), ranks // local, local) for tensor in tensors]
+    chunks = [layout.chunk for layout in layouts]
+    cells = tensors[0].new_empty(local, ranks // local, sum(chunks))
+    for tensor, layout, part in zip(tensors, layouts, cells.split(chunks, dim=2), strict=True):
+        layout.pack(tensor.reshape(-1), part)
+    cells.div_(ranks)
+    mine = Started(moves.reduce_cells(cells, Placement.G, [(0, sum(chunks))])).finish()
+    present = [max(0, min(chunk, t.numel() - rank * chunk)) for chunk, t in zip(chunks, tensors, strict=True)]
+    return [part[:numel] for part, numel in zip(mine.split(chunks), present, strict=True)]
