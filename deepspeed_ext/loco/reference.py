@@ -26,6 +26,8 @@ from deepspeed_ext.loco.packing import CHUNK, Packing
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _NORMALIZE = 0.17677669529663687  # 1/sqrt(32): H is its own inverse
 _NIBBLE = 16
+_INFINITY = 0x7F800000
+_NOT_FINITE = 0x7FC0  # a NaN of bfloat16
 _ERROR = Packing(8, CHUNK)
 
 
@@ -97,12 +99,13 @@ def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     scale = most.view(torch.float32) / largest
     flushed = scale < _SMALLEST_SCALE
     rounded_up = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-    visible = (rounded_up * largest).isfinite()  # false for NaN, too
-    scale = torch.where(flushed, 0.0, torch.where(visible, rounded_up, torch.nan))
+    visible = (most < _INFINITY) & (rounded_up * largest).isfinite()
+    scale = torch.where(flushed, 0.0, rounded_up)
     inverse = torch.where(visible & ~flushed, 1.0 / rounded_up, 0.0)
     q = torch.round(h * inverse.unsqueeze(-1))  # at most ``largest`` and a rounding: no clamp is needed
     q = torch.where(visible.unsqueeze(-1), q, 0.0)
-    return q, scale.to(torch.bfloat16)
+    bits = torch.where(visible, scale.to(torch.bfloat16).view(torch.int16), _NOT_FINITE)  # torch has several NaNs
+    return q, bits.view(torch.bfloat16)
 
 
 def pack(q: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:

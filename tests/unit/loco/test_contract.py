@@ -1,0 +1,278 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The numerics contract of LoCo, as far as single operators hold it; what takes several ranks is in test_hop.py.
+
+S: the scale on the wire; r = h - d: what quantization takes from a compensated gradient.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco.packing import Packing
+
+BITS = (4, 8)
+DTYPES = ops.DTYPES
+ULP = 2.0**-23
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def student_t3(numel: int) -> Tensor:
+    """Heavy tails: as gradients of embeddings have them."""
+    squares = normal(3, numel, seed=5).square().sum(0) / 3
+    return normal(numel, seed=6) / squares.sqrt()
+
+
+class Sender:
+    """A rank's side of one message: what it sends, and the error that it keeps."""
+
+    def __init__(self, bits: int = 4, block: int = 128, dtype: torch.dtype = torch.uint8, **options: Any) -> None:
+        self.packing, self.dtype, self.options = Packing(bits, block), dtype, options
+        self.error: Tensor | None = None
+
+    def send(self, gradient: Tensor) -> Tensor:
+        """Compress (rows, width); returns what arrives, fp32."""
+        rows, width = gradient.shape
+        self.wire = self.packing.empty(rows, width, gradient)
+        kept = Packing(8, self.packing.block_size)
+        size = kept.row_bytes(width) if self.dtype == torch.uint8 else kept.padded(width)
+        new = torch.empty(rows, size, dtype=self.dtype)
+        ops.compress(gradient, self.wire, self.packing, error=self.error, new_error=new, **self.options)
+        self.error = new
+        return self.arrived(width)
+
+    def arrived(self, width: int) -> Tensor:
+        arrived = torch.empty(self.wire.shape[0], width)
+        for row, out in zip(self.wire, arrived, strict=True):
+            ops.decompress(row.view(1, -1), out, self.packing, hadamard=self.options.get("hadamard", False))
+        return arrived
+
+    def kept(self, width: int) -> Tensor:
+        """The error that is kept, in fp32."""
+        if self.error is None:
+            return torch.zeros(1, width)
+        hadamard = self.options.get("hadamard", False)
+        return reference.decode_error(self.error, width, self.packing.block_size, hadamard)
+
+    def steps(self, width: int) -> Tensor:
+        """S of each element."""
+        scales = self.packing.scales(self.wire, width).float()
+        return scales.repeat_interleave(self.packing.block_size, dim=1)[:, :width]
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("beta", [0.0, 0.8])
+def test_01_what_is_not_sent_is_the_error(bits: int, beta: float) -> None:
+    width = 1000
+    sender = Sender(bits, dtype=torch.float32, beta=beta)
+    for step in range(3):
+        gradient, before = normal(2, width, seed=step), sender.kept(width)
+        arrived = sender.send(gradient)
+        lost = gradient + before - arrived
+        expected = beta * before + (1 - beta) * lost
+        assert (sender.kept(width) - expected).abs().max() <= 4 * ULP * gradient.abs().max(), step
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-3), (torch.uint8, 3e-3)])
+def test_02_errors_telescope(dtype: torch.dtype, bound: float) -> None:
+    width, beta, mean = 4096, 0.8, normal(1, 4096, seed=99)
+    sender = Sender(dtype=dtype, beta=beta)
+    sent, given = torch.zeros(1, width, dtype=torch.float64), torch.zeros(1, width, dtype=torch.float64)
+    for step in range(300):
+        gradient = mean + normal(1, width, seed=step)
+        given += gradient
+        sent += sender.send(gradient)
+    left = sender.kept(width).double() / (1 - beta)
+    assert ((given - sent - left).norm() / given.norm()) <= bound
+    assert ((given - sent).norm() / given.norm()) < 0.02  # without feedback 0.058
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("block", [32, 128, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_03_nothing_loses_more_than_half_a_step(bits: int, block: int, dtype: torch.dtype) -> None:
+    width = 8 * block + 5
+    gradient = torch.stack([normal(width, seed=3), student_t3(width), normal(width).abs() + 1]).to(dtype)
+    sender = Sender(bits, block)
+    lost = (gradient.float() - sender.send(gradient)).abs()
+    steps = sender.steps(width)
+    assert (lost <= steps / 2 * (1 + 1e-3)).all()
+    # The largest element is sent with an error, too, of at most the rounding of its scale.
+    top = gradient.float().abs() == gradient.float().abs().amax(1, keepdim=True)
+    assert (lost[top] <= steps[top] * 2.0**-7 * (2 ** (bits - 1) - 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("bits", "block", "heavy", "hadamard", "ceiling"),
+    [
+        (4, 128, False, False, 0.0145),
+        (4, 32, False, False, 0.01),
+        (8, 128, False, False, 5e-5),
+        (4, 128, True, True, 0.015),
+    ],
+)
+def test_04_quantization_noise(bits: int, block: int, heavy: bool, hadamard: bool, ceiling: float) -> None:
+    numel = 2**20
+    gradient = (student_t3(numel) if heavy else normal(numel)).view(1, -1)
+    noise = (gradient - Sender(bits, block, hadamard=hadamard).send(gradient)).norm() / gradient.norm()
+    assert ceiling * 0.5 < noise.item() ** 2 <= ceiling
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("block", [32, 128, 1024])
+@pytest.mark.parametrize("width", [1, 127, 128, 129, 100_000])
+def test_05_bytes(bits: int, block: int, width: int) -> None:
+    sender = Sender(bits, block)
+    sender.send(normal(3, width))
+    blocks = math.ceil(width / block)
+    assert sender.wire.nbytes == 3 * 16 * math.ceil((blocks * block * bits // 8 + 2 * blocks) / 16)
+    if (bits, block, width) == (4, 128, 100_000):
+        assert sender.wire.nbytes * 8 <= 3 * (4.125 * (width + 127) + 128)
+    assert sender.error is not None and sender.error.nbytes <= 3 * (blocks * block + 2 * blocks + 15)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16])
+def test_08_what_is_not_finite_stays_visible_in_its_block(
+    bad: float, bits: int, dtype: torch.dtype, kept: torch.dtype
+) -> None:
+    width = 5 * 128
+    sender = Sender(bits, dtype=kept, beta=0.8)
+    sender.send(normal(1, width).to(dtype))
+    before = sender.kept(width)
+    gradient = normal(1, width, seed=1).to(dtype)
+    gradient[0, 300] = bad  # a single one, which DeepSpeed's kernels sent as zero if it was a NaN
+    arrived = sender.send(gradient)
+    touched = slice(256, 384)
+    assert not arrived[0, touched].isfinite().any()
+    assert arrived[0, :256].isfinite().all() and arrived[0, 384:].isfinite().all()
+    assert torch.equal(sender.kept(width)[0, touched], before[0, touched])
+    assert sender.kept(width).isfinite().all()
+    assert sender.send(normal(1, width, seed=2).to(dtype)).isfinite().all()
+
+
+def test_08_sums_are_taken_in_fp32() -> None:
+    packing, gradient = Packing(4, 128), torch.full((8, 128), 40000.0).half()
+    wire = packing.empty(8, 128, gradient)
+    ops.compress(gradient, wire, packing)
+    mean = torch.empty(128, dtype=torch.float16)
+    ops.decompress(wire, mean, packing, factor=1 / 8)
+    assert (mean - 40000).abs().max() <= 40000 * 2**-7
+
+
+@pytest.mark.parametrize("change", [2.0, 0.5, 4096.0])
+@pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16])
+def test_09_an_error_does_not_change_with_the_loss_scale(change: float, kept: torch.dtype) -> None:
+    width = 640
+    one, other = Sender(dtype=kept, beta=0.8), Sender(dtype=kept, beta=0.8)
+    for sender in (one, other):
+        sender.options["unit"] = 8.0
+        sender.send(8 * normal(1, width))
+    other.options["unit"] = 8.0 * change  # a power of two scales all bits alike
+    gradient = normal(1, width, seed=1)
+    assert torch.equal(one.send(8 * gradient) * change, other.send(8 * change * gradient))
+    assert torch.equal(one.kept(width), other.kept(width))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_10_zero_and_tiny_blocks(bits: int) -> None:
+    sender = Sender(bits, beta=0.0, dtype=torch.float32)
+    assert torch.equal(sender.send(torch.zeros(1, 128)), torch.zeros(1, 128))
+    assert torch.equal(sender.kept(128), torch.zeros(1, 128))
+    for dtype, sizes in ((torch.float32, (1e-30, 2e-38, 1e-39)), (torch.bfloat16, (1e-30,)), (torch.float16, (6e-8,))):
+        for size in sizes:
+            sender = Sender(bits, beta=0.0, dtype=torch.float32)
+            gradient = (normal(1, 128) * size).to(dtype)
+            lost = gradient.float() - sender.send(gradient)
+            steps = sender.steps(128)
+            assert steps.isfinite().all(), (dtype, size)
+            flushed = bool((steps == 0).all())
+            assert flushed or (lost.abs() <= steps / 2 * (1 + 1e-3)).all(), (dtype, size)
+            if size < 1e-38:
+                assert flushed
+            torch.testing.assert_close(sender.kept(128), lost, rtol=1e-6, atol=1e-45)
+
+
+SHAPES = [(50257, 24), (1000, 512), (1, 4096), (2, 768), (1024, 3, 14), (64, 3, 7, 7), (8, 2048, 14)]
+
+
+@pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 4095, 16385, 40961, *(math.prod(shape) for shape in SHAPES)])
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
+    base = normal(numel + 3).to(torch.bfloat16)
+    for offset in (0, 1, 3):
+        gradient = base[offset : offset + numel].view(1, -1)
+        sender = Sender(beta=0.8, hadamard=hadamard)
+        arrived = sender.send(gradient)
+        aligned = Sender(beta=0.8, hadamard=hadamard)
+        assert torch.equal(aligned.send(gradient.clone()), arrived)
+        # The zeros behind the end do not change the scales of what is before it.
+        last = (numel - 1) // 128 * 128
+        alone = Sender(beta=0.8, hadamard=hadamard)
+        assert torch.equal(alone.send(gradient[:, last:].clone()), arrived[:, last:])
+
+
+def test_11_rows_with_gaps_and_results_inside_others() -> None:
+    wide = normal(4, 1000)
+    packing, gradient = Packing(4, 128), wide[:, 3:700]
+    wires = [packing.empty(4, 697, gradient) for _ in range(2)]
+    ops.compress(gradient, wires[0], packing)
+    ops.compress(gradient.contiguous(), wires[1], packing)
+    assert torch.equal(*wires)
+    out = torch.full((700,), 7.0)
+    ops.decompress(wires[0], out[1:698], packing)
+    assert out[0] == 7 and (out[698:] == 7).all() and not (out[1:698] == 7).any()
+
+
+def test_12_dtypes() -> None:
+    exact = normal(1, 5000).to(torch.bfloat16)
+    for hadamard in (False, True):
+        arrived = Sender(hadamard=hadamard).send(exact)
+        assert torch.equal(arrived, Sender(hadamard=hadamard).send(exact.float()))
+        projection = ((arrived * exact).sum() / exact.float().square().sum()).item()
+        assert 0.97 < projection < 1.03  # bits of another type would be far off
+    for dtype in (torch.float64, torch.complex64, torch.int32):
+        with pytest.raises(TypeError, match=rf"float32, .*bfloat16, .*float16, got {dtype}"):
+            Sender().send(torch.zeros(1, 128, dtype=dtype))
+        with pytest.raises(TypeError, match="results"):
+            ops.decompress(torch.zeros(1, 80, dtype=torch.uint8), torch.zeros(128, dtype=dtype), Packing(4, 128))
+
+
+def test_13_the_same_bits_whatever_the_threads() -> None:
+    gradient, threads = normal(2, 100_000), torch.get_num_threads()
+    seen = []
+    try:
+        for count, _ in itertools.product((1, 2, 3), range(2)):
+            torch.set_num_threads(count)
+            sender = Sender(beta=0.8, hadamard=True)
+            sender.send(gradient)
+            sender.send(gradient)
+            out = torch.empty(100_000)
+            ops.decompress(sender.wire, out, sender.packing)
+            seen.append((sender.wire.clone(), sender.error.clone(), out))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
+
+
+def test_13_pieces_are_added_in_their_order() -> None:
+    packing, values = Packing(8, 32), (1e8, 1.0, -1e8, 1.0)
+    wire = packing.empty(4, 32, torch.empty(0))
+    ops.compress(torch.tensor(values).view(4, 1).repeat(1, 32), wire, packing)
+    decoded = torch.empty(4, 32)
+    for row, out in zip(wire, decoded, strict=True):
+        ops.decompress(row.view(1, -1), out, packing)
+    total = torch.empty(32)
+    ops.decompress(wire, total, packing)
+    assert torch.equal(total, ((decoded[0] + decoded[1]) + decoded[2]) + decoded[3])
+    assert not torch.equal(total, (decoded[0] + decoded[2]) + (decoded[1] + decoded[3]))

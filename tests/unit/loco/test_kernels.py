@@ -1,0 +1,147 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels give the reference's bits, are well-behaved operators, and can be missing."""
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco.packing import Packing
+
+KEPT = (torch.uint8, torch.bfloat16, torch.float32)
+
+
+def error_like(packing: Packing, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    size = Packing(8, packing.block_size).row_bytes(width) if dtype == torch.uint8 else packing.padded(width)
+    return torch.zeros(rows, size, dtype=dtype)
+
+
+@pytest.mark.parametrize("block", [32, 64, 128, 256, 4096])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_kernels_give_the_bits_of_the_reference(dtype: torch.dtype, bits: int, block: int, hadamard: bool) -> None:
+    assert ops.has_kernels("CPU"), "conftest.py has built them"
+    torch.manual_seed(0)
+    packing = Packing(bits, block)
+    for kept in KEPT:
+        for width in (1, 31, 129, 4100):
+            for unit in (1.0, 1024.0, 3.0):
+                both = []
+                gradients = [(torch.randn(3, width) * unit).to(dtype) for _ in range(3)]
+                gradients[1][0, 0] = float("nan")
+                for run in (reference.compress, torch.ops.deepspeed_ext.loco_compress):
+                    old = None
+                    for gradient in gradients:
+                        wire = torch.full((3, packing.row_bytes(width)), 7, dtype=torch.uint8)
+                        new = error_like(packing, 3, width, kept)
+                        run(gradient, wire, old, new, bits, block, 0.8, unit, hadamard)
+                        both.append((wire, new))
+                        old = new
+                half = len(both) // 2
+                for (a, b), (c, d) in zip(both[:half], both[half:], strict=True):
+                    assert torch.equal(a, c) and torch.equal(b.view(torch.uint8), d.view(torch.uint8))
+                outs = [torch.empty(width, dtype=dtype) for _ in range(2)]
+                reference.decompress(both[0][0], outs[0], bits, block, 1 / 3, hadamard)
+                torch.ops.deepspeed_ext.loco_decompress(both[0][0], outs[1], bits, block, 1 / 3, hadamard)
+                assert torch.equal(*outs)
+
+
+def test_an_error_may_be_updated_in_place() -> None:
+    packing, gradient = Packing(4, 128), torch.randn(2, 1000)
+    old = error_like(packing, 2, 1000, torch.uint8)
+    wire = packing.empty(2, 1000, gradient)
+    ops.compress(gradient, wire, packing, new_error=old, beta=0.8)
+    new = old.clone()
+    ops.compress(gradient, wire, packing, error=old.clone(), new_error=new, beta=0.8)
+    ops.compress(gradient, wire, packing, error=old, new_error=old, beta=0.8)
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("values", [torch.float16, torch.bfloat16])
+def test_all_numbers_of_16_bits_pass(values: torch.dtype) -> None:
+    """Loads and stores convert as torch does."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(values)
+    finite = numbers[numbers.isfinite()]
+    packing = Packing(8, 32)
+    gradient = finite.view(-1, 1).repeat(1, 32)
+    wires = [packing.empty(len(finite), 32, gradient) for _ in range(2)]
+    ops.compress(gradient, wires[0], packing)
+    reference.compress(gradient, wires[1], None, None, 8, 32, 0.0, 1.0, False)
+    assert torch.equal(*wires)
+    outs = [torch.empty(32, dtype=values) for _ in range(2)]
+    for i in range(0, len(finite), 97):
+        ops.decompress(wires[0][i : i + 1], outs[0], packing)
+        reference.decompress(wires[0][i : i + 1], outs[1], 8, 32, 1.0, False)
+        assert torch.equal(*outs), finite[i]
+
+
+@pytest.mark.parametrize("kept", [None, *KEPT])
+def test_opcheck(kept: torch.dtype | None) -> None:
+    packing, gradient = Packing(4, 128), torch.randn(2, 300)
+    wire = packing.empty(2, 300, gradient)
+    errors = [None if kept is None else error_like(packing, 2, 300, kept) for _ in range(2)]
+    arguments: tuple[Any, ...] = (gradient, wire.zero_(), *errors, 4, 128, 0.8, 1.0, False)
+    torch.library.opcheck(torch.ops.deepspeed_ext.loco_compress.default, arguments)
+    out = torch.zeros(300)
+    torch.library.opcheck(torch.ops.deepspeed_ext.loco_decompress.default, (wire, out, 4, 128, 0.5, True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bits": 5}, "bits must be 4 or 8, got 5"),
+        ({"block": 48}, "block_size must be a power of two from 32 to 4096, got 48"),
+        ({"block": 8192}, "block_size must be a power of two from 32 to 4096, got 8192"),
+        ({"wire": 1}, r"wire must be contiguous uint8 of \(2, 208\)"),
+        ({"error": 1}, "an error in 8 bits must be contiguous uint8"),
+    ],
+)
+def test_operators_refuse_what_does_not_fit(change: dict[str, int], message: str) -> None:
+    gradient = torch.randn(2, 300)
+    wire = torch.zeros(2, 208 + 16 * change.get("wire", 0), dtype=torch.uint8)
+    error = torch.zeros(2, 400 + 16 * change.get("error", 0), dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.deepspeed_ext.loco_compress(
+            gradient, wire, None, error, change.get("bits", 4), change.get("block", 128), 0.8, 1.0, False
+        )
+
+
+WITHOUT_COMPILER = """
+import warnings, torch
+from deepspeed_ext.loco import ops
+from deepspeed_ext.loco.packing import Packing
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    assert not ops.load_kernels() and not ops.load_kernels() and not ops.has_kernels("CPU")
+messages = [str(warning.message) for warning in seen if "kernels of LoCo" in str(warning.message)]
+assert len(messages) == 1 and "plain PyTorch" in messages[0], messages
+packing, gradient = Packing(4, 128), torch.randn(1, 300)
+wire, out = packing.empty(1, 300, gradient), torch.empty(300)
+ops.compress(gradient, wire, packing)
+ops.decompress(wire, out, packing)
+assert (out - gradient[0]).norm() < 0.2 * gradient.norm()
+"""
+
+
+def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(tmp_path: Any) -> None:
+    environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "/nonexistent"}
+    environment |= {"HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_ds_report_has_a_row() -> None:
+    assert importlib.util.find_spec("deepspeed_ext.loco._kernels") is None  # not built ahead of time
+    command = "import deepspeed.env_report as report; report.op_report(verbose=False)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("loco ")]
+    assert "OKAY" in row and "NO" in row
