@@ -125,7 +125,7 @@ class Hop(ABC):
         part = -(-flat.numel() // self.size)
         padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
         splits = [part] * self.size
-        mine = yield from self.reduce_scatter(padded, splits, cut_runs(runs, splits))
+        mine = yield from self.reduce_scatter(padded, splits, cut_runs(runs, splits) if runs else ())
         gathered = yield from self.all_gather(mine)
         return gathered[: flat.numel()]
 

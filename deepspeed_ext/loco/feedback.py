@@ -24,6 +24,7 @@ from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 
+_Places = list[tuple[Run, int]]  # runs, and where they start in a message
 _CHUNK = 2**24  # elements of a part in which errors that come from elsewhere wait for their messages
 
 
@@ -42,8 +43,9 @@ def cut(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tenso
 
 @dataclass
 class _Error:
-    """Of one message: 1D, uint8 or bf16; None for zeros."""
+    """Of one message, 1D, uint8 or bf16; None for zeros."""
 
+    splits: Sequence[int]  # elements of the message's parts, padding included
     kept: Tensor | None = None
     updated: Tensor | None = None  # in this step, not yet applied
 
@@ -139,25 +141,27 @@ class ErrorFeedback(Memory):
     def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
         """The error of a message that is new, out of those of messages that had some of its elements."""
         moved = [(old, error) for old, error in self._errors.items() if _overlap(old, contents)]
-        made = _Error()
+        made = _Error(splits)
         for old, _ in moved:
             del self._errors[old]
         for name in ("kept", "updated"):
-            sources = [(old, getattr(error, name)) for old, error in moved]
+            sources = [(old, error.splits, getattr(error, name)) for old, error in moved]
             if name == "updated" and any(error.updated is not None for _, error in moved):
-                sources = [(old, error.kept if error.updated is None else error.updated) for old, error in moved]
-            present = [(old, self._decode(error, _splits(old))) for old, error in sources if error is not None]
+                sources = [
+                    (old, error.splits, error.kept if error.updated is None else error.updated) for old, error in moved
+                ]
+            present = [(_places(old, cut), self._decode(kept, cut)) for old, cut, kept in sources if kept is not None]
             if present:
                 setattr(made, name, self._gather(contents, splits, present))
         for old, error in moved:
             self._leave_rest(old, error, contents)
         return made
 
-    def _gather(self, contents: Contents, splits: Sequence[int], sources: list[tuple[Contents, Tensor]]) -> Tensor:
+    def _gather(self, contents: Contents, splits: Sequence[int], sources: list[tuple[_Places, Tensor]]) -> Tensor:
         dense = sources[0][1].new_zeros(sum(splits))
         places = _places(contents, splits)
         for old, numbers in sources:
-            for run, offset in _places(old, _splits(old)):
+            for run, offset in old:
                 for target, start in places:
                     common = _common(run, target)
                     if common:
@@ -171,11 +175,12 @@ class ErrorFeedback(Memory):
         if not rest:
             return
         key, splits = (rest,), [sum(run.numel for run in rest)]
-        left = _Error()
+        left = _Error(splits)
         for name in ("kept", "updated"):
-            numbers = getattr(error, name)
-            if numbers is not None:
-                setattr(left, name, self._gather(key, splits, [(old, self._decode(numbers, _splits(old)))]))
+            kept = getattr(error, name)
+            if kept is not None:
+                source = (_places(old, error.splits), self._decode(kept, error.splits))
+                setattr(left, name, self._gather(key, splits, [source]))
         self._errors[key] = left
 
     # States ###########################################################################################
@@ -187,7 +192,11 @@ class ErrorFeedback(Memory):
 
     def states(self) -> dict[str, Any]:
         """See ``Memory``. What was updated in a step that is not over is not in it."""
-        messages = [(contents, error.kept.cpu()) for contents, error in self._errors.items() if error.kept is not None]
+        messages = [
+            (contents, list(error.splits), error.kept.cpu())
+            for contents, error in self._errors.items()
+            if error.kept is not None
+        ]
         return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": messages}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
@@ -196,11 +205,10 @@ class ErrorFeedback(Memory):
         self.steps = int(states["steps"])
         other = ErrorFeedback(LocoSettings(**states["settings"]))
         same = _kept_alike(other.settings, self.settings)
-        for contents, error in states["messages"]:
+        for contents, splits, error in states["messages"]:
             contents = tuple(tuple(Run(*run) for run in part) for part in contents)
-            splits = _splits(contents)
             kept = error.clone() if same else self._encode(other._decode(error, splits), splits)
-            self._errors[contents] = _Error(kept if self.device is None else kept.to(self.device))
+            self._errors[contents] = _Error(splits, kept if self.device is None else kept.to(self.device))
 
     def load_numbers(self, numbers: Mapping[Run, Tensor], steps: int) -> None:
         """See ``Memory``."""
@@ -210,7 +218,9 @@ class ErrorFeedback(Memory):
             for offset in range(0, run.numel, _CHUNK):
                 piece = Run(run.buffer, run.row, run.start + offset, min(_CHUNK, run.numel - offset))
                 kept = self._encode(values[offset : offset + piece.numel], [piece.numel])
-                self._errors[((piece,),)] = _Error(kept if self.device is None else kept.to(self.device))
+                self._errors[((piece,),)] = _Error(
+                    [piece.numel], kept if self.device is None else kept.to(self.device)
+                )
 
     def forget(self) -> None:
         """All errors are zero, and the next reset is as far away as in the beginning."""
@@ -222,9 +232,8 @@ class ErrorFeedback(Memory):
         saved = ErrorFeedback(LocoSettings(**states["settings"]))
         saved.load_states(states)
         for contents, error in saved._errors.items():
-            splits = _splits(contents)
-            numbers = saved._decode(error.kept, splits)
-            for run, offset in _places(contents, splits):
+            numbers = saved._decode(error.kept, error.splits)
+            for run, offset in _places(contents, error.splits):
                 yield run, numbers[offset : offset + run.numel]
 
     def nbytes(self) -> int:
@@ -237,12 +246,7 @@ def _kept_alike(one: LocoSettings, other: LocoSettings) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("block_size", "error_bits", "hadamard"))
 
 
-def _splits(contents: Contents) -> list[int]:
-    """Elements of each part, without padding behind them."""
-    return [sum(run.numel for run in part) for part in contents]
-
-
-def _places(contents: Contents, splits: Sequence[int]) -> list[tuple[Run, int]]:
+def _places(contents: Contents, splits: Sequence[int]) -> _Places:
     """Each run of a message, and where it starts in it."""
     places, first = [], 0
     for part, split in zip(contents, splits, strict=True):

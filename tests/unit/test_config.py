@@ -151,7 +151,8 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (in_zero("zero_hpz_partition_size"), {"zero_hpz_partition_size": 2}, {}),
         (in_zero("zero_quantized_weights"), {"zero_quantized_weights": True}, {}),
         (in_zero("zero_quantized_nontrainable_weights"), {"zero_quantized_nontrainable_weights": True}, {}),
-        (in_zero("zero_quantized_gradients"), {"zero_quantized_gradients": True}, {}),
+        (in_zero("reduce_scatter"), {"zeropp_loco_param": {}, "reduce_scatter": False}, {}),
+        (in_zero("reduce_scatter"), {"zero_quantized_gradients": True, "reduce_scatter": False}, {}),
         (in_zero("elastic_checkpoint"), {"elastic_checkpoint": True}, {}),
         ("compile.deepcompile", {}, {"compile": {"deepcompile": True}}),
         ("optimizer.type", {}, MUON),
@@ -233,10 +234,52 @@ MICS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, {}, cannot(in_zero("zero_hpz_partition_size"), "III")),
     ({"mics_shard_size": 2, "offload_param": NVME}, {}, cannot(in_zero("offload_param.device"), "III")),
     ({"stage": 3}, {"mics_shard_size": 2}, "'mics_shard_size' is at the top level .*belongs into zero_optimization"),
-    ({"stage": 3, "zeropp_loco_param": {}}, {}, "LoCo-Zero.. has been removed"),
-    ({"mics_shard_size": 2, "zeropp_loco_param": {}}, {}, "LoCo-Zero.. has been removed"),
     ({"mics_shard_size": 2}, {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
     ({"stage": 3}, {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
+]
+LOCO_KEYS = "err_beta, reset_T, bits, block_size, error_bits, error_feedback, hadamard"
+LOCO: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(
+        (
+            {"stage": 2, "zeropp_loco_param": {key: bad}},
+            {},
+            rf"zeropp_loco_param\.{key} must be {wanted}, got {bad!r} of",
+        )
+        for key, wanted, values in (
+            ("bits", "4 or 8", (2, 5, 4.0, True, "4", None)),
+            ("block_size", r"a power of two from 32 to 4096 \(elements\)", (16, 48, 0, -128, 8192, "auto")),
+            ("err_beta", r"a number in \[0, 1\)", (1, 1.0, -0.1, "0.8", True, None)),
+            ("reset_T", r"an integer of at least 1 \(optimizer steps\)", (0, -1, 2.0, False)),
+            ("error_bits", "8 or 16", (4, 32)),
+            ("error_feedback", "true or false", (1, "yes")),
+            ("hadamard", "true or false", (0, None)),
+        )
+        for bad in values
+    ),
+    *(
+        ({"stage": 2, "zeropp_loco_param": bad}, {}, f"must be a dictionary of {LOCO_KEYS} .each may be left out")
+        for bad in (None, True, 4, [], "on")
+    ),
+    (
+        {"stage": 2, "zeropp_loco_param": {"bit": 4}},
+        {},
+        f"has no key 'bit': its keys are {LOCO_KEYS}. Did you mean 'bits'",
+    ),
+    ({"paro_strategy": "NIG", "zeropp_loco_param": {"err_beta_": 1}}, {}, "Did you mean 'err_beta'"),
+    ({"zeropp_loco_param": {}}, {}, "needs zero_optimization.stage 1, 2 or 3, or .*paro_strategy, got stage None"),
+    ({"stage": 4, "zeropp_loco_param": {}}, {}, "needs zero_optimization.stage 1, 2 or 3, .* got stage 4"),
+    (
+        {"stage": 3, "zeropp_loco_param": {}, "zero_quantized_gradients": False},
+        {},
+        "zeropp_loco_param implies zero_optimization.zero_quantized_gradients, which is set to false",
+    ),
+    (
+        {"stage": 3, "zeropp_loco_param": {}, "zero_hpz_partition_size": 2},
+        {},
+        "^zero_optimization.zero_hpz_partition_size cannot be combined with zero_optimization.zeropp_loco_param: ",
+    ),
+    ({"stage": 1}, {"zeropp_loco_param": {}}, "'zeropp_loco_param' is at the top level .*belongs into zero_optim"),
+    ({"stage": 2, "paro_strategy": "IIG", "zeropp_loco_param": {}}, {}, "which is stage 3, got stage 2"),
 ]
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
@@ -259,7 +302,7 @@ def test_every_reason_to_refuse_is_tested() -> None:
 
 
 @pytest.mark.parametrize("how", ["initialize", "zero.Init"])
-@pytest.mark.parametrize("rows", [REFUSED, REFUSED_BESIDE, MICS], ids=["section", "beside", "mics"])
+@pytest.mark.parametrize("rows", [REFUSED, REFUSED_BESIDE, MICS, LOCO], ids=["section", "beside", "mics", "loco"])
 def test_refused_alike_on_every_rank_before_any_communication(
     ranks: Any, rows: list[tuple[dict[str, Any], dict[str, Any], str]], how: str
 ) -> None:
@@ -314,6 +357,30 @@ def test_mics_shard_size_minus_one_is_off(ranks: Any) -> None:
     beside = {"mics_shard_size": -1, **IIG}
     for kind, fields, _ in ranks(4).run(parsed_zero_config, "dict", beside, ""):
         assert (kind, fields["paro_strategy"], fields["paro_group_size"]) == ("ParoZeroConfig", "IIG", 2)
+
+
+@pytest.mark.parametrize(
+    ("section", "strategy", "stage"),
+    [
+        ({"stage": 1, "zeropp_loco_param": {}}, "NNG", 1),
+        ({"stage": 2, "zeropp_loco_param": {"bits": 8}, "zero_quantized_gradients": True}, "NGG", 2),
+        ({"stage": 3, "zeropp_loco_param": {"err_beta": 0}}, "GGG", 3),
+        ({"paro_strategy": "NIG", "zeropp_loco_param": {"reset_T": 512}}, "NIG", 2),
+        ({"mics_shard_size": 2, "zeropp_loco_param": {}}, "III", 3),
+        ({"paro_strategy": "IIG", "zero_quantized_gradients": True}, "IIG", 3),
+        ({"paro_strategy": "IIG", "zero_quantized_gradients": False}, "IIG", 3),
+    ],
+)
+def test_loco_is_a_strategy_of_the_stage_or_stands_beside_one(
+    ranks: Any, section: dict[str, Any], strategy: str, stage: int
+) -> None:
+    for kind, fields, raw in ranks(4).run(parsed_zero_config, "dict", section, ""):
+        assert (kind, fields["paro_strategy"], fields["stage"], raw) == ("ParoZeroConfig", strategy, stage, section)
+
+
+def test_stage_3_with_quantized_gradients_alone_is_deepspeeds(ranks: Any) -> None:
+    section = {"stage": 3, "zero_quantized_gradients": True}
+    assert ranks(4).run(parsed_zero_config, "dict", section, "")[0][0] == "DeepSpeedZeroConfig"
 
 
 @pytest.mark.parametrize("hierarchical", [False, True])

@@ -31,7 +31,10 @@ def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: so
         for run in runs:
             first = (run.row * layout.cols + col) * layout.chunk + run.start
             expected += range(first, first + run.numel)
-        assert sum(plan.row_splits(col, layout.rows)) == plan.col_splits[col] == sum(run.numel for run in runs)
+        rows = plan.rows_of(col, layout.rows)
+        assert sorted(run for part in rows for run in part) == sorted(runs)
+        assert all(run.row == row for row, part in enumerate(rows) for run in part)
+        assert plan.col_splits[col] == sum(run.numel for run in runs)
     assert message == expected and sorted(message) == sorted(bucket)
     assert all(run.start + run.numel <= layout.chunk for runs in plan.runs for run in runs)
 
@@ -299,7 +302,7 @@ def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
         starts = [end - layout.chunk for end, layout in zip(ends, layouts, strict=True)]
         for flat, layout, start, end in zip(everybody[dist.get_rank()], layouts, starts, ends, strict=True):
             layout.pack(flat, cells[:, :, start:end])
-        arrived = Started(moves.reduce_cells(cells, target)).finish().view(-1, width)
+        arrived = Started(moves.reduce_cells(cells, target, [(0, width)])).finish().view(-1, width)
         rows = [group] if target == Placement.G else range(layouts[0].rows)
         # Over the ranks that reduce together: N -> I stays in the group.
         summed = range(4) if target == Placement.G else range(2 * group, 2 * group + 2)

@@ -1,0 +1,37 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels compile with the flags of the builder, also where there is no GPU and torch is built without CUDA."""
+
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from torch.utils import cpp_extension
+
+from deepspeed_ext.op_builder import LocoBuilder, source_folder
+
+NVCC = shutil.which("nvcc")
+CAPABILITIES = ("8.0", "9.0")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
+def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert NVCC is not None
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(Path(NVCC).parents[1]))
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", ";".join(CAPABILITIES))
+    builder = LocoBuilder()
+    arguments = builder.strip_empty_entries(builder.nvcc_args())
+    for capability in CAPABILITIES:
+        assert any(argument.endswith(f"code=sm_{capability.replace('.', '')}") for argument in arguments), arguments
+    assert "-fmad=false" in arguments and "--use_fast_math" not in arguments
+    folders = [*builder.include_paths(), *cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    built = tmp_path / "loco_cuda.o"
+    command = [NVCC, *arguments, *(f"-I{folder}" for folder in folders), "-Xcompiler=-fPIC", "-o", str(built)]
+    command += ["-DTORCH_EXTENSION_NAME=loco", "-c", str(source_folder() / "loco_cuda.cu")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert built.stat().st_size

@@ -1,0 +1,222 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The reduction between groups: the true mean for every shape and number of ranks, and what it remembers."""
+
+from typing import Any
+
+import pytest
+
+LOCO = {"zeropp_loco_param": {}}
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 6])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_06_the_mean_for_every_shape_and_number_of_ranks(ranks: Any, world: int, bits: int) -> None:
+    for rows in ranks(world).run(mean_case, bits):
+        for what, projection, excess in rows:
+            assert 0.97 < projection < 1.03, (what, projection)
+            assert excess <= 1, (what, excess)
+
+
+def mean_case(bits: int) -> list[tuple[str, float, float]]:
+    """Shape and dtype; projection of the result on the mean in fp64; largest error over its bound."""
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.hops import Started
+    from deepspeed_ext.loco.hop import LocoHop
+    from deepspeed_ext.loco.settings import LocoSettings
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for kind, numels in (
+            ("equal", [700] * world),
+            ("unequal", [531 * i for i in range(world)]),
+            ("one", [1] * world),
+        ):
+            for same in (False, True):
+                data = [
+                    torch.randn(sum(numels), generator=torch.Generator().manual_seed(0 if same else r)).to(dtype)
+                    for r in range(world)
+                ]
+                part = slice(sum(numels[:rank]), sum(numels[: rank + 1]))
+                mean = torch.stack([d.double() for d in data]).mean(0)[part]
+                mine = Started(hop.reduce_scatter(data[rank] / world, numels)).finish().double()
+                whole = Started(hop.all_reduce(data[rank] / world)).finish().double()
+                if mine.numel():
+                    steps = max(d.abs().max().item() for d in data) / (2 ** (bits - 1) - 1) * (1 + 2.0**-7)
+                    bound = steps / 2 + 2 * torch.finfo(dtype).eps * mean.abs().max().item() + 1e-6
+                    projection = 1.0 if kind == "one" else ((mine @ mean) / (mean @ mean)).item()
+                    rows.append((f"{kind} {dtype}", projection, ((mine - mean).abs().max() / bound).item()))
+                mean = torch.stack([d.double() for d in data]).mean(0)
+                projection = 1.0 if kind == "one" else ((whole @ mean) / (mean @ mean)).item()
+                rows.append((f"all-reduce {kind} {dtype}", projection, 0.0))
+    return rows
+
+
+@pytest.mark.parametrize(("world", "local"), [(4, 2), (6, 3), (6, 2)])
+def test_07_one_hop_and_two_hops_agree(ranks: Any, world: int, local: int) -> None:
+    for one, two, coarse, fine in ranks(world).run(hops_case, local):
+        assert one < 0.16 and two < 0.25 and two < 2 * one  # noise of one quantization and of two
+        assert fine < coarse / 10
+
+
+def hops_case(local: int) -> tuple[float, float, float, float]:
+    """Relative errors of one 4-bit hop over all ranks, of two, of 4 bits and of 8 bits."""
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.hops import Started
+    from deepspeed_ext.loco.hop import LocoHop
+    from deepspeed_ext.loco.settings import LocoSettings
+    from deepspeed_ext.moves import Moves
+    from deepspeed_ext.placement import Placement
+    from deepspeed_ext.topology import get_topology
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    topology = get_topology(None, local)
+    data = [torch.randn(world * 640, generator=torch.Generator().manual_seed(r)) / world for r in range(world)]
+    mean = torch.stack(data).sum(0).view(world, 640)[rank]
+
+    def error(settings: LocoSettings, hops: int) -> float:
+        if hops == 1:
+            found = Started(LocoHop(None, "one", settings).reduce_scatter(data[rank].clone(), [640] * world)).finish()
+        else:
+            moves = Moves(LocoHop(topology.intra, "a", settings), LocoHop(topology.inter, "b", settings))
+            cells = data[rank].view(world // local, local, 640).transpose(0, 1).contiguous()
+            found = Started(moves.reduce_cells(cells, Placement.G, [(0, 640)])).finish()
+        return ((found - mean).norm() / mean.norm()).item()
+
+    plain = LocoSettings(error_feedback=False)
+    one = error(plain, 1)
+    return one, error(plain, 2), one, error(LocoSettings(bits=8), 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("names", [("NNN", "NIG", "NGG", "IIG", "GGG")])
+def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
+    for rows in ranks(4).run(skip_case, names, dtype):
+        for name, applied, restored, count, moved, scales in rows:
+            assert applied == [True, False, True], name
+            assert restored and moved, name
+            assert count == 2, name
+            assert scales[0] == 2 * scales[-1] if dtype == "fp16" else scales[0] == scales[-1], name
+
+
+def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool], bool, int, bool, list[float]]]:
+    """Three steps, the second of which overflows on one rank."""
+    import torch
+    import training
+
+    # Norms that are not finite skip a step of stage 3 in any dtype; of stages 1 and 2 in fp32, too.
+    job = training.Job(steps=3, accumulation=2, dtype=dtype, overflow=[(2, 1)], empty=False, zero=training.SMALL)
+    rows = []
+    for name in names:
+        engine, _ = training.make_engine(job, training.placed(name, **LOCO))
+        data, kept, applied, scales = training.batches(job), [], [], []
+        for number in range(6):
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+            if number % 2:
+                applied.append(engine.was_step_applied())
+                scales.append(float(engine.optimizer.loss_scale))
+                memory = engine.optimizer.memory
+                assert all(error.updated is None for error in memory._errors.values())
+                kept.append([e.kept.clone() for e in memory._errors.values() if e.kept is not None])
+        restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(kept[1], kept[2], strict=True))
+        rows.append((name, applied, restored, memory.steps, moved, scales))
+        engine.destroy()
+    return rows
+
+
+def test_09_gradients_that_are_dropped_leave_errors_as_they_were(ranks: Any) -> None:
+    assert ranks(4).run(dropped_case) == [True] * 4
+
+
+def dropped_case() -> bool:
+    """Whether zero_grad before a step restores what is kept."""
+    import torch
+    import training
+
+    job = training.Job(empty=False)
+    same = True
+    for name in ("NIG", "IIG"):
+        engine, _ = training.make_engine(job, training.placed(name, **LOCO))
+        data, memory = training.batches(job), engine.optimizer.memory
+        training.micro_step(engine, job, 0, *next(data))
+        engine.step()
+        before = [error.kept.clone() for error in memory._errors.values()]
+        training.micro_step(engine, job, 1, *next(data))
+        same = same and any(error.updated is not None for error in memory._errors.values())
+        engine.optimizer.zero_grad()
+        after = [error.kept for error in memory._errors.values()]
+        same = same and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and memory.steps == 1
+        engine.destroy()
+    return same
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_14_resets_count_optimizer_steps_and_take_all_parameters(ranks: Any, accumulation: int) -> None:
+    for rows in ranks(4).run(reset_case, accumulation):
+        for name, kept, messages in rows:
+            assert kept == [True, True, False, True, True, False, True], name
+            # Once a step where the strategy crosses between groups once; in each micro-batch with g = G.
+            assert messages == (accumulation if name[1] == "G" else 1), name
+
+
+def reset_case(accumulation: int) -> list[tuple[str, list[bool], float]]:
+    """Whether errors are kept after each of seven steps with resets after three; how often each was updated."""
+    import training
+
+    job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
+    rows = []
+    for name in ("NNN", "NNG", "NIG", "NGG", "ING", "IIG", "GGG"):
+        loco = {"zeropp_loco_param": {"reset_T": 3}}
+        engine, _ = training.make_engine(job, training.placed(name, **loco))
+        memory, data, kept, updates = engine.optimizer.memory, training.batches(job), [], []
+        memory.keep = lambda contents, updated, updates=updates: updates.append(contents)
+        for number in range(7 * accumulation):
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+            if (number + 1) % accumulation == 0:
+                (state,) = {error.kept is not None for error in memory._errors.values()}  # all alike
+                kept.append(state)
+        rows.append((name, kept, len(updates) / 7 / len(memory._errors)))
+        engine.destroy()
+    return rows
+
+
+def test_buckets_that_change_take_their_errors_along(ranks: Any) -> None:
+    for lost, memory in ranks(1).run(moving_case):
+        assert lost < 0.03 and memory <= 1.3  # each move rounds to 8 bits once more
+
+
+def moving_case() -> tuple[float, float]:
+    """Of errors that move between messages: how far the sum is off, and bytes over those of elements."""
+    import torch
+
+    from deepspeed_ext.hops import Run
+    from deepspeed_ext.loco.feedback import ErrorFeedback
+    from deepspeed_ext.loco.settings import LocoSettings
+
+    generator = torch.Generator().manual_seed(0)
+    feedback, numel = ErrorFeedback(LocoSettings(hadamard=True)), 4000
+    values = torch.randn(numel, generator=generator)
+    feedback.load_numbers({Run(0, 0, 0, numel): values}, steps=1)
+    for _ in range(12):  # each time other messages of some of the elements
+        starts = sorted(torch.randint(0, numel, (3,), generator=generator).tolist())
+        for start, end in zip(starts, [*starts[1:], numel], strict=True):
+            if end - start > 1:
+                middle = (start + end) // 2
+                contents = ((Run(0, 0, start, middle - start),), (Run(0, 0, middle, end - middle),))
+                old, new = feedback.buffers(contents, [middle - start, end - middle], "cpu")
+                assert old is not None
+                new.copy_(old)
+        feedback.finish_step(True)
+    found = torch.zeros(numel)
+    for run, numbers in feedback.numbers_of(feedback.states()):
+        found[run.start : run.start + run.numel] += numbers
+    return ((found - values).norm() / values.norm()).item(), feedback.nbytes() / numel
