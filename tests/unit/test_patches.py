@@ -55,9 +55,8 @@ def test_the_list_says_what_for() -> None:
 
 
 def test_all_symbols_are_as_recorded() -> None:
-    out = run(
-        "import deepspeed.env_report; print(*(f'{state}|{p.path}' for p, state in patches.status()), sep=chr(10)); patches.require()"
-    )
+    show = "print(*(f'{state}|{p.path}' for p, state in patches.status()), sep=chr(10)); patches.require()"
+    out = run(f"import deepspeed.env_report; {show}")
     assert out.split() and all(line.startswith(("applied|", "as expected|")) for line in out.splitlines())
 
 

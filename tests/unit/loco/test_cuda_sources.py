@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels compile with the flags of the builder, also where there is no GPU and torch is built without CUDA."""
+"""The CUDA kernels compile with the builder's flags, also where there is no GPU and torch has no CUDA."""
 
 import shutil
 import subprocess

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-SHAPES = ((48, 64), (7, 33), (3, 5, 11), (129,), (1, 1), (257, 3))
+SHAPES = ((48, 72), (7, 33), (3, 5, 11), (129,), (1, 1), (257, 3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -16,8 +16,7 @@ def test_the_mean_where_deepspeed_has_the_mean_times_the_ranks_of_a_node(
 ) -> None:
     for ours, stock in ranks(world).run(mean_case, local, dtype):
         for shape, projection, numel in ours:
-            # A single number has the error of the largest in its block.
-            assert abs(projection - 1) < (0.03 if numel > 100 else 0.4), (shape, projection)
+            assert numel == 1 or 0.97 < projection < 1.03, (shape, projection)
         (projection,) = stock  # what is mended
         if dtype == "float16":
             assert projection == pytest.approx(local, rel=0.05)
