@@ -193,7 +193,6 @@ PATCHES: tuple[Patch, ...] = (
             ("_load_global_state", "load from universal checkpoints", "(self, sd)"),
             ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),
             ("step", "tell reductions that remember whether a step was skipped", "(self, closure=None)"),
-            ("zero_grad", "tell reductions that remember that gradients were dropped", "(self, set_to_none=True)"),
             ("_get_loss_scale", "know the scale of gradients", "(self)"),
             ("destroy", "drop gradients", "(self)"),
             ("reset_cpu_buffers", "drop the gradients of a skipped step with offload", "(self)"),

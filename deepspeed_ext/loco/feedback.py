@@ -82,13 +82,13 @@ class ErrorFeedback(Memory):
         old = error.kept if error.updated is None else error.updated
         if error.updated is None:
             error.updated = self._empty(splits, self.device or device)
-        return None if old is None else old.to(device, non_blocking=True), error.updated.to(device)
+        return None if old is None else old.to(device), error.updated.to(device)
 
     def keep(self, contents: Contents, updated: Tensor) -> None:
         """Put what was written to the second one of ``buffers`` where it is kept."""
         kept = self._errors[contents].updated
         if kept is not None and kept.data_ptr() != updated.data_ptr():
-            kept.copy_(updated, non_blocking=True)
+            kept.copy_(updated)
 
     def finish_step(self, applied: bool) -> None:
         """See ``Memory``. A reset, every so many steps, is of all errors at once."""

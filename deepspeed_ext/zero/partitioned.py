@@ -257,6 +257,7 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
         """Also forget what has been accumulated."""
         super().zero_grad(set_to_none)
         self.gradients.forget()
+        self.gradients_dropped()
         self._waiting = False
 
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,9 +46,8 @@ class Remembering:
         self.memory.finish_step(not self.overflow)
         return done
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """DeepSpeed's. Outside of a step, gradients that were reduced are dropped."""
-        super().zero_grad(set_to_none)
+    def gradients_dropped(self) -> None:
+        """What was reduced will not be applied, outside of a step, which tells itself."""
         if not self._stepping:
             self.memory.finish_step(False)
 

@@ -1,0 +1,513 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a step with and without LoCo where the network between groups is slow.
+
+Two network namespaces are two nodes, with two CPU ranks each. A veth pair connects them, at whose ends ``tc`` limits
+the rate; what ranks of one node send one another goes through its own loopback, without a limit. That it is so is
+measured: by a probe inside a node and between them, and by holding what ``tc`` has sent against what the sockets have
+received from the other node.
+
+The same perceptron is trained with NIG by two engines in the same processes, which take turns: blocks of plain steps
+and blocks of steps with LoCo. LoCo compresses gradients; the updated parameters cross the same link in full precision,
+once a step, so the ratio of the step times cannot be less than that of the bytes, which is printed beside it. What the
+last rate shows is a link that is no bottleneck.
+
+Needs root, and ``ip`` and ``tc`` of iproute2. The namespaces are removed at the end, also on SIGTERM.
+
+Exit status 0 if the bytes are those of the formula and only they are limited, 1 if not, 2 if it could not run.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import records
+import torch
+import torch.distributed as dist
+from launching import exit_on_sigterm, start_rank
+from torch import Tensor, nn
+from tqdm import tqdm
+from train import record
+
+from deepspeed_ext.placement import Cluster, ModelStates, parse_strategy
+from deepspeed_ext.traffic import TrafficMeter
+
+STRATEGY = "NIG"
+NODES, RANKS_PER_NODE = 2, 2
+CLUSTER = Cluster(NODES * RANKS_PER_NODE, RANKS_PER_NODE)
+LINK = "internode"  # each node's end of the veth pair
+PORT = 29500  # a namespace has all ports to itself
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
+BURST = "128kb"  # what passes at once: more than the 64 KiB of an offloaded segment, little against a message
+LATENCY = "100ms"  # of the queue, beyond which packets are dropped: long enough that few are
+METHODS: dict[str, dict[str, Any] | None] = {"plain": None, "LoCo": {"bits": 4, "block_size": 128}}
+WIRE_BITS = 4 + 16 / 128  # of a gradient under LoCo: a scale of 16 bits a block
+WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a parameter, and of a gradient
+WIDTH, HIDDEN = 1024, 2048  # of the model: many parameters, on which this machine computes for a short time
+ACCUMULATION = 4
+WARM_UP_STEPS = 2
+PROBE_BYTES = 4_000_000
+UNLIMITED_MBIT = 2000  # at least so much within a node, as fast as this machine copies
+BYTES_BOUND = 0.02
+HEADERS_BOUND = 1.15  # bytes on the link for each that a socket receives: headers and acknowledgments take about 5 %
+
+
+@dataclass
+class Steps:
+    """What one engine's steps took at one rate."""
+
+    blocks: list[list[float]]  # seconds of each step, a list a block
+    inter_bytes: float  # that a rank received from the other node in a step
+    link_bytes: float  # that the link carried in a step for a rank of its receiving end, headers included
+
+    @property
+    def seconds(self) -> list[float]:
+        return sorted(itertools.chain.from_iterable(self.blocks))
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+
+@dataclass
+class Result:
+    """Both engines at one rate."""
+
+    dtype: str
+    mbit: float
+    parameters: int
+    between_mbit: float  # the probes
+    within_mbit: float
+    plain: Steps
+    loco: Steps
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Result":
+        """From JSON."""
+        return cls(**values | {name: Steps(**values[name]) for name in ("plain", "loco")})
+
+    @property
+    def ratio(self) -> float:
+        """LoCo to plain, of the medians."""
+        return self.loco.median / self.plain.median
+
+    @property
+    def ratios(self) -> list[float]:
+        """The same for each pair of blocks."""
+        pairs = zip(self.loco.blocks, self.plain.blocks, strict=True)
+        return [statistics.median(loco) / statistics.median(plain) for loco, plain in pairs]
+
+    def formula(self, method: str) -> tuple[float, float]:
+        """Bytes that a rank must receive from the other node in a step: of parameters, and of gradients."""
+        width = WIDTHS[self.dtype]
+        states = ModelStates.of(self.parameters, parameter_bytes=width, gradient_bytes=width)
+        strategy = parse_strategy(STRATEGY)
+        gradients = strategy.sync_gradients(CLUSTER, states).inter
+        if METHODS[method] is not None:
+            gradients *= WIRE_BITS / (8 * width)
+        return strategy.gather_updates(CLUSTER, states).inter, gradients
+
+    def floor(self, method: str) -> float:
+        """Seconds that the link takes for these bytes alone; all ranks of a node share it."""
+        return sum(self.formula(method)) * RANKS_PER_NODE * 8 / (self.mbit * 1e6)
+
+    @property
+    def wrong(self) -> list[str]:
+        """What shows that this did not measure what it claims to."""
+        found = []
+        for method, steps in (("plain", self.plain), ("LoCo", self.loco)):
+            due = sum(self.formula(method))
+            if abs(steps.inter_bytes - due) > BYTES_BOUND * due:
+                found.append(f"bytes of {method}")
+            if steps.link_bytes > HEADERS_BOUND * steps.inter_bytes:
+                found.append(f"other traffic on the link with {method}")
+        if self.between_mbit > 1.2 * self.mbit or self.within_mbit < UNLIMITED_MBIT:
+            found.append("the link's rate")
+        return found
+
+
+# What runs in the ranks ###########################################################################
+
+
+class Perceptron(nn.Module):
+    """Two layers, which return their own loss, as ``train.record`` expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, HIDDEN, bias=False), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias=False)
+        )
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return (self.layers(inputs).float() - targets).square().mean()
+
+
+def limit(mbit: float) -> list[str]:
+    """The command that limits what this node sends."""
+    shape = ["rate", f"{mbit:g}mbit", "burst", BURST, "latency", LATENCY]
+    return ["tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *shape]
+
+
+class Rate:
+    """This node's end of the link. The ranks change its rate themselves: so one launch measures all rates."""
+
+    def __init__(self) -> None:
+        self._first = int(os.environ["LOCAL_RANK"]) == 0
+
+    def set(self, mbit: float) -> None:
+        """Collective. Limit both directions."""
+        if self._first:
+            subprocess.run(limit(mbit), check=True)
+        dist.barrier()
+
+    def sent(self) -> int:
+        """Bytes that this node has sent so far, headers included; 0 on its other ranks."""
+        if not self._first:
+            return 0
+        shown = subprocess.run(
+            ["tc", "-s", "-j", "qdisc", "show", "dev", LINK], check=True, capture_output=True, text=True
+        )
+        return int(json.loads(shown.stdout)[0]["bytes"])
+
+
+class Worker:
+    """What a rank needs to measure every dtype at every rate."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._rate = Rate()
+        self._meter = TrafficMeter()
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def results(self) -> Iterator[Result]:
+        """A result for each dtype and rate."""
+        for dtype in self._args.dtypes:
+            engines = {method: self._engine(dtype, method) for method in METHODS}
+            count = sum(parameter.numel() for parameter in engines["plain"].module.parameters())
+            for mbit in self._args.rates:
+                self._rate.set(mbit)
+                between, within = (self._probe(other) for other in (RANKS_PER_NODE, 1))
+                steps = self._measure(engines)
+                yield Result(dtype, mbit, count, between, within, steps["plain"], steps["LoCo"])
+            for engine in engines.values():
+                engine.destroy()
+
+    def _engine(self, dtype: str, method: str) -> Any:
+        torch.manual_seed(0)
+        zero: dict[str, Any] = {"paro_strategy": STRATEGY, "paro_group_size": RANKS_PER_NODE}
+        if METHODS[method] is not None:
+            zero["zeropp_loco_param"] = METHODS[method]
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": ACCUMULATION,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "bf16": {"enabled": dtype == "bf16"},
+            "steps_per_print": 1_000_000,
+            "zero_optimization": zero,
+        }
+        model = Perceptron()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        return engine
+
+    def _probe(self, other: int) -> float:
+        """Mbit/s at which the first rank sends to another one; the best of three."""
+        payload, best = torch.zeros(PROBE_BYTES, dtype=torch.uint8), 0.0
+        for _ in range(3):
+            dist.barrier()
+            begin = time.perf_counter()
+            if dist.get_rank() == 0:
+                dist.send(payload, other)
+                dist.recv(payload[:1], other)  # arrived
+            elif dist.get_rank() == other:
+                dist.recv(payload, 0)
+                dist.send(payload[:1], 0)
+            best = max(best, PROBE_BYTES * 8 / 1e6 / (time.perf_counter() - begin))
+        dist.barrier()
+        return best
+
+    def _measure(self, engines: dict[str, Any]) -> dict[str, Steps]:
+        """Blocks of steps in turns, so that whatever else this machine does falls on both engines."""
+        for engine in engines.values():
+            for _ in range(WARM_UP_STEPS):
+                self._step(engine)
+        found = {method: Steps([], 0.0, 0.0) for method in engines}
+        for block in range(self._args.blocks):
+            for method in sorted(engines, reverse=bool(block % 2)):
+                seconds, inter, link = self._block(engines[method])
+                found[method].blocks.append(seconds)
+                found[method].inter_bytes += inter / self._args.blocks
+                found[method].link_bytes += link / self._args.blocks
+        return found
+
+    def _block(self, engine: Any) -> tuple[list[float], float, float]:
+        """Seconds of each step; bytes of a step for a rank: received from the other node, and on the link."""
+        dist.barrier()
+        self._meter.start()
+        sent = self._rate.sent()
+        dist.barrier()
+        seconds = [self._step(engine) for _ in range(self._args.block_steps)]
+        dist.barrier()
+        self._meter.stop()
+        carried = torch.tensor(float(self._rate.sent() - sent), dtype=torch.float64)
+        dist.all_reduce(carried)
+        per_rank_step = self._args.block_steps * CLUSTER.ranks
+        received = self._meter.split(RANKS_PER_NODE).inter
+        return seconds, sum(received) / per_rank_step, carried.item() / per_rank_step
+
+    def _step(self, engine: Any) -> float:
+        """Its seconds."""
+        dtype, _ = engine.get_data_types()
+        rows = torch.randn(ACCUMULATION, 2, 1, WIDTH, generator=self._generator)
+        return record(engine, [(inputs.to(dtype), targets) for inputs, targets in rows]).seconds
+
+
+def work(args: argparse.Namespace) -> None:
+    """The life of a rank."""
+    first = start_rank()
+    total = len(args.dtypes) * len(args.rates)
+    results = list(tqdm(Worker(args).results(), "rates", total, disable=not first))
+    if first:
+        args.worker.write_text(json.dumps([asdict(result) for result in results]))
+    dist.destroy_process_group()
+
+
+# What starts them #################################################################################
+
+
+class Network:
+    """Two namespaces and the link between them, as a context."""
+
+    def __init__(self) -> None:
+        self.names = [f"loco{os.getpid()}-{node}" for node in range(NODES)]
+
+    def __enter__(self) -> "Network":
+        try:
+            for name in self.names:
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+            a, b = self.names
+            ip("link", "add", LINK, "netns", a, "type", "veth", "peer", "name", LINK, "netns", b)
+            for name, address in zip(self.names, ADDRESSES, strict=True):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", LINK)
+                ip("-n", name, "link", "set", LINK, "up")
+                ip("netns", "exec", name, *limit(1000))  # fails here if the kernel cannot
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:  # the link goes with them
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def ip(*arguments: str) -> None:
+    """Run ip.
+
+    Raises:
+        RuntimeError: with what it said.
+    """
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def missing() -> list[str]:
+    """What this needs and this machine does not give."""
+    found = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
+    found += [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return found
+
+
+def rank_environment(rank: int) -> dict[str, str]:
+    """What a launcher sets, and the interface that gloo shall use."""
+    from compare import environment  # it draws pictures, and drawing takes seconds to import
+
+    return environment() | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % RANKS_PER_NODE),
+        "WORLD_SIZE": str(CLUSTER.ranks),
+        "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": LINK,
+    }
+
+
+def run_ranks(network: Network, report: Path, args: argparse.Namespace) -> None:
+    """Run a rank in each place, until all have ended.
+
+    Raises:
+        RuntimeError: one failed, or they did not end in time. None is left.
+    """
+    from compare import split_output  # for the parent alone, as environment()
+
+    script = [sys.executable, __file__, "--worker", str(report), *sys.argv[1:]]
+    ranks: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + args.timeout
+    with args.log.open("wb", buffering=0) as log:
+        try:
+            for rank in range(CLUSTER.ranks):
+                command = ["ip", "netns", "exec", network.names[rank // RANKS_PER_NODE], *script]
+                out = subprocess.PIPE if rank == 0 else log  # the first one's bar is for the terminal
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=rank_environment(rank),
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+            threading.Thread(target=split_output, args=(ranks[0].stdout, log), daemon=True).start()
+            while any(process.poll() is None for process in ranks):
+                if any(process.returncode for process in ranks):
+                    raise RuntimeError(f"a rank failed; see {args.log}")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not finished after {args.timeout:.0f} s; see {args.log}")
+                time.sleep(0.5)
+            if any(process.returncode for process in ranks):
+                raise RuntimeError(f"a rank failed; see {args.log}")
+        finally:
+            for process in ranks:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+def measure(args: argparse.Namespace) -> list[Result]:
+    """Build the network, and run the ranks in it; exits with status 2 if that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        try:
+            with Network() as network:
+                run_ranks(network, report, args)
+        except RuntimeError as failure:
+            print(failure, file=sys.stderr)
+            sys.exit(2)
+        return [Result.of(values) for values in json.loads(report.read_text())]
+
+
+def print_table(results: list[Result], args: argparse.Namespace) -> None:
+    """Two lines a result, and the ratio."""
+    print(
+        f"{STRATEGY}, {NODES} nodes of {RANKS_PER_NODE} CPU ranks, {results[0].parameters / 1e6:.2f} M parameters, "
+        f"{ACCUMULATION} micro-batches a step, {args.blocks} blocks of {args.block_steps} steps each, in turns.\n"
+        f"MB: what a rank receives from the other node in a step, counted / formula, of which gradients and "
+        f"parameters; floor: the time of the formula's bytes on the link."
+    )
+    for result in results:
+        by_bytes = sum(result.formula("LoCo")) / sum(result.formula("plain"))
+        print(
+            f"\n{result.dtype}, {result.mbit:g} Mbit/s (probes: {result.between_mbit:.0f} between nodes, "
+            f"{result.within_mbit:.0f} within): LoCo takes {result.ratio:.3f} of the time (pairs of "
+            f"blocks: median {statistics.median(result.ratios):.3f}, {min(result.ratios):.3f} to "
+            f"{max(result.ratios):.3f}; ratio of the bytes: {by_bytes:.3f})"
+        )
+        for method, steps in (("plain", result.plain), ("LoCo", result.loco)):
+            low, high = steps.quartiles
+            parameters, gradients = result.formula(method)
+            print(
+                f"  {method:<6} median {steps.median * 1e3:>6.0f} ms (quartiles {low * 1e3:.0f} to {high * 1e3:.0f}), "
+                f"floor {result.floor(method) * 1e3:>5.0f} ms; {steps.inter_bytes / 1e6:.3f} / "
+                f"{(parameters + gradients) / 1e6:.3f} MB: {gradients / 1e6:.3f} + {parameters / 1e6:.3f} "
+                f"(parameters {parameters / (parameters + gradients):.0%}); on the link "
+                f"{steps.link_bytes / steps.inter_bytes:.3f} times that"
+            )
+        if result.wrong:
+            print(f"  FAIL: {', '.join(result.wrong)}")
+
+
+def csv_row(result: Result, args: argparse.Namespace) -> dict[str, Any]:
+    """What identifies a result, and the result."""
+    row: dict[str, Any] = {
+        "strategy": STRATEGY,
+        "nodes": NODES,
+        "ranks_per_node": RANKS_PER_NODE,
+        "parameters": result.parameters,
+        "accumulation": ACCUMULATION,
+        "dtype": result.dtype,
+        "link_mbit": result.mbit,
+        "probe_between_mbit": round(result.between_mbit),
+        "probe_within_mbit": round(result.within_mbit),
+        "steps_each": args.blocks * args.block_steps,
+    }
+    for method, steps in (("plain", result.plain), ("loco", result.loco)):
+        due = result.formula("plain" if method == "plain" else "LoCo")
+        row |= {
+            f"{method}_seconds_median": round(steps.median, 5),
+            f"{method}_seconds_quartile_1": round(steps.quartiles[0], 5),
+            f"{method}_seconds_quartile_3": round(steps.quartiles[1], 5),
+            f"{method}_seconds_floor": round(result.floor("plain" if method == "plain" else "LoCo"), 5),
+            f"{method}_inter_bytes": round(steps.inter_bytes),
+            f"{method}_inter_bytes_formula": round(sum(due)),
+            f"{method}_parameter_share": round(due[0] / sum(due), 4),
+            f"{method}_link_bytes": round(steps.link_bytes),
+        }
+    return row | {
+        "ratio": round(result.ratio, 4),
+        "ratio_blocks_median": round(statistics.median(result.ratios), 4),
+        "ratio_blocks_min": round(min(result.ratios), 4),
+        "ratio_blocks_max": round(max(result.ratios), 4),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time steps with and without LoCo on a slow link.")
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[100, 300, 1000, 10000], metavar="MBIT", help="of the link"
+    )
+    parser.add_argument("--dtypes", nargs="+", choices=WIDTHS, default=list(WIDTHS), metavar="NAME")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of steps for each engine, in turns")
+    parser.add_argument("--block-steps", type=int, default=4, help="steps of a block")
+    parser.add_argument("--log", type=Path, default=Path("loco_network.log"), help="what the ranks print")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds that all of it may take")
+    parser.add_argument("--json", type=Path, help="write the time of every step here")
+    parser.add_argument("--csv", type=Path, help="append a row a result here")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
+    args = parser.parse_args()
+    if args.blocks < 1 or args.block_steps < 1 or min(args.rates) <= 0:
+        parser.error("--blocks, --block-steps and --rates must be positive")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.worker is not None:
+        work(args)
+        return 0
+    if lacks := missing():
+        print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
+        return 2
+    exit_on_sigterm()
+    results = measure(args)
+    print_table(results, args)
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+    if args.csv is not None:
+        records.append_rows(args.csv, [csv_row(result, args) for result in results])
+    return 1 if any(result.wrong for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

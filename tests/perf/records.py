@@ -1,0 +1,72 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the measurements in this folder have in common: where scripts/ is, and a CSV row for each result."""
+
+import csv
+import datetime
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import deepspeed_ext
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # launching.py, train.py and others are scripts, not a package
+
+
+def circumstances() -> dict[str, Any]:
+    """What a number depends on and does not say by itself."""
+    packages = ("deepspeed_ext", "deepspeed", "torch")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "versions": "; ".join([*(f"{name} {metadata.version(name)}" for name in packages), f"commit {_commit()}"]),
+        "hardware": f"{os.cpu_count()} cores of {_processor()}, no GPU",
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Append results, each with its circumstances; a new file gets a header.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    rows = [circumstances() | row for row in rows]
+    columns = list(rows[0])
+    new = not path.exists() or not path.stat().st_size
+    if not new:
+        with path.open(newline="") as file:
+            if next(csv.reader(file)) != columns:
+                raise ValueError(f"{path} has other columns than {', '.join(columns)}: move it away.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def _commit() -> str:
+    """Of the package that was measured."""
+    folder = Path(deepspeed_ext.__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    """The kernel's name of it: ``platform`` knows the architecture only."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
