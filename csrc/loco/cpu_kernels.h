@@ -311,7 +311,7 @@ LOCO_LOCAL Integers send(const Compress& job, const Place& at, const Floats* h, 
     const Floats grid[2] = {on_grid(h[i], to_grid), on_grid(h[i + 1], to_grid)};
     pack<kBits>(grid[0], grid[1], payload);
     for (int j = 0; j < 2; ++j) {
-      const Floats lost = h[i + j] - (grid[j] - kRounding) * step;
+      const Floats lost = h[i + j] + (kRounding - grid[j]) * step;  // -0 - 0 would be -0
       const Floats kept = old * e[i + j] + fresh * lost;
       e[i + j] = kept;
       most = larger(most, kept);

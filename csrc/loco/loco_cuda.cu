@@ -8,7 +8,6 @@
 // product is exact, fused or not is the same to the bit: an integer of at most 8 bits times a bfloat16 scale is, and
 // there the fused operation saves one.
 
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -19,196 +18,82 @@
 #include <optional>
 #include <type_traits>
 
+#include "cuda_runs.h"
 #include "jobs.h"
-
-#define LOCO_DEVICE __device__ __forceinline__
 
 namespace loco {
 namespace {
 
-// A thread takes two runs of 8 elements of one chunk, 16 apart: these share bytes of a 4-bit payload, and 8 elements of
-// 16 bits are what the widest access takes. Two threads take a chunk.
-constexpr int kRun = 8;
-constexpr int kRuns = 2;
-constexpr int kUnit = kRun * kRuns;
+constexpr int kTile = kLargestBlock;  // elements of a thread block: no block of theirs needs two
+constexpr int kThreads = kTile / kUnit;
 constexpr int kWarp = 32;
-constexpr int kThreads = kLargestBlock / kUnit;  // so that no block needs two thread blocks
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kResident = 4;  // thread blocks of a multiprocessor, whose loads hide one another's arithmetic
+constexpr int kBatch = 4;     // pieces whose loads are under way together
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int64_t kMostRows = 65535;  // of a dimension of a grid
 
-constexpr uint32_t kMagic = 0x4b000000u;  // as a float 2^23: an integer added to its bits is added to its value
-constexpr float kMagicValue = 8388608.0f;
-
-template <int kSize>
-using Unsigned = std::conditional_t<kSize == 8, uint8_t, std::conditional_t<kSize == 16, uint16_t, uint32_t>>;
-
-template <Type kType>
-using Element = std::conditional_t<kType == Type::kFloat, uint32_t, uint16_t>;
-
-// Elements that lie side by side. Aligned, so that copies use the widest accesses there are.
-template <typename Stored>
-struct alignas(sizeof(Stored) == 1 ? 8 : 16) Run {
-  uint32_t words[kRun * sizeof(Stored) / 4];
+struct Layout {
+  int log_block;         // of the block size
+  bool numbers, packed;  // whether all their runs are aligned: gradients or results, and wire and errors
 };
 
-// Which tensors have all their runs aligned.
-struct Aligned {
-  bool numbers, wire, error;
-};
-
-// What a thread works on.
+// What a thread works on. What is of the tile is one for all threads, so that addresses are that and a small integer.
 struct Place {
-  int64_t row, block, chunk;
-  int half;     // of the chunk's runs, this thread's are the first ones in its halves, or the second ones
-  bool inside;  // the row has this block
-  bool first;   // of its block's threads
-
-  LOCO_DEVICE int64_t element(int run) const { return chunk * kChunk + run * kHalfChunk + half * kRun; }
+  int64_t row, begin, first_block;  // of the tile; its first element and block in the row
+  int elements, padded;             // that the row has of the tile, without and with the zeros behind its end
+  int element;                      // the thread's first, in the tile
+  int block;                        // likewise
+  bool inside;                      // there is such a block
 };
 
-LOCO_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
-LOCO_DEVICE float sum(float a, float b) { return __fadd_rn(a, b); }
-
-LOCO_DEVICE Place find_place(int block_size, int64_t blocks) {
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+LOCO_DEVICE Place find_place(int64_t width, int64_t blocks, int log_block) {
   Place at;
   at.row = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-  at.chunk = unit >> 1;
-  at.half = threadIdx.x & 1;
-  const int threads_of_block = block_size / kUnit;
-  at.block = unit >> (__ffs(threads_of_block) - 1);
-  at.first = (threadIdx.x & (threads_of_block - 1)) == 0;
-  at.inside = at.block < blocks;
+  at.begin = static_cast<int64_t>(blockIdx.x) * kTile;
+  at.first_block = at.begin >> log_block;
+  at.elements = static_cast<int>(min(width - at.begin, static_cast<int64_t>(kTile)));
+  at.padded = static_cast<int>(min((blocks << log_block) - at.begin, static_cast<int64_t>(kTile)));
+  const int unit = threadIdx.x;
+  at.element = (unit & ~1) * kUnit + (unit & 1) * kRun;
+  at.block = at.element >> log_block;
+  at.inside = at.element < at.padded;
   return at;
 }
 
-// The first `count` elements of a run; zeros in the place of others.
-template <typename Stored>
-LOCO_DEVICE Run<Stored> load_run(const void* base, int64_t offset, int count, bool aligned) {
-  const Stored* from = static_cast<const Stored*>(base) + offset;
-  Run<Stored> run{};
-  if (aligned && count == kRun) {
-    run = *reinterpret_cast<const Run<Stored>*>(from);
-    return run;
-  }
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    constexpr int kBytes = sizeof(Stored);
-    if (i < count) run.words[i * kBytes / 4] |= static_cast<uint32_t>(from[i]) << (i * kBytes % 4 * 8);
-  }
-  return run;
+// The scale of a block, by its first thread; after that of the row's last one zeros up to the end of the row.
+LOCO_DEVICE void end_block(
+    uint8_t* scales, const Place& at, const Layout& layout, int64_t blocks, uint16_t scale) {
+  if (!at.inside || (at.element & ((1 << layout.log_block) - 1)) != 0) return;
+  store_scale(scales, at.block, scale, layout.packed);
+  const int64_t end = at.first_block + at.block + 1;
+  if (end != blocks) return;
+  const int padding = static_cast<int>(-end & (kAlignment / 2 - 1));
+#pragma unroll 1
+  for (int i = 1; i <= padding; ++i) store_scale(scales, at.block + i, 0, layout.packed);
 }
 
-template <typename Stored>
-LOCO_DEVICE void store_run(void* base, int64_t offset, const Run<Stored>& run, int count, bool aligned) {
-  Stored* to = static_cast<Stored*>(base) + offset;
-  if (aligned && count == kRun) {
-    *reinterpret_cast<Run<Stored>*>(to) = run;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    constexpr int kBytes = sizeof(Stored);
-    if (i < count) to[i] = static_cast<Stored>(run.words[i * kBytes / 4] >> (i * kBytes % 4 * 8));
-  }
+// The bits of scale_of, without its branches and the slow paths of its divisions. The remainder corrects a quotient of
+// these divisors to the rounded one: that was tried with every magnitude. So it does the reciprocal, which is never
+// close to a tie, as the step has 8 significant bits only.
+template <int kBits>
+LOCO_DEVICE Scale quick_scale_of(uint32_t most) {
+  constexpr uint32_t kLargestStep = kBits == 4 ? 0x7e120000u : 0x7c010000u;  // times the largest integer it is finite
+  constexpr float kInverse = 1.0f / kLargest<kBits>;
+  const float value = as_float(most), near = product(value, kInverse);
+  const float exact = __fmaf_rn(__fmaf_rn(-kLargest<kBits>, near, value), kInverse, near);
+  const uint32_t up = (as_bits(exact) + 0xffffu) & 0xffff0000u;
+  const bool finite = most < kInfinity && up <= kLargestStep;
+  const uint32_t step = as_bits(exact) < kSmallestNormal ? 0 : up;
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(as_float(step)));
+  inverse = __fmaf_rn(-__fmaf_rn(as_float(step), inverse, -1.0f), inverse, inverse);
+  const uint32_t scale = finite ? step >> 16 : kScaleOfNotFinite;
+  return {static_cast<uint16_t>(scale), as_float(step), step == 0 ? 0.0f : inverse, finite};
 }
 
-// How many elements of a run are before the end of a row.
-LOCO_DEVICE int elements_before(int64_t end, int64_t begin) {
-  const int64_t left = end - begin;
-  return left >= kRun ? kRun : (left > 0 ? static_cast<int>(left) : 0);
-}
-
-LOCO_DEVICE uint16_t load_scale(const void* scales, int64_t block, bool aligned) {
-  if (aligned) return static_cast<const uint16_t*>(scales)[block];
-  const uint8_t* from = static_cast<const uint8_t*>(scales) + 2 * block;
-  return static_cast<uint16_t>(from[0] | from[1] << 8);
-}
-
-LOCO_DEVICE void store_scale(void* scales, int64_t block, uint16_t scale, bool aligned) {
-  if (aligned) {
-    static_cast<uint16_t*>(scales)[block] = scale;
-    return;
-  }
-  uint8_t* to = static_cast<uint8_t*>(scales) + 2 * block;
-  to[0] = static_cast<uint8_t>(scale);
-  to[1] = static_cast<uint8_t>(scale >> 8);
-}
-
-// The scale of a block, and after that of the last one zeros up to the end of the row.
-LOCO_DEVICE void end_block(void* scales, const Place& at, int64_t blocks, uint16_t scale, bool aligned) {
-  if (!at.inside || !at.first) return;
-  store_scale(scales, at.block, scale, aligned);
-  if (at.block != blocks - 1) return;
-  for (int64_t i = blocks; i % (kAlignment / 2) != 0; ++i) store_scale(scales, i, 0, aligned);
-}
-
-template <Type kType>
-LOCO_DEVICE float number(const Run<Element<kType>>& run, int i) {
-  if constexpr (kType == Type::kFloat) {
-    return as_float(run.words[i]);
-  } else {
-    const uint32_t word = run.words[i / 2];
-    if constexpr (kType == Type::kBFloat16) return as_float(i % 2 ? word & 0xffff0000u : word << 16);
-    return __half2float(__ushort_as_half(static_cast<uint16_t>(i % 2 ? word >> 16 : word)));
-  }
-}
-
-// The bits of a number, rounded half to even. NaNs are those of torch on the CPU: the hardware has others.
-template <Type kType>
-LOCO_DEVICE uint32_t stored(float value) {
-  const uint32_t bits = as_bits(value);
-  const bool nan = (bits & kMagnitude) > kInfinity;
-  if constexpr (kType == Type::kFloat) return bits;
-  if constexpr (kType == Type::kBFloat16) {
-    return nan ? kScaleOfNotFinite : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  }
-  return nan ? ((bits >> 16) & 0x8000u) | 0x7e00u : __half_as_ushort(__float2half_rn(value));
-}
-
-template <Type kType>
-LOCO_DEVICE Run<Element<kType>> run_of(const float* values) {
-  Run<Element<kType>> run{};
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    constexpr int kPerWord = 4 / sizeof(Element<kType>);
-    run.words[i / kPerWord] |= stored<kType>(values[i]) << (i % kPerWord * 16);
-  }
-  return run;
-}
-
-// Numbers whose bytes are too large by kOffset, which made them unsigned.
-template <int kOffset>
-LOCO_DEVICE void spread(uint32_t first, uint32_t second, float* numbers) {
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    const uint32_t bits = __byte_perm(i < 4 ? first : second, kMagic, 0x7440 + i % 4);
-    numbers[i] = sum(as_float(bits), -(kMagicValue + kOffset));
-  }
-}
-
-LOCO_DEVICE void spread_bytes(const Run<uint8_t>& run, float* numbers) {
-  spread<128>(run.words[0] ^ 0x80808080u, run.words[1] ^ 0x80808080u, numbers);
-}
-
-// The lowest bytes of a run's numbers on the grid of their scale; see kRounding.
-LOCO_DEVICE Run<uint8_t> lowest_bytes(const float* grid) {
-  Run<uint8_t> run;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float* four = grid + 4 * i;
-    const uint32_t low = __byte_perm(as_bits(four[0]), as_bits(four[1]), 0x0040);
-    const uint32_t high = __byte_perm(as_bits(four[2]), as_bits(four[3]), 0x0040);
-    run.words[i] = __byte_perm(low, high, 0x5410);
-  }
-  return run;
-}
-
-LOCO_DEVICE float on_grid(float value, float inverse) { return sum(product(value, inverse), kRounding); }
-
-// The 32-point transform of the chunk that this thread shares with its neighbor.
-LOCO_DEVICE void transform(float (&h)[kRuns][kRun], int half) {
+// The 32-point transform of the chunk that a thread shares with its neighbor.
+LOCO_DEVICE void transform(float (&h)[kRuns][kRun]) {
 #pragma unroll
   for (int stride = 1; stride < kRun; stride *= 2) {
 #pragma unroll
@@ -220,7 +105,7 @@ LOCO_DEVICE void transform(float (&h)[kRuns][kRun], int half) {
       high = difference;
     }
   }
-  const uint32_t minus = static_cast<uint32_t>(half) << 31;
+  const uint32_t minus = threadIdx.x << 31;  // in the neighbor's upper half
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
     float& own = h[i / kRun][i % kRun];
@@ -234,27 +119,26 @@ LOCO_DEVICE void transform(float (&h)[kRuns][kRun], int half) {
   }
 }
 
-LOCO_DEVICE uint32_t larger(uint32_t most, float value) {
-  const uint32_t magnitude = as_bits(value) & kMagnitude;
-  return magnitude > most ? magnitude : most;
-}
-
-// The largest that the threads of a block have. `shared` may be used once: a second use would need another barrier.
-LOCO_DEVICE uint32_t largest_of(uint32_t most, int block_size, uint32_t* shared) {
-  const int threads = block_size / kUnit;
-  const int lanes = threads < kWarp ? threads : kWarp;
-  for (int apart = 1; apart < lanes; apart *= 2) {
-    most = max(most, __shfl_xor_sync(kAllLanes, most, apart));
+// The largest magnitude, as bits, of a block. `shared` may be used once: a second use would need another barrier.
+LOCO_DEVICE uint32_t largest_of_block(const float (&h)[kRuns][kRun], int log_block, uint32_t* shared) {
+  uint32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) most = max(most, as_bits(h[i / kRun][i % kRun]) & kMagnitude);
+  const int threads = (1 << log_block) / kUnit;
+#pragma unroll
+  for (int apart = 1; apart < kWarp; apart *= 2) {
+    if (apart < threads) most = max(most, __shfl_xor_sync(kAllLanes, most, apart));
   }
   if (threads <= kWarp) return most;
   const int warp = threadIdx.x / kWarp, warps = threads / kWarp;
   if (threadIdx.x % kWarp == 0) shared[warp] = most;
   __syncthreads();
-  for (int i = 0; i < warps; ++i) most = max(most, shared[warp / warps * warps + i]);
+#pragma unroll 1
+  for (int i = 0; i < warps; ++i) most = max(most, shared[(warp & -warps) + i]);
   return most;
 }
 
-// What this thread has of an error that is kept, as it is stored, and what its numbers are multiplied with.
+// What a thread has of an error that is kept, as it is stored; its numbers are to be multiplied with the step.
 template <int kErrorBits>
 struct Kept {
   Run<Unsigned<kErrorBits>> runs[kRuns];
@@ -271,27 +155,35 @@ struct Kept {
   }
 };
 
+// Where an error's numbers and scales of a tile are.
+template <int kErrorBits>
+struct ErrorTile {
+  Unsigned<kErrorBits>* numbers;
+  uint8_t* scales;
+
+  LOCO_DEVICE ErrorTile(const ErrorRow& row, const Place& at)
+      : numbers(reinterpret_cast<Unsigned<kErrorBits>*>(row.payload) + at.begin),
+        scales(reinterpret_cast<uint8_t*>(row.scales) + 2 * at.first_block) {}
+};
+
 template <int kErrorBits>
 LOCO_DEVICE Kept<kErrorBits> load_error(const Compress& job, const Place& at, bool aligned) {
   Kept<kErrorBits> old{};
   if (!job.has_error || !at.inside) return old;
-  const ErrorRow row = job.error(at.row);
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    old.runs[r] = load_run<Unsigned<kErrorBits>>(row.payload, at.element(r), kRun, aligned);
-  }
-  if (kErrorBits == 8) old.scale = load_scale(row.scales, at.block, aligned);
+  const ErrorTile<kErrorBits> tile(job.error(at.row), at);
+  load_runs(tile.numbers + at.element, kTile, aligned, old.runs);
+  if (kErrorBits == 8) old.scale = load_scale(tile.scales, at.block, aligned);
   return old;
 }
 
 // h = gradient + unit * error
 template <Type kType, int kErrorBits>
 LOCO_DEVICE void compensate(
-    const Compress& job, const Run<Element<kType>> (&gradient)[kRuns], const Kept<kErrorBits>& old, int half,
+    const Compress& job, const Run<Element<kType>> (&gradient)[kRuns], const Kept<kErrorBits>& old,
     float (&h)[kRuns][kRun]) {
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) h[i / kRun][i % kRun] = number<kType>(gradient[i / kRun], i % kRun);
-  if (job.hadamard) transform(h, half);
+  if (job.hadamard) transform(h);
   const float factor = product(job.unit, old.step());
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) {
@@ -302,10 +194,10 @@ LOCO_DEVICE void compensate(
   }
 }
 
-// The wire's part of a block, and in the place of h what is to be kept of it.
+// The wire's part of a block, and in the place of h what is to be kept.
 template <int kBits, int kErrorBits>
 LOCO_DEVICE void send(
-    const Compress& job, const Place& at, const Scale& scale, const Kept<kErrorBits>& old, bool aligned,
+    const Compress& job, const Place& at, const Layout& layout, const Scale& scale, const Kept<kErrorBits>& old,
     float (&h)[kRuns][kRun]) {
   const float weight = product(job.beta, old.step());
   Run<uint8_t> bytes[kRuns];
@@ -323,113 +215,126 @@ LOCO_DEVICE void send(
   }
   if (!at.inside) return;
   uint8_t* wire = job.wire + at.row * job.wire_stride;
+  uint8_t* scales = wire + (job.blocks << layout.log_block) * kBits / 8 + 2 * at.first_block;
+  wire += at.begin * kBits / 8;
+  constexpr int kStored = kBits / 4;
+  Run<uint8_t> payload[kStored] = {};
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {  // words; what has no scale is zeros
-    if (kBits == 4) bytes[0].words[i] = (bytes[0].words[i] & 0x0f0f0f0fu) | (bytes[1].words[i] << 4 & 0xf0f0f0f0u);
-    for (int r = 0; r < kRuns && !scale.finite; ++r) bytes[r].words[i] = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t first = bytes[0].words[i], second = bytes[1].words[i];
+    const uint32_t nibbles = (first & 0x0f0f0f0fu) | ((second << 4) & 0xf0f0f0f0u);
+    if (scale.finite) payload[0].words[i] = kBits == 8 ? first : nibbles;
+    if (scale.finite && kBits == 8) payload[kStored - 1].words[i] = second;
   }
-#pragma unroll
-  for (int r = 0; r < kBits / 4; ++r) {
-    store_run(wire, at.chunk * (kChunk * kBits / 8) + r * kHalfChunk + at.half * kRun, bytes[r], kRun, aligned);
-  }
-  end_block(wire + job.blocks * job.block_size * kBits / 8, at, job.blocks, scale.stored, aligned);
+  store_runs(wire + (kBits == 8 ? at.element : threadIdx.x * kRun), kTile, layout.packed, payload);
+  end_block(scales, at, layout, job.blocks, scale.stored);
 }
 
 // `fresh` in the place of the old error, unless something in the block was not finite.
 template <int kErrorBits>
 LOCO_DEVICE void keep_error(
-    const Compress& job, const Place& at, bool finite, const Scale& scale, const Kept<kErrorBits>& old, bool aligned,
-    const float (&fresh)[kRuns][kRun]) {
+    const Compress& job, const Place& at, const Layout& layout, bool finite, const Scale& scale,
+    const Kept<kErrorBits>& old, const float (&fresh)[kRuns][kRun]) {
   if (!at.inside) return;
-  const ErrorRow row = job.new_error(at.row);
+  Run<Unsigned<kErrorBits>> runs[kRuns];
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) {
-    Run<Unsigned<kErrorBits>> run;
     if constexpr (kErrorBits == 8) {
       float grid[kRun];
 #pragma unroll
       for (int i = 0; i < kRun; ++i) grid[i] = on_grid(fresh[r][i], scale.inverse);
-      run = lowest_bytes(grid);
-      if (!scale.finite) run = {};
+      runs[r] = lowest_bytes(grid);
+      if (!scale.finite) runs[r] = {};
     } else {
-      run = run_of<kErrorBits == 16 ? Type::kBFloat16 : Type::kFloat>(fresh[r]);
+      runs[r] = run_of<kErrorBits == 16 ? Type::kBFloat16 : Type::kFloat>(fresh[r]);
     }
 #pragma unroll
-    for (int i = 0; i < kRun * kErrorBits / 32; ++i) run.words[i] = finite ? run.words[i] : old.runs[r].words[i];
-    store_run(row.payload, at.element(r), run, kRun, aligned);
+    for (int i = 0; i < kRun * kErrorBits / 32; ++i) {
+      if (!finite) runs[r].words[i] = old.runs[r].words[i];
+    }
   }
-  if (kErrorBits == 8) end_block(row.scales, at, job.blocks, finite ? scale.stored : old.scale, aligned);
+  const ErrorTile<kErrorBits> tile(job.new_error(at.row), at);
+  store_runs(tile.numbers + at.element, kTile, layout.packed, runs);
+  if (kErrorBits == 8) end_block(tile.scales, at, layout, job.blocks, finite ? scale.stored : old.scale);
 }
 
 template <Type kType, int kBits, int kErrorBits>
-__global__ void __launch_bounds__(kThreads) compress_blocks(const Compress job, const Aligned aligned) {
+__global__ void __launch_bounds__(kThreads, kResident) compress_tile(const Compress job, const Layout layout) {
   __shared__ uint32_t shared[2][kWarps];
-  const Place at = find_place(job.block_size, job.blocks);
+  const Place at = find_place(job.width, job.blocks, layout.log_block);
   if (at.row >= job.rows) return;  // so does the whole thread block
   Run<Element<kType>> gradient[kRuns];
-#pragma unroll
-  for (int r = 0; r < kRuns; ++r) {
-    const int64_t element = at.element(r);
-    gradient[r] = load_run<Element<kType>>(
-        job.gradient, at.row * job.gradient_stride + element, elements_before(job.width, element), aligned.numbers);
-  }
-  const Kept<kErrorBits> old = load_error<kErrorBits>(job, at, aligned.error);
+  const Element<kType>* from =
+      static_cast<const Element<kType>*>(job.gradient) + (at.row * job.gradient_stride + at.begin);
+  load_runs(from + at.element, at.elements - at.element, layout.numbers, gradient);
+  const Kept<kErrorBits> old = load_error<kErrorBits>(job, at, layout.packed);
   float h[kRuns][kRun];
-  compensate<kType, kErrorBits>(job, gradient, old, at.half, h);
-  uint32_t most = 0;
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) most = larger(most, h[i / kRun][i % kRun]);
-  const Scale scale = scale_of<kBits>(largest_of(most, job.block_size, shared[0]));
-  send<kBits, kErrorBits>(job, at, scale, old, aligned.wire, h);
+  compensate<kType, kErrorBits>(job, gradient, old, h);
+  const Scale scale = quick_scale_of<kBits>(largest_of_block(h, layout.log_block, shared[0]));
+  send<kBits, kErrorBits>(job, at, layout, scale, old, h);
   if (!job.has_new_error) return;
   Scale fresh{};
-  if constexpr (kErrorBits == 8) {
-    most = 0;
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) most = larger(most, h[i / kRun][i % kRun]);
-    fresh = scale_of<8>(largest_of(most, job.block_size, shared[1]));
-  }
-  keep_error<kErrorBits>(job, at, scale.finite, fresh, old, aligned.error, h);
+  if constexpr (kErrorBits == 8) fresh = quick_scale_of<8>(largest_of_block(h, layout.log_block, shared[1]));
+  keep_error<kErrorBits>(job, at, layout, scale.finite, fresh, old, h);
 }
 
-template <Type kType, int kBits>
-__global__ void __launch_bounds__(kThreads) decompress_blocks(const Decompress job, const Aligned aligned) {
-  const Place at = find_place(job.block_size, job.blocks);
-  float total[kRuns][kRun];
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) total[i / kRun][i % kRun] = -0.0f;  // to which any number is added unchanged
-  const int64_t pieces = at.inside ? job.pieces : 0;
-  const int64_t scales = job.blocks * job.block_size * kBits / 8;
-  const uint8_t* piece = job.wire;
-#pragma unroll 4
-  for (int64_t i = 0; i < pieces; ++i, piece += job.wire_stride) {  // in the order of ranks
-    const int64_t payload = at.chunk * (kChunk * kBits / 8) + at.half * kRun;
-    const Run<uint8_t> run = load_run<uint8_t>(piece, payload, kRun, aligned.wire);
+// What a thread has of one piece.
+template <int kBits>
+struct Piece {
+  Run<uint8_t> runs[kBits / 4];
+  uint16_t scale;
+
+  LOCO_DEVICE void add_to(float (&total)[kRuns][kRun]) const {
     float q[kRuns][kRun];
     if constexpr (kBits == 8) {
-      spread_bytes(run, q[0]);
-      spread_bytes(load_run<uint8_t>(piece, payload + kHalfChunk, kRun, aligned.wire), q[1]);
+      for (int r = 0; r < kRuns; ++r) spread_bytes(runs[r], q[r]);
     } else {
-      const uint32_t first = run.words[0] ^ 0x88888888u, second = run.words[1] ^ 0x88888888u;
+      const uint32_t first = runs[0].words[0] ^ 0x88888888u, second = runs[0].words[1] ^ 0x88888888u;
       spread<8>(first & 0x0f0f0f0fu, second & 0x0f0f0f0fu, q[0]);
-      spread<8>(first >> 4 & 0x0f0f0f0fu, second >> 4 & 0x0f0f0f0fu, q[1]);
+      spread<8>((first >> 4) & 0x0f0f0f0fu, (second >> 4) & 0x0f0f0f0fu, q[1]);
     }
-    const float step = step_of(load_scale(piece + scales, at.block, aligned.wire));
+    const float step = step_of(scale);
 #pragma unroll
-    for (int j = 0; j < kUnit; ++j) {
-      float& to = total[j / kRun][j % kRun];
-      to = __fmaf_rn(q[j / kRun][j % kRun], step, to);
+    for (int i = 0; i < kUnit; ++i) {
+      float& to = total[i / kRun][i % kRun];
+      to = __fmaf_rn(q[i / kRun][i % kRun], step, to);
     }
   }
-  if (job.hadamard) transform(total, at.half);
+};
+
+template <Type kType, int kBits>
+__global__ void __launch_bounds__(kThreads, kResident) decompress_tile(const Decompress job, const Layout layout) {
+  const Place at = find_place(job.width, job.blocks, layout.log_block);
+  float total[kRuns][kRun];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) total[i / kRun][i % kRun] = -0.0f;  // what is added to it stays what it is
+  const int pieces = at.inside ? static_cast<int>(job.pieces) : 0;
+  const uint8_t* wire = job.wire + at.begin * kBits / 8;
+  const uint8_t* scales = job.wire + (job.blocks << layout.log_block) * kBits / 8 + 2 * at.first_block;
+  for (int first = 0; first < pieces; first += kBatch) {  // in the order of ranks
+    Piece<kBits> batch[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= pieces) break;
+      const int64_t row = (first + i) * job.wire_stride;
+      load_runs(wire + row + (kBits == 8 ? at.element : threadIdx.x * kRun), kTile, layout.packed, batch[i].runs);
+      batch[i].scale = load_scale(scales + row, at.block, layout.packed);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i < pieces) batch[i].add_to(total);
+    }
+  }
+  if (job.hadamard) transform(total);
+  Run<Element<kType>> runs[kRuns];
 #pragma unroll
   for (int r = 0; r < kRuns; ++r) {
-    const int64_t element = at.element(r);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) total[r][i] = product(total[r][i], job.factor);
-    const int count = elements_before(job.width, element);
-    store_run(job.out, element, run_of<kType>(total[r]), count, aligned.numbers);
+    runs[r] = run_of<kType>(total[r]);
   }
+  Element<kType>* out = static_cast<Element<kType>*>(job.out) + at.begin;
+  store_runs(out + at.element, at.elements - at.element, layout.numbers, runs);
 }
 
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
@@ -440,8 +345,14 @@ void check_device(const Tensor& tensor, const Tensor& like, const char* name) {
       " must be on the device of the other arguments");
 }
 
-dim3 grid_of(int64_t rows, int64_t blocks, int64_t block_size) {
-  const int64_t along = (blocks * block_size + kLargestBlock - 1) / kLargestBlock;
+int log_of(int64_t block_size) {
+  int log = 0;
+  while (int64_t{1} << log < block_size) ++log;
+  return log;
+}
+
+dim3 grid_of(int64_t rows, int64_t width) {
+  const int64_t along = (width + kTile - 1) / kTile;
   const int64_t down = rows < kMostRows ? rows : kMostRows;
   return dim3(
       static_cast<unsigned>(along), static_cast<unsigned>(down), static_cast<unsigned>((rows + down - 1) / down));
@@ -464,17 +375,17 @@ void compress_cuda(
   if (job.rows * job.blocks == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(gradient.get_device_index());
   const cudaStream_t stream = current_stream(gradient);
-  const dim3 grid = grid_of(job.rows, job.blocks, block_size);
+  const dim3 grid = grid_of(job.rows, job.width);
   with_type(type_of(gradient), [&](auto type) {
     constexpr Type kType = decltype(type)::value;
-    const bool rows_aligned = job.rows == 1 || job.gradient_stride * sizeof(Element<kType>) % kAlignment == 0;
-    const Aligned aligned{
-        is_aligned(job.gradient) && rows_aligned, is_aligned(job.wire),
-        is_aligned(job.read_error) && is_aligned(job.write_error)};
+    const bool rows_aligned = job.rows == 1 || job.gradient_stride * int{sizeof(Element<kType>)} % kAlignment == 0;
+    const Layout layout{
+        log_of(block_size), is_aligned(job.gradient) && rows_aligned,
+        is_aligned(job.wire) && is_aligned(job.read_error) && is_aligned(job.write_error)};
     with_bits(bits, [&](auto wire_bits) {
       with_error_bits(kept, [&](auto error_bits) {
         constexpr int kBits = decltype(wire_bits)::value, kErrorBits = decltype(error_bits)::value;
-        compress_blocks<kType, kBits, kErrorBits><<<grid, kThreads, 0, stream>>>(job, aligned);
+        compress_tile<kType, kBits, kErrorBits><<<grid, kThreads, 0, stream>>>(job, layout);
       });
     });
   });
@@ -487,12 +398,11 @@ void decompress_cuda(Tensor wire, Tensor out, int64_t bits, int64_t block_size, 
   if (job.blocks == 0) return;
   const torch::stable::accelerator::DeviceGuard guard(out.get_device_index());
   const cudaStream_t stream = current_stream(out);
-  const dim3 grid = grid_of(1, job.blocks, block_size);
-  const Aligned aligned{is_aligned(job.out), is_aligned(job.wire), false};
+  const dim3 grid = grid_of(1, job.width);
+  const Layout layout{log_of(block_size), is_aligned(job.out), is_aligned(job.wire)};
   with_type(type_of(out), [&](auto type) {
     with_bits(bits, [&](auto wire_bits) {
-      decompress_blocks<decltype(type)::value, decltype(wire_bits)::value>
-          <<<grid, kThreads, 0, stream>>>(job, aligned);
+      decompress_tile<decltype(type)::value, decltype(wire_bits)::value><<<grid, kThreads, 0, stream>>>(job, layout);
     });
   });
   STD_CUDA_KERNEL_LAUNCH_CHECK();

@@ -62,7 +62,7 @@ def compress(
         new_error.copy_(torch.where(finite, kept, old).view(new_error.shape))
         return
     q, fresh_scales = quantize(kept, _ERROR.largest)
-    scales = torch.where(finite, fresh_scales.unsqueeze(-1), step.to(torch.bfloat16)).squeeze(-1)
+    scales = torch.where(finite, fresh_scales.unsqueeze(-1), _stored(step)).squeeze(-1)
     pack(torch.where(finite, q, old), scales, new_error, _ERROR.bits)
 
 
@@ -104,8 +104,7 @@ def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     inverse = torch.where(visible & ~flushed, 1.0 / rounded_up, 0.0)
     q = torch.round(h * inverse.unsqueeze(-1))  # at most ``largest`` and a rounding: no clamp is needed
     q = torch.where(visible.unsqueeze(-1), q, 0.0)
-    bits = torch.where(visible, scale.to(torch.bfloat16).view(torch.int16), _NOT_FINITE)  # torch has several NaNs
-    return q, bits.view(torch.bfloat16)
+    return q, _stored(torch.where(visible, scale, torch.nan))
 
 
 def pack(q: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:
@@ -151,6 +150,12 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
         pack(*quantize(padded, _ERROR.largest), error, _ERROR.bits)
     else:
         error.copy_(padded.view(error.shape))
+
+
+def _stored(step: Tensor) -> Tensor:
+    """Steps as scales are stored; torch has several NaNs, a scale one."""
+    bits = torch.where(step.isnan(), _NOT_FINITE, step.to(torch.bfloat16).view(torch.int16))
+    return bits.view(torch.bfloat16)
 
 
 def _read(error: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:

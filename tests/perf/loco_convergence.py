@@ -5,10 +5,10 @@
 Trains the byte-level GPT of scripts/train.py, small, with NIG on CPU ranks that count as groups: for each optimizer,
 seed and way to send gradients between groups, from the same weights and on the same batches. The final loss is the
 mean over the last tenth of the steps, during which the learning rate goes to zero. Norms are those that the engine
-reports, before clipping: of their means over a run the ratio is bounded; the mean of the ratios of single steps is shown
-beside it, but steps at which one of two runs jumps sway it. Bytes are read from the
-kernel's counters. A control does not compress either, but starts from weights that noise has moved a little: it shows
-how far two runs part that are equally good.
+reports, before clipping: bounded is the ratio of their means over a run. The mean of the ratios of single steps is
+shown beside it; steps at which the loss of one of two runs jumps sway it. Bytes are read from the kernel's counters. A
+control does not compress either, but starts from weights that noise has moved a little: it shows how far two runs part
+that are equally good.
 
 Exit status 0 if LoCo keeps its bounds, 1 if it does not, 2 if the run failed. That large blocks without feedback do
 worse is reported; it shows that the task would show a difference.

@@ -1,0 +1,208 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How close LoCo's two operators come to the time that their bytes take, and what plain PyTorch needs.
+
+The floor is what an operator cannot do without: each argument read once, each result written once. In bytes for each
+element, with gradients of g bytes, b bits on the wire and blocks of n, an error in 8 bits, and k pieces:
+
+    compress    g + b/8 + 1 + 1 + (2 + 2 + 2)/n     gradient, wire, old and new error, and their scales
+    decompress  k (b/8 + 2/n) + g                   wire with its scales, result
+
+Beside each operator, in turn and in the same run, goes a copy that moves as many bytes (half of them read, half
+written), and the same arithmetic in plain PyTorch (``deepspeed_ext.loco.reference``), slow, so in fewer turns.
+Each number is the median of the repetitions. Nothing is judged: the exit status does not depend on time.
+
+DeepSpeed's former kernels took 12.5 bytes for each element of 16 bits that they compressed to 4, where the floor has
+4.5 and the scales. They need a GPU and are not run; what that takes at the bandwidth of the copy is derived.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import records
+import torch
+
+from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco.packing import Packing
+
+BLOCK = 128
+PIECES = 4
+BETA = 0.8
+MIB = 2**20
+PYTORCH_TURNS = 3
+FORMER_BYTES = 12.5  # for each element; from 16 bits to 4
+CALLS = 10  # of one sample on a GPU: launches take longer than a small kernel
+CALLS_HEAD_START = 5_000_000  # cycles of the GPU, in which the host launches them
+ERROR = Packing(8, BLOCK)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator with one set of options."""
+
+    operator: str
+    dtype: torch.dtype
+    bits: int
+    hadamard: bool = False
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.bits, BLOCK)
+
+    @property
+    def name(self) -> str:
+        options = " hadamard" if self.hadamard else ""
+        return f"{self.operator} {str(self.dtype).removeprefix('torch.')} int{self.bits}{options}"
+
+    def floor(self, numel: int) -> int:
+        """Bytes that must be moved, see above; with what fills the last block and the row."""
+        own, wire = numel * self.dtype.itemsize, self.packing.row_bytes(numel)
+        return own + wire + 2 * ERROR.row_bytes(numel) if self.operator == "compress" else PIECES * wire + own
+
+
+CASES = (
+    Case("compress", torch.float32, 4),
+    Case("compress", torch.bfloat16, 4),
+    Case("compress", torch.float16, 4),
+    Case("compress", torch.bfloat16, 8),
+    Case("compress", torch.bfloat16, 4, hadamard=True),
+    Case("decompress", torch.float32, 4),
+    Case("decompress", torch.bfloat16, 4),
+    Case("decompress", torch.float16, 4),
+    Case("decompress", torch.bfloat16, 8),
+    Case("decompress", torch.bfloat16, 4, hadamard=True),
+)
+
+
+def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]]:
+    """What is timed: the operator, plain PyTorch on the same arguments, and the copy."""
+    packing, rotate = case.packing, case.hadamard
+    half = torch.empty(case.floor(numel) // 2, dtype=torch.uint8, device=device).zero_()
+    other_half = half.clone()
+    calls: dict[str, Callable[[], Any]] = {"copy": lambda: other_half.copy_(half)}
+    numbers = torch.randn(1, numel, device=device).to(case.dtype)
+    if case.operator == "compress":
+        wire, error = packing.empty(1, numel, numbers), ERROR.empty(1, numel, numbers).zero_()
+        options = {"error": error, "new_error": error, "beta": BETA, "hadamard": rotate}
+        arguments = (numbers, wire, error, error, case.bits, BLOCK, BETA, 1.0, rotate)
+        calls["operator"] = lambda: ops.compress(numbers, wire, packing, **options)
+        calls["pytorch"] = lambda: reference.compress(*arguments)
+    else:
+        wire, out = packing.empty(PIECES, numel, numbers), torch.empty_like(numbers[0])
+        for piece in wire:
+            ops.compress(numbers, piece.view(1, -1), packing, hadamard=rotate)
+        calls["operator"] = lambda: ops.decompress(wire, out, packing, 1 / PIECES, rotate)
+        calls["pytorch"] = lambda: reference.decompress(wire, out, case.bits, BLOCK, 1 / PIECES, rotate)
+    return calls
+
+
+def seconds_of(call: Callable[[], Any], device: str) -> float:
+    """One sample."""
+    if device == "cpu":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(CALLS_HEAD_START)
+    begin.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / CALLS
+
+
+def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, Any]:
+    """One row of the table: the three take turns."""
+    numel = mib * MIB // case.dtype.itemsize
+    calls = calls_of(case, numel, device)
+    for call in calls.values():
+        call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repetitions):
+        for name, call in calls.items():
+            if name != "pytorch" or turn < PYTORCH_TURNS:
+                samples[name].append(seconds_of(call, device))
+    median = {name: statistics.median(times) for name, times in samples.items()}
+    floor = case.floor(numel)
+    former = device == "cuda" and case.operator == "compress" and case.bits == 4 and case.dtype.itemsize == 2
+    return {
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+        "kernels": ops.has_kernels(device.upper()),
+        "case": case.name,
+        "mib": mib,
+        "elements": numel,
+        "floor_bytes": floor,
+        "repetitions": repetitions,
+        "seconds": median["operator"],
+        "seconds_min": min(samples["operator"]),
+        "seconds_max": max(samples["operator"]),
+        "copy_seconds": median["copy"],
+        "copy_seconds_min": min(samples["copy"]),
+        "copy_seconds_max": max(samples["copy"]),
+        "pytorch_seconds": median["pytorch"],
+        "pytorch_seconds_min": min(samples["pytorch"]),
+        "pytorch_seconds_max": max(samples["pytorch"]),
+        "gb_per_s": floor / median["operator"] / 1e9,
+        "copy_gb_per_s": floor / median["copy"] / 1e9,
+        "of_copy_bandwidth": median["copy"] / median["operator"],
+        "times_faster_than_pytorch": median["pytorch"] / median["operator"],
+        "former_kernels_seconds_derived_not_run": numel * FORMER_BYTES * median["copy"] / floor if former else "",
+    }
+
+
+def hardware(device: str) -> str:
+    """Where it ran."""
+    return torch.cuda.get_device_name() if device == "cuda" else records.circumstances()["hardware"]
+
+
+HEADER = (
+    f"{'case':36} {'MiB':>4} {'ms: median (min..max)':>26} {'floor MB':>9} {'GB/s':>7} {'copy GB/s':>9} "
+    f"{'of copy':>7} {'PyTorch':>8} {'former kernels: ms, derived, not run':>37}"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    spread = f"{row['seconds'] * 1e3:.3f} ({row['seconds_min'] * 1e3:.3f}..{row['seconds_max'] * 1e3:.3f})"
+    former = row["former_kernels_seconds_derived_not_run"]
+    return (
+        f"{row['case']:36} {row['mib']:4} {spread:>26} {row['floor_bytes'] / 1e6:9.1f} {row['gb_per_s']:7.1f} "
+        f"{row['copy_gb_per_s']:9.1f} {row['of_copy_bandwidth']:7.2f} {row['times_faster_than_pytorch']:7.1f}x "
+        f"{f'{former * 1e3:.3f}' if former else '-':>37}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="sizes of the gradient or the result")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="file to write the rows to")
+    parser.add_argument("--csv", type=Path, help="file to append the rows to")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    ops.load_kernels()
+    about = records.circumstances() | {"hardware": hardware(arguments.device)}
+    print("\n".join(f"{key}: {value}" for key, value in about.items()))
+    print(f"threads: {torch.get_num_threads()}; kernels: {ops.has_kernels(arguments.device.upper())}\n{HEADER}")
+    rows = []
+    for mib in arguments.mib:
+        for case in CASES:
+            rows.append(measure(case, mib, arguments.device, arguments.repetitions))
+            print(line(rows[-1]), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([about | row for row in rows], indent=1) + "\n")
+    if arguments.csv:
+        records.append_rows(arguments.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
