@@ -77,6 +77,9 @@ class Memory:
     def forget(self) -> None:
         """Be as in the beginning."""
 
+    def offload(self) -> None:
+        """Be in host memory until the next reduction."""
+
 
 class Hop(ABC):
     """One leg of a move, over one process group of ``size`` ranks.
@@ -88,6 +91,7 @@ class Hop(ABC):
     """
 
     memory: "Memory"
+    keeps_zeros = True  # whether sums of zeros are zeros
     scale: Callable[[], float] = staticmethod(lambda: 1.0)  # what gradients are multiplied with: the loss scale
 
     def __init__(self, group: Any, name: str = "hop") -> None:

@@ -93,6 +93,9 @@ inline void check_packed(const Tensor& packed, int64_t rows, int64_t bytes, cons
       packed.scalar_type() == ScalarType::Byte && packed.dim() == 2 && packed.size(0) == rows &&
           packed.size(1) == bytes && packed.is_contiguous(),
       name, " must be contiguous uint8 of (", rows, ", ", bytes, ")");
+  STD_TORCH_CHECK(
+      reinterpret_cast<uintptr_t>(packed.const_data_ptr()) % alignof(uint16_t) == 0, name,
+      " must start at an even address");
 }
 
 // Bits of the numbers that are kept: 8 (packed), 16 or 32.

@@ -21,7 +21,8 @@ from pathlib import Path
 LATEST = "latest"
 _SAVING = ".saving"
 _REPLACED = ".replaced"
-_FILES = ("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt")  # DeepSpeed's of a checkpoint
+# What a save writes: DeepSpeed's files, and ours.
+_FILES = ("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt", "residuals_rank_*.pt")
 _STALE_SECONDS = 24 * 3600  # since when what a save of another tag has left is not being written any more
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 

@@ -73,10 +73,7 @@ def load_checkpoint(
             universal.load_untrained(engine, check.untrained)
         with _weights_of(present, from_universal):
             loaded = load(engine, load_dir, present, **rest)
-        if found is None:
-            engine.optimizer.memory.forget()
-        else:
-            found.load()
+        together(engine.optimizer.memory.forget if found is None else found.load, f"{folder} was loaded but in part")
         return loaded
     finally:
         files.forget()

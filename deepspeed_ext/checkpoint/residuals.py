@@ -63,27 +63,48 @@ class Residuals:
         self._optimizer = engine.optimizer
         self._memory: Memory = self._optimizer.memory
         self._folder = folder
-        self._ranks: list[Mapping[str, Any]] = []
+        self._same: Mapping[str, Any] = {}  # of this rank, cut in the same way; or
+        self._ranks: list[Mapping[str, Any]] = []  # of all ranks, cut otherwise
         if not self._memory.remembers:
             return
-        files: CheckpointFiles = engine.checkpoint_engine
+        self._files: CheckpointFiles = engine.checkpoint_engine
         models = sorted(folder.glob("*_model_states.pt"))[:1]
         for path in models:
-            files.inspect(path)
-        saved = files.headers[str(models[0])] if models else {}
-        paths = self._paths(folder, engine.checkpoint_mp_rank)
-        if not paths and saved.get(FOLDER):
-            paths = self._paths(Path(saved[FOLDER]), engine.checkpoint_mp_rank)
-        for path in paths:
-            self._ranks.append(files.inspect(path, "states", "whereabouts"))
-            if files.headers[str(path)].get("save_id") != saved.get("save_id"):
-                raise CheckpointError(f"{path} is of another save than the other files of {folder}.")
+            self._files.inspect(path)
+        self._saved = self._files.headers[str(models[0])] if models else {}
+        if not self._saved.get(FOLDER):
+            return
+        mp_rank, described = engine.checkpoint_mp_rank, _described(self._optimizer)
+        own = folder / _NAME.format(described["rank"], mp_rank)
+        if own.exists() or engine.use_node_local_storage():
+            self._same = self._look(own)
+            if all(self._same.get(key) == value for key, value in described.items()):
+                return
+        self._same = {}
+        paths = self._paths(folder, mp_rank) or self._paths_elsewhere(mp_rank)
+        self._ranks = [self._look(path) for path in paths]
         expected = self._ranks[0]["groups"] * self._ranks[0]["group_size"] if paths else 0
         if len(paths) != expected:
             raise CheckpointError(
                 f"{paths[0].parent} has {len(paths)} files with residuals of reductions, expected {expected}: one of "
                 f"each data-parallel rank."
             )
+
+    def _look(self, path: Path) -> Mapping[str, Any]:
+        content: Mapping[str, Any] = self._files.inspect(path, "states", "whereabouts")
+        if not self._is_of_this_save(path):
+            raise CheckpointError(f"{path} is of another save than the other files of {self._folder}.")
+        return content
+
+    def _is_of_this_save(self, path: Path) -> bool:
+        return self._files.headers[str(path)].get("save_id") == self._saved.get("save_id")
+
+    def _paths_elsewhere(self, mp_rank: int) -> list[Path]:
+        """Where the checkpoint was saved, from which this one was converted; unless another one is there now."""
+        paths = self._paths(Path(self._saved[FOLDER]), mp_rank)
+        if paths:
+            self._files.inspect(paths[0])
+        return paths if paths and self._is_of_this_save(paths[0]) else []
 
     @staticmethod
     def _paths(folder: Path, mp_rank: int) -> list[Path]:
@@ -93,7 +114,12 @@ class Residuals:
         """Give them to this rank's reductions; without any, those start anew."""
         if not self._memory.remembers:
             return
-        if not self._ranks:
+        if self._same:
+            self._memory.load_states(self._same["states"])
+        elif self._ranks:
+            wanted = _described(self._optimizer)["whereabouts"]
+            self._memory.load_numbers(self._collected(wanted), self._ranks[0]["states"]["steps"])
+        else:
             self._memory.forget()
             log_dist(
                 f"deepspeed_ext: {self._folder} has no residuals of reductions: the errors of LoCo start at zero. A "
@@ -102,13 +128,6 @@ class Residuals:
                 ranks=[0],
                 level=logging.WARNING,
             )
-            return
-        own, rank = _described(self._optimizer), self._optimizer.topology.rank
-        same = self._ranks[rank] if rank < len(self._ranks) else {}
-        if all(same.get(key) == value for key, value in own.items()):
-            self._memory.load_states(same["states"])
-        else:
-            self._memory.load_numbers(self._collected(own["whereabouts"]), self._ranks[0]["states"]["steps"])
 
     def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[Run, Tensor]:
         """For each stretch of this rank's gradients its share of what all groups had not sent."""

@@ -55,12 +55,9 @@ def announce(settings: LocoSettings, groups: int) -> None:
 def _report_to(engine: Any, hop: LocoHop) -> None:
     """At the end of each step, to the engine's monitor and timers."""
     hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
-    monitored = engine.monitor.enabled
-    hop.look = monitored
-    finish = hop.memory.finish_step
+    monitored = hop.look = engine.monitor.enabled
 
-    def finish_step(applied: bool) -> None:
-        finish(applied)
+    def report() -> None:
         sent, hop.sent, hop.look = hop.sent, Sent(), monitored
         if monitored and sent.wire:
             engine.monitor.write_events(
@@ -72,4 +69,4 @@ def _report_to(engine: Any, hop: LocoHop) -> None:
         if engine.wall_clock_breakdown() and engine.global_steps % engine.steps_per_print() == 0:
             engine.timers.log([COMPRESS_TIMER, DECOMPRESS_TIMER])
 
-    hop.memory.finish_step = finish_step
+    hop.memory.on_step = report

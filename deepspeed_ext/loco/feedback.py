@@ -12,9 +12,9 @@ Note [Errors of messages]
     until then both are there. If the step is skipped, or its gradients are dropped, the old one stays.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 
 _Places = list[tuple[Run, int]]  # runs, and where they start in a message
-_CHUNK = 2**24  # elements of a part in which errors that come from elsewhere wait for their messages
 
 
 def cut(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
@@ -50,6 +49,29 @@ class _Error:
     updated: Tensor | None = None  # in this step, not yet applied
 
 
+class _Waiting(NamedTuple):
+    """Errors of a run that no message has, or had, in fp32, so that nothing is lost until one takes them."""
+
+    run: Run
+    kept: Tensor
+    updated: Tensor | None  # as of ``_Error``
+
+    def part(self, run: Run) -> "_Waiting":
+        """Of a part of the run."""
+        piece = slice(run.start - self.run.start, run.start - self.run.start + run.numel)
+        return _Waiting(run, self.kept[piece], None if self.updated is None else self.updated[piece])
+
+    def copy_to(self, other: "_Waiting", run: Run, at: int) -> None:
+        """Copy a part of the run to where another one has it."""
+        mine = self.part(run)
+        other.kept[at : at + run.numel] = mine.kept
+        other.updated[at : at + run.numel] = mine.kept if mine.updated is None else mine.updated
+
+    def settled(self, applied: bool) -> "_Waiting":
+        """After a step."""
+        return _Waiting(self.run, self.updated if applied and self.updated is not None else self.kept, None)
+
+
 @dataclass
 class ErrorFeedback(Memory):
     """All errors of a rank.
@@ -58,12 +80,15 @@ class ErrorFeedback(Memory):
         settings: how they are kept.
         device: where they are kept; None: where gradients are.
         steps: optimizer steps that were applied, since the start of training.
+        on_step: called at the end of each step.
     """
 
     settings: LocoSettings
     device: Any = None
     steps: int = 0
+    on_step: Callable[[], None] | None = None
     _errors: dict[Contents, _Error] = field(default_factory=dict)
+    _waiting: list[_Waiting] = field(default_factory=list)
 
     def buffers(self, contents: Contents, splits: Sequence[int], device: Any) -> tuple[Tensor | None, Tensor]:
         """What is kept of a message, and where to write what is to be kept instead, which may be the same.
@@ -101,6 +126,9 @@ class ErrorFeedback(Memory):
             elif applied and error.updated is not None:
                 error.kept = error.updated
             error.updated = None
+        self._waiting = [] if reset else [waiting.settled(applied) for waiting in self._waiting]
+        if self.on_step is not None:
+            self.on_step()
 
     # Layout ###########################################################################################
 
@@ -140,48 +168,35 @@ class ErrorFeedback(Memory):
 
     def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
         """The error of a message that is new, out of those of messages that had some of its elements."""
-        moved = [(old, error) for old, error in self._errors.items() if _overlap(old, contents)]
-        made = _Error(splits)
-        for old, _ in moved:
-            del self._errors[old]
-        for name in ("kept", "updated"):
-            sources = [(old, error.splits, getattr(error, name)) for old, error in moved]
-            if name == "updated" and any(error.updated is not None for _, error in moved):
-                sources = [
-                    (old, error.splits, error.kept if error.updated is None else error.updated) for old, error in moved
-                ]
-            present = [(_places(old, cut), self._decode(kept, cut)) for old, cut, kept in sources if kept is not None]
-            if present:
-                setattr(made, name, self._gather(contents, splits, present))
-        for old, error in moved:
-            self._leave_rest(old, error, contents)
-        return made
+        for old in [old for old in self._errors if _overlap(old, contents)]:
+            self._waiting += self._dissolved(old, self._errors.pop(old))
+        found = _Waiting(Run(0, 0, 0, sum(splits)), torch.zeros(sum(splits)), torch.zeros(sum(splits)))
+        taken, rest = [], []
+        for waiting in self._waiting:
+            for run, offset in _places(contents, splits):
+                common = _common(waiting.run, run)
+                if common:
+                    waiting.copy_to(found, common, offset + common.start - run.start)
+                    taken.append(waiting)
+            rest += [waiting.part(piece) for piece in _without(waiting.run, contents)]
+        self._waiting = rest
+        kept = self._encode(found.kept, splits) if taken else None
+        changed = any(waiting.updated is not None for waiting in taken)
+        return _Error(splits, kept, self._encode(found.updated, splits) if changed else None)
 
-    def _gather(self, contents: Contents, splits: Sequence[int], sources: list[tuple[_Places, Tensor]]) -> Tensor:
-        dense = sources[0][1].new_zeros(sum(splits))
-        places = _places(contents, splits)
-        for old, numbers in sources:
-            for run, offset in old:
-                for target, start in places:
-                    common = _common(run, target)
-                    if common:
-                        at, source = start + common.start - target.start, offset + common.start - run.start
-                        dense[at : at + common.numel] = numbers[source : source + common.numel]
-        return self._encode(dense, splits)
-
-    def _leave_rest(self, old: Contents, error: _Error, contents: Contents) -> None:
-        """Keep what the new message has not taken, until another one does."""
-        rest = tuple(piece for part in old for run in part for piece in _without(run, contents))
-        if not rest:
-            return
-        key, splits = (rest,), [sum(run.numel for run in rest)]
-        left = _Error(splits)
-        for name in ("kept", "updated"):
-            kept = getattr(error, name)
-            if kept is not None:
-                source = (_places(old, error.splits), self._decode(kept, error.splits))
-                setattr(left, name, self._gather(key, splits, [source]))
-        self._errors[key] = left
+    def _dissolved(self, contents: Contents, error: _Error) -> list["_Waiting"]:
+        if error.kept is None and error.updated is None:
+            return []
+        updated = None if error.updated is None else self._decode(error.updated.cpu(), error.splits)
+        kept = torch.zeros(sum(error.splits)) if error.kept is None else self._decode(error.kept.cpu(), error.splits)
+        return [
+            _Waiting(
+                run,
+                kept[offset : offset + run.numel],
+                None if updated is None else updated[offset : offset + run.numel],
+            )
+            for run, offset in _places(contents, error.splits)
+        ]
 
     # States ###########################################################################################
 
@@ -193,15 +208,18 @@ class ErrorFeedback(Memory):
     def states(self) -> dict[str, Any]:
         """See ``Memory``. What was updated in a step that is not over is not in it."""
         messages = [
-            (contents, list(error.splits), error.kept.cpu())
+            (tuple(tuple(tuple(run) for run in part) for part in contents), list(error.splits), error.kept.cpu())
             for contents, error in self._errors.items()
             if error.kept is not None
+        ]
+        messages += [
+            (((tuple(run),),), [run.numel], self._encode(kept, [run.numel])) for run, kept, _ in self._waiting
         ]
         return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": messages}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
         """See ``Memory``; to the bit where errors were kept in the same way."""
-        self._errors.clear()
+        self.forget()
         self.steps = int(states["steps"])
         other = ErrorFeedback(LocoSettings(**states["settings"]))
         same = _kept_alike(other.settings, self.settings)
@@ -212,20 +230,20 @@ class ErrorFeedback(Memory):
 
     def load_numbers(self, numbers: Mapping[Run, Tensor], steps: int) -> None:
         """See ``Memory``."""
-        self._errors.clear()
+        self.forget()
         self.steps = steps
-        for run, values in numbers.items():
-            for offset in range(0, run.numel, _CHUNK):
-                piece = Run(run.buffer, run.row, run.start + offset, min(_CHUNK, run.numel - offset))
-                kept = self._encode(values[offset : offset + piece.numel], [piece.numel])
-                self._errors[((piece,),)] = _Error(
-                    [piece.numel], kept if self.device is None else kept.to(self.device)
-                )
+        self._waiting = [_Waiting(run, values, None) for run, values in numbers.items()]
 
     def forget(self) -> None:
         """All errors are zero, and the next reset is as far away as in the beginning."""
         self._errors.clear()
+        self._waiting.clear()
         self.steps = 0
+
+    def offload(self) -> None:
+        """See ``Memory``. What is updated next is on the device again."""
+        for error in self._errors.values():
+            error.kept = None if error.kept is None else error.kept.cpu()
 
     def numbers_of(self, states: Mapping[str, Any]) -> Iterator[tuple[Run, Tensor]]:
         """See ``Memory``."""
@@ -239,6 +257,7 @@ class ErrorFeedback(Memory):
     def nbytes(self) -> int:
         """Bytes that are kept now."""
         tensors = [tensor for error in self._errors.values() for tensor in (error.kept, error.updated)]
+        tensors += [tensor for waiting in self._waiting for tensor in waiting[1:]]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 

@@ -11,7 +11,7 @@ from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 
 from deepspeed_ext.hops import Contents, Hop, Transfer
-from deepspeed_ext.loco import ops
+from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback, cut
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
@@ -27,7 +27,7 @@ class Sent:
         plain: bytes that gradients would have had.
         wire: bytes that were sent instead, to this rank itself included.
         lost: sum of squares of what quantization has taken from the messages that were looked at.
-        whole: sum of squares of these messages.
+        whole: sum of squares of these messages, errors of earlier ones included.
     """
 
     plain: int = 0
@@ -64,6 +64,7 @@ class LocoHop(Hop):
         self.settings = settings
         self.packing = Packing(settings.bits, settings.block_size)
         self.memory: ErrorFeedback = ErrorFeedback(settings, device)
+        self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
         self.sent = Sent()
         self.look = False  # whether to measure what quantization takes from the next message, which costs a pass
         self.timers: Any = NoopTimer()
@@ -77,7 +78,6 @@ class LocoHop(Hop):
         self.timers(COMPRESS_TIMER).start()
         self._compress(flat, wire, splits, sizes, contents)
         self.timers(COMPRESS_TIMER).stop()
-        self._note(flat, wire, splits, sizes)
         dtype, width, mine = flat.dtype, splits[self.rank], sizes[self.rank]
         del flat  # the caller's, which may be freed meanwhile
         pieces = wire.new_empty(self.size * mine)
@@ -90,37 +90,37 @@ class LocoHop(Hop):
         return out
 
     def _compress(self, flat: Tensor, wire: Tensor, splits: Any, sizes: Any, contents: Contents) -> None:
-        rows = zip(cut(flat, splits, splits), cut(wire, splits, sizes), strict=True)
-        if not self.settings.error_feedback or not contents:
-            for gradient, packed in rows:
-                ops.compress(gradient, packed, self.packing, hadamard=self.settings.hadamard)
-            return
-        old, new = self.memory.buffers(contents, splits, flat.device)
-        kept = self.memory.sizes(splits)
-        updated = cut(new, splits, kept)
-        before = [None] * len(updated) if old is None else cut(old, splits, kept)
-        for (gradient, packed), error, new_error in zip(rows, before, updated, strict=True):
-            ops.compress(
-                gradient,
-                packed,
-                self.packing,
-                error=error,
-                new_error=new_error,
-                beta=self.settings.err_beta,
-                unit=self.scale(),
-                hadamard=self.settings.hadamard,
-            )
-        self.memory.keep(contents, new)
-
-    def _note(self, flat: Tensor, wire: Tensor, splits: Any, sizes: Any) -> None:
         self.sent.plain += flat.nbytes
         self.sent.wire += wire.nbytes
-        if not self.look:
-            return
-        self.look = False
-        for gradient, packed in zip(cut(flat, splits, splits), cut(wire, splits, sizes), strict=True):
-            for row, piece in zip(gradient.float(), packed, strict=True):
-                out = torch.empty_like(row)
-                ops.decompress(piece.view(1, -1), out, self.packing, hadamard=self.settings.hadamard)
-                self.sent.lost += (row - out).square().sum().item()
-                self.sent.whole += row.square().sum().item()
+        options: dict[str, Any] = {"hadamard": self.settings.hadamard}
+        rows = list(zip(cut(flat, splits, splits), cut(wire, splits, sizes), strict=True))
+        before: list[Tensor | None] = [None] * len(rows)
+        after = before
+        if self.settings.error_feedback and contents:
+            options |= {"beta": self.settings.err_beta, "unit": self.scale()}
+            old, new = self.memory.buffers(contents, splits, flat.device)
+            kept = self.memory.sizes(splits)
+            after = list(cut(new, splits, kept))
+            before = before if old is None else list(cut(old, splits, kept))
+        look, self.look = self.look, False
+        for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
+            whole = self._compensated(gradient, error, options.get("unit", 1.0)) if look else None
+            ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
+            if whole is not None:
+                self._note(whole, packed)
+        if options.get("beta") is not None:
+            self.memory.keep(contents, new)
+
+    def _compensated(self, gradient: Tensor, error: Tensor | None, unit: float) -> Tensor:
+        """What is quantized: (rows, width), fp32."""
+        if error is None:
+            return gradient.float()
+        old = reference.decode_error(error, gradient.shape[1], self.settings.block_size, self.settings.hadamard)
+        return gradient.float() + unit * old
+
+    def _note(self, whole: Tensor, packed: Tensor) -> None:
+        for row, piece in zip(whole, packed, strict=True):
+            out = torch.empty_like(row)
+            ops.decompress(piece.view(1, -1), out, self.packing, hadamard=self.settings.hadamard)
+            self.sent.lost += (row - out).square().sum().item()
+            self.sent.whole += row.square().sum().item()

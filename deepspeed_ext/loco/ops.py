@@ -67,6 +67,8 @@ def compress(
         RuntimeError: a shape that does not fit, or CUDA tensors with kernels for the CPU only.
     """
     _check(gradient, "gradients")
+    if not gradient.numel():
+        return
     torch.ops.deepspeed_ext.loco_compress(
         gradient, wire, error, new_error, packing.bits, packing.block_size, beta, unit, hadamard
     )
@@ -84,6 +86,8 @@ def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0,
         RuntimeError: as ``compress``.
     """
     _check(out, "results")
+    if not out.numel():
+        return
     torch.ops.deepspeed_ext.loco_decompress(wire, out, packing.bits, packing.block_size, factor, hadamard)
 
 
@@ -110,6 +114,7 @@ def _kernels(loaded: bool) -> frozenset[str]:
 
 
 _loaded = False
+_failed: list[Exception] = []  # to build is tried once
 
 
 def has_kernels(device: str) -> bool:
@@ -120,19 +125,19 @@ def has_kernels(device: str) -> bool:
 def load_kernels() -> bool:
     """Load the kernels, or build them; warn once where that fails. Returns whether there are any."""
     global _loaded
-    if not _loaded:
+    if not _loaded and not _failed:
         try:
             from deepspeed_ext.op_builder import LocoBuilder
 
             LocoBuilder().load(verbose=False)
         except Exception as error:  # no compiler, no ninja, no headers: whatever it is, the reference works
+            _failed.append(error)
             _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         else:
             _loaded = True
     return _loaded
 
 
-@functools.cache
 def _warn(reason: str) -> None:
     warnings.warn(
         f"deepspeed_ext: the kernels of LoCo could not be built ({reason}), so its operators run in plain PyTorch, "

@@ -11,6 +11,7 @@ DeepSpeed 0.19.8 reduces in 4 bits inside a node and again between nodes, but
 Here the two hops are those of LoCo, without error feedback: the mean, for any dtype, shape and number of ranks.
 """
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,13 +54,19 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]
     return reduced
 
 
+_made: "weakref.WeakKeyDictionary[Any, Moves]" = weakref.WeakKeyDictionary()  # by the group of a node
+
+
+def _moves(intra: Any, inter: Any) -> Moves:
+    if intra not in _made:
+        _made[intra] = Moves(LocoHop(intra, "qgz_intra", _SETTINGS), LocoHop(inter, "qgz_inter", _SETTINGS))
+    return _made[intra]
+
+
 def _reduce(tensors: list[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     local = get_accelerator().device_count()
-    moves = Moves(
-        LocoHop(groups[f"local_{rank // local}"], "qgz_intra", _SETTINGS),
-        LocoHop(groups[f"global_{rank % local}"], "qgz_inter", _SETTINGS),
-    )
+    moves = _moves(groups[f"local_{rank // local}"], groups[f"global_{rank % local}"])
     layouts = [FlatLayout(tensor.numel(), ranks // local, local) for tensor in tensors]
     chunks = [layout.chunk for layout in layouts]
     cells = tensors[0].new_empty(local, ranks // local, sum(chunks))

@@ -228,6 +228,18 @@ class PartitionedGradients:
                 self._in_flight.submit(self._finish_window(start, width, dtype))
             self.drain()
         self._finished = True
+        if not self._moves.inter.keeps_zeros:
+            self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """Chunks of the last ranks may reach over the end of their parameter."""
+        cols = self._moves.intra.size
+        rank = self._moves.intra.rank + (self._moves.inter.rank * cols if self._os == Placement.G else 0)
+        for param in self._params:
+            chunk = param.ds_tensor.ds_numel
+            present = min(chunk, max(0, param.ds_numel - rank * chunk))
+            start = self._starts[param.ds_id]
+            self.shard[start + present : start + chunk].zero_()
 
     def _finish_window(self, start: int, width: int, dtype: torch.dtype) -> Transfer:
         window = self.held[:, start : start + width]

@@ -46,6 +46,21 @@ class Remembering:
         self.memory.finish_step(not self.overflow)
         return done
 
+    @property
+    def keeps_zeros(self) -> bool:
+        """Whether padding, which is zero, is zero when it has been reduced."""
+        return self._moves.inter.keeps_zeros
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """DeepSpeed's. What moves remember goes along."""
+        super().offload_states(*args, **kwargs)
+        self.memory.offload()
+
+    def destroy(self) -> None:
+        """DeepSpeed's; and forget."""
+        self._moves.inter.memory = Memory()
+        super().destroy()
+
     def gradients_dropped(self) -> None:
         """What was reduced will not be applied, outside of a step, which tells itself."""
         if not self._stepping:

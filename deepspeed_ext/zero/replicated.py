@@ -239,6 +239,9 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
             self._in_flight.drain()
         self._wait_for_reductions()
         self._slices.clear()
+        for group, padding in enumerate([] if self.keeps_zeros else self.groups_padding):
+            if padding:  # of the last rank
+                self._shard(group)[-padding:].zero_()
         if self.cpu_offload:
             self._copy_shards_to_cpu()
 

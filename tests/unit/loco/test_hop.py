@@ -191,7 +191,7 @@ def reset_case(accumulation: int) -> list[tuple[str, list[bool], float]]:
 
 def test_buckets_that_change_take_their_errors_along(ranks: Any) -> None:
     for lost, memory in ranks(1).run(moving_case):
-        assert lost < 0.03 and memory <= 1.3  # each move rounds to 8 bits once more
+        assert lost < 0.03 and memory <= 4.1  # each move rounds to 8 bits once more; what waits is kept in fp32
 
 
 def moving_case() -> tuple[float, float]:

@@ -40,6 +40,111 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
     return rows
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "how"), [(1, "plain"), (3, "zero_grad"), (2, "skipped layers"), (2, "overflow")]
+)
+def test_what_one_step_does_not_send_the_next_ones_do(ranks: Any, accumulation: int, how: str) -> None:
+    """The mean of the same gradients over 8 steps: without feedback its error is that of one step, about 0.1."""
+    for rows in ranks(4).run(feedback_case, accumulation, how, timeout=100):
+        for name, fed, unfed in rows:
+            assert fed < 0.03 < 0.06 < unfed, (name, fed, unfed)
+
+
+def feedback_case(accumulation: int, how: str) -> list[tuple[str, float, float]]:
+    """For each strategy the relative error of the mean gradient, with feedback and without it."""
+    import itertools
+
+    import torch
+    import training
+    from deepspeed import comm as dist
+
+    steps = 8
+    job = training.Job(
+        accumulation=accumulation,
+        clipping=0.0,
+        empty=False,
+        groups=2,
+        zero=training.SMALL,
+        dtype="fp16" if how == "overflow" else "fp32",
+    )
+
+    def mean_gradient(keys: dict[str, Any]) -> torch.Tensor:
+        engine, _ = training.make_engine(job, keys)
+        optimizer, total, applied = engine.optimizer, torch.zeros(()), 0
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        data = list(itertools.islice(training.batches(job), accumulation))
+        for step in range(steps):
+            # A step of the same gradients that is not applied: its errors must not count.
+            bad = how == "overflow" and step in (3, 7)
+            for number, (x, y) in enumerate(data):
+                if how == "zero_grad" and (keys["paro_strategy"][0] == "N" or number == 0):
+                    optimizer.zero_grad()
+                skipped = [1 + step % 2] if how == "skipped layers" else []
+                loss = ((engine(x, skipped) - y) ** 2).float().mean()
+                engine.backward(loss * torch.inf if bad and dist.get_rank() == 1 else loss)
+                if number == accumulation - 1 and not bad:
+                    if hasattr(optimizer, "_shard"):
+                        parts = [optimizer._shard(group) for group in range(2)]
+                    else:
+                        parts = [optimizer.gradients.shard]
+                    total = total + torch.cat(parts).float() / optimizer.loss_scale
+                    applied += 1
+                engine.step()
+        engine.destroy()
+        return total / applied
+
+    rows = []
+    for name in (*REPLICATED, *PARTITIONED):
+        keys = training.placed(name)
+        exact = mean_gradient(keys)
+        errors = []
+        for loco in ({"err_beta": 0.0}, {"error_feedback": False}):
+            off = torch.stack([(mean_gradient({**keys, "zeropp_loco_param": loco}) - exact).norm(), exact.norm()])
+            squares = off.square()
+            dist.all_reduce(squares)
+            errors.append((squares[0] / squares[1]).sqrt().item())
+        rows.append((name, *errors))
+    return rows
+
+
+def test_padding_stays_zero(ranks: Any) -> None:
+    answers = ranks(4).run(padding_case)
+    for name, _, largest in (row for rows in answers for row in rows):
+        assert largest == 0, name
+    for which in range(len(answers[0])):
+        assert any(rows[which][1] for rows in answers), answers[0][which]  # some rank has padding
+
+
+def padding_case() -> list[tuple[str, int, float]]:
+    """Elements of padding in this rank's shards, and the largest of them at the boundary, rotated."""
+    import training
+
+    job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
+    for name in ("NNN", "NII", "NIG", "NGG", "III", "IIG", "GGG"):
+        engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
+        optimizer, data = engine.optimizer, training.batches(job)
+        padding = []
+        for number in range(2):
+            training.micro_step(engine, job, number, *next(data))
+            if hasattr(optimizer, "_shard"):
+                paddings = optimizer.groups_padding
+                padding = [optimizer._shard(i)[-count:] for i, count in enumerate(paddings) if count]
+            else:
+                rank = training.dist.get_rank(optimizer.dp_process_group)
+                padding = []
+                for param in optimizer.gradients._params:
+                    chunk = param.ds_tensor.ds_numel
+                    present = min(chunk, max(0, param.ds_numel - rank * chunk))
+                    padding.append(optimizer._gradient_shards[param.ds_id][present:])
+            padding = [part.clone() for part in padding if part.numel()]
+            engine.step()
+        largest = max((part.abs().max().item() for part in padding), default=0.0)
+        rows.append((name, sum(part.numel() for part in padding), largest))
+        engine.destroy()
+    return rows
+
+
 def test_dynamic_graphs_offload_and_other_settings(ranks: Any) -> None:
     for rows in ranks(4).run(options_case, timeout=100):
         for what, norms, weights, equal in rows:
@@ -102,9 +207,13 @@ def alone_case() -> tuple[dict[str, Any], bool]:
     import training
 
     found: list[Any] = []
-    keys = training.placed("NIG", zero_quantized_gradients=True)
-    training.train(training.Job(empty=False), keys, look=lambda engine: found.append(engine.optimizer._moves.inter))
-    return found[0].settings.as_dict(), bool(found[0].memory._errors)
+
+    def look(engine: Any) -> None:
+        hop = engine.optimizer._moves.inter
+        found.append((hop.settings.as_dict(), bool(hop.memory._errors)))
+
+    training.train(training.Job(empty=False), training.placed("NIG", zero_quantized_gradients=True), look)
+    return found[0]
 
 
 @pytest.mark.parametrize("names", [("NIG", "NII", "IIG")])
@@ -250,13 +359,16 @@ def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
 
 
 def test_15_without_residuals_one_warning_and_a_start_at_zero(ranks: Any, tmp_path: Any) -> None:
-    assert ranks(2).run(plain_case, str(tmp_path)) == [(True, [])] * 2
+    for rank, (forgotten, warnings) in enumerate(ranks(2).run(plain_case, str(tmp_path))):
+        assert forgotten
+        assert len(warnings) == (1 if rank == 0 else 0), warnings
 
 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
     """Load what was saved without LoCo, and the other way round."""
     import snapshots
     import training
+    from logs import logged
 
     job = snapshots.job_of()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
@@ -266,13 +378,82 @@ def plain_case(folder: str) -> tuple[bool, list[str]]:
     engine, _ = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
     snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
     engine.save_checkpoint(folder, "loco")
-    engine.load_checkpoint(folder, "plain")
+    with logged() as lines:
+        engine.load_checkpoint(folder, "plain")
+    warnings = [text for level, text in lines if level == "WARNING" and "residuals" in text]
     forgotten = not engine.optimizer.memory._errors and engine.optimizer.memory.steps == 0
     engine.destroy()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     engine.load_checkpoint(folder, "loco")
     engine.destroy()
-    return forgotten, []
+    return forgotten, warnings
+
+
+def test_15_a_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2).run(again_case, str(tmp_path)) == [(0, 1, True)] * 2
+
+
+def again_case(folder: str) -> tuple[int, int, bool]:
+    """Files with residuals when LoCo was off in the second save; steps of a conversion whose source is replaced."""
+    from pathlib import Path
+
+    import snapshots
+    import training
+    from deepspeed import comm as dist
+
+    job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
+    engine, _ = training.make_engine(job, loco)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine.save_checkpoint(folder, "tag")
+    dist.barrier()
+    snapshots.convert(folder)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine.save_checkpoint(folder, "tag")
+    engine.destroy()
+    universal = snapshots.job_of(checkpoint={"load_universal": True})
+    engine, _ = training.make_engine(universal, loco)
+    engine.load_checkpoint(folder, "tag_universal")
+    zero = not engine.optimizer.memory._errors  # they are of another save, which is no reason to refuse the rest
+    steps = engine.global_steps
+    engine.destroy()
+    engine, _ = training.make_engine(job, training.placed("NIG", 1))
+    engine.save_checkpoint(folder, "tag")
+    engine.destroy()
+    left = len(list(Path(folder, "tag").glob("residuals*")))
+    engine, _ = training.make_engine(job, loco)
+    engine.load_checkpoint(folder, "tag")
+    engine.destroy()
+    return left, steps, zero
+
+
+def test_15_disks_of_nodes(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(4).run(disks_case, str(tmp_path)) == [True] * 4
+
+
+def disks_case(folder: str) -> bool:
+    """Whether each rank finds its residuals where only its node's files are."""
+    import os
+    from pathlib import Path
+    from unittest import mock
+
+    import snapshots
+    import torch
+    import training
+    from deepspeed import comm as dist
+
+    node, local = divmod(dist.get_rank(), 2)
+    disk = str(Path(folder, str(node)))
+    job = snapshots.job_of(checkpoint={"use_node_local_storage": True})
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": str(local)}):
+        engine, _ = training.make_engine(job, training.placed("NGG", zeropp_loco_param={}))
+        snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+        engine.save_checkpoint(disk, "tag")
+        before = [error.kept for error in engine.optimizer.memory._errors.values()]
+        snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+        engine.load_checkpoint(disk, "tag")
+        after = [error.kept for error in engine.optimizer.memory._errors.values()]
+        engine.destroy()
+    return len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other save"])
@@ -320,13 +501,12 @@ def damage_case(damage: str, folder: str) -> tuple[str, bool]:
 def test_16_convergence(ranks: Any, optimizer: str) -> None:
     """A small regression; the table over a language model is tests/perf/loco_convergence.py."""
     losses = ranks(2).run(converge_case, optimizer, timeout=110)[0]
-    for plain, loco, norms, coarse in losses:
+    for plain, loco, norms, _ in losses:
         assert loco == pytest.approx(plain, rel=0.005) and 0.97 < norms < 1.03, losses
         assert plain < 0.8, losses  # of the first loss
-        del coarse
     excess = [(coarse / plain - 1, loco / plain - 1) for plain, loco, _, coarse in losses]
     # The test has power: without feedback, and with large blocks, it is worse.
-    assert sum(abs(a) for a, _ in excess) > 2 * sum(abs(b) for _, b in excess), excess
+    assert sum(a for a, _ in excess) > 2 * sum(abs(b) for _, b in excess), excess
 
 
 def converge_case(optimizer: str) -> list[tuple[float, float, float, float]]:
