@@ -1,0 +1,251 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What LoCo has not sent yet, in checkpoints."""
+
+import math
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("names", [("NNN", "NII", "NIG", "NGG"), ("INI", "IIG", "IGG", "GGG")], ids=["p=N", "p-cut"])
+def test_15_a_run_that_is_resumed_is_the_run(ranks: Any, names: tuple[str, ...], dtype: str, tmp_path: Any) -> None:
+    for rows in ranks(4).run(resume_case, names, dtype, str(tmp_path), timeout=100):
+        for name, weights, errors, steps in rows:
+            assert weights and errors and steps == 5, name
+
+
+def resume_case(names: tuple[str, ...], dtype: str, folder: str) -> list[tuple[str, bool, bool, int]]:
+    """Whether weights and errors are equal to the bit."""
+    import snapshots
+    import torch
+    import training
+
+    job, rows = snapshots.job_of(dtype), []
+    for name in names:
+        seen = []
+        for resumed in (False, True):
+            engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
+            steps = snapshots.steps_of(job, 5)
+            if resumed:
+                engine.load_checkpoint(folder, name)
+            else:
+                snapshots.run(engine, job, steps[:3], 0)
+                engine.save_checkpoint(folder, name)
+            snapshots.run(engine, job, steps[3:], 3)
+            memory = engine.optimizer.memory
+            errors = [error.kept for error in memory._errors.values()]
+            seen.append((training.whole_weights(model), errors, memory.steps))
+            engine.destroy()
+        (weights, errors, _), (again, same, steps) = seen
+        equal = len(errors) == len(same) > 0 and all(torch.equal(a, b) for a, b in zip(errors, same, strict=True))
+        rows.append((name, torch.equal(weights, again), equal, steps + (dtype == "fp16")))
+    return rows
+
+
+def test_15_at_another_number_of_ranks_the_sum_of_what_was_not_sent_stays(ranks: Any, tmp_path: Any) -> None:
+    saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
+    for world, group in ((2, 1), (6, 2), (4, 1)):
+        for name, others in {"NIG": ("IIG", "NGG"), "IIG": ("GGG", "NNG"), "NNN": ("NIG",)}.items():
+            for other in others:
+                found = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
+                whole = math.sqrt(sum(value**2 for value in saved[name]))
+                off = math.sqrt(sum((a - b) ** 2 for a, b in zip(saved[name], found, strict=True)))
+                assert whole > 0 and off < 0.02 * whole, (name, other, world, off / whole)
+
+
+def not_sent(engine: Any) -> list[float]:
+    """The sum over all ranks of what they have not sent, by parameter and element."""
+    import torch
+    from deepspeed import comm as dist
+
+    totals = {
+        name: torch.zeros(getattr(parameter, "ds_numel", parameter.numel()))
+        for name, parameter in engine.module.named_parameters()
+    }
+    memory = engine.optimizer.memory
+    for run, values in memory.numbers_of(memory.states()):
+        for name, start, place in engine.optimizer.whereabouts():
+            first, end = max(run.start, place.start), min(run.start + run.numel, place.start + place.numel)
+            if (run.buffer, run.row) == (place.buffer, place.row) and first < end:
+                at = start + first - place.start
+                totals[name][at : at + end - first] += values[first - run.start : end - run.start]
+    flat = torch.cat([totals[name] for name in sorted(totals)])
+    dist.all_reduce(flat)
+    return flat.tolist()
+
+
+def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
+    """Save after three steps, and convert; what was not sent then."""
+    from pathlib import Path
+
+    import snapshots
+    import training
+    from deepspeed import comm as dist
+
+    job, left = snapshots.job_of(), {}
+    for name in names:
+        engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
+        snapshots.run(engine, job, snapshots.steps_of(job, 3), 0)
+        engine.save_checkpoint(folder, name)
+        left[name] = not_sent(engine)
+        engine.destroy()
+        dist.barrier()
+        snapshots.convert(folder)
+        assert Path(folder, name, "residuals_rank_00000_mp_rank_00.pt").exists()
+    return left
+
+
+def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
+    """What is not sent after a load of the converted checkpoint."""
+    import snapshots
+    import training
+
+    job = snapshots.job_of(checkpoint={"load_universal": True})
+    engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
+    engine.load_checkpoint(folder, f"{name}_universal")
+    left = not_sent(engine)
+    assert engine.optimizer.memory.steps == 3
+    snapshots.run(engine, job, snapshots.steps_of(job, 1), 10)
+    engine.destroy()
+    return left
+
+
+def test_15_without_residuals_one_warning_and_a_start_at_zero(ranks: Any, tmp_path: Any) -> None:
+    for rank, (forgotten, warnings) in enumerate(ranks(2).run(plain_case, str(tmp_path))):
+        assert forgotten
+        assert len(warnings) == (1 if rank == 0 else 0), warnings
+
+
+def plain_case(folder: str) -> tuple[bool, list[str]]:
+    """Load what was saved without LoCo, and the other way round."""
+    import snapshots
+    import training
+    from logs import logged
+
+    job = snapshots.job_of()
+    engine, _ = training.make_engine(job, training.placed("NIG", 1))
+    snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+    engine.save_checkpoint(folder, "plain")
+    engine.destroy()
+    engine, _ = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
+    snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+    engine.save_checkpoint(folder, "loco")
+    with logged() as lines:
+        engine.load_checkpoint(folder, "plain")
+    warnings = [text for level, text in lines if level == "WARNING" and "residuals" in text]
+    forgotten = not engine.optimizer.memory._errors and engine.optimizer.memory.steps == 0
+    engine.destroy()
+    engine, _ = training.make_engine(job, training.placed("NIG", 1))
+    engine.load_checkpoint(folder, "loco")
+    engine.destroy()
+    return forgotten, warnings
+
+
+def test_15_a_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2).run(again_case, str(tmp_path)) == [(0, 1, True)] * 2
+
+
+def again_case(folder: str) -> tuple[int, int, bool]:
+    """Files with residuals when LoCo was off in the second save; steps of a conversion whose source is replaced."""
+    from pathlib import Path
+
+    import snapshots
+    import training
+    from deepspeed import comm as dist
+
+    job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
+    engine, _ = training.make_engine(job, loco)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine.save_checkpoint(folder, "tag")
+    dist.barrier()
+    snapshots.convert(folder)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine.save_checkpoint(folder, "tag")
+    engine.destroy()
+    universal = snapshots.job_of(checkpoint={"load_universal": True})
+    engine, _ = training.make_engine(universal, loco)
+    engine.load_checkpoint(folder, "tag_universal")
+    zero = not engine.optimizer.memory._errors  # they are of another save, which is no reason to refuse the rest
+    steps = engine.global_steps
+    engine.destroy()
+    engine, _ = training.make_engine(job, training.placed("NIG", 1))
+    engine.save_checkpoint(folder, "tag")
+    engine.destroy()
+    left = len(list(Path(folder, "tag").glob("residuals*")))
+    engine, _ = training.make_engine(job, loco)
+    engine.load_checkpoint(folder, "tag")
+    engine.destroy()
+    return left, steps, zero
+
+
+def test_15_disks_of_nodes(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(4).run(disks_case, str(tmp_path)) == [True] * 4
+
+
+def disks_case(folder: str) -> bool:
+    """Whether each rank finds its residuals where only its node's files are."""
+    import os
+    from pathlib import Path
+    from unittest import mock
+
+    import snapshots
+    import torch
+    import training
+    from deepspeed import comm as dist
+
+    node, local = divmod(dist.get_rank(), 2)
+    disk = str(Path(folder, str(node)))
+    job = snapshots.job_of(checkpoint={"use_node_local_storage": True})
+    with mock.patch.dict(os.environ, {"LOCAL_RANK": str(local)}):
+        engine, _ = training.make_engine(job, training.placed("NGG", zeropp_loco_param={}))
+        snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
+        engine.save_checkpoint(disk, "tag")
+        before = [error.kept for error in engine.optimizer.memory._errors.values()]
+        snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+        engine.load_checkpoint(disk, "tag")
+        after = [error.kept for error in engine.optimizer.memory._errors.values()]
+        engine.destroy()
+    return len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other save"])
+def test_15_damaged_residuals_are_refused_before_anything_changes(ranks: Any, damage: str, tmp_path: Any) -> None:
+    for message, unchanged in ranks(2).run(damage_case, damage, str(tmp_path)):
+        assert unchanged
+        assert {"missing": "has 1 files", "truncated": "cannot be read", "other save": "another save"}[
+            damage
+        ] in message
+
+
+def damage_case(damage: str, folder: str) -> tuple[str, bool]:
+    """The error of a load, and whether what was there is there."""
+    import shutil
+    from pathlib import Path
+
+    import snapshots
+    import training
+    from deepspeed import comm as dist
+
+    job = snapshots.job_of()
+    engine, model = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
+    for tag in ("first", "second"):
+        snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+        engine.save_checkpoint(folder, tag)
+    path = Path(folder, "second", "residuals_rank_00001_mp_rank_00.pt")
+    if dist.get_rank() == 0:
+        if damage == "missing":
+            path.unlink()
+        elif damage == "truncated":
+            path.write_bytes(path.read_bytes()[:100])
+        else:
+            shutil.copy(Path(folder, "first", path.name), path)
+    dist.barrier()
+    before, errors = snapshots.snapshot(engine, model, job), engine.optimizer.memory.states()["messages"]
+    message = snapshots.error_of(engine.load_checkpoint, folder, "second")
+    found = snapshots.difference(before, snapshots.snapshot(engine, model, job))
+    kept = engine.optimizer.memory.states()["messages"]
+    unchanged = not any(found.values()) and all((a[2] == b[2]).all() for a, b in zip(errors, kept, strict=True))
+    engine.destroy()
+    return message, unchanged
