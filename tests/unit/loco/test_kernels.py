@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -111,6 +112,15 @@ def test_operators_refuse_what_does_not_fit(change: dict[str, int], message: str
         torch.ops.deepspeed_ext.loco_compress(
             gradient, wire, None, error, change.get("bits", 4), change.get("block", 128), 0.8, 1.0, False
         )
+
+
+def test_a_gpus_tensors_are_refused_by_kernels_for_the_cpu() -> None:
+    class OnGpu:
+        dtype, device = torch.float32, torch.device("cuda", 0)
+
+    for_cpu = mock.patch.object(ops, "has_kernels", lambda device: device == "CPU")
+    with for_cpu, pytest.raises(RuntimeError, match="built for the CPU only, got a CUDA tensor"):
+        ops.compress(OnGpu(), OnGpu(), Packing(4, 128))  # type: ignore[arg-type]
 
 
 WITHOUT_COMPILER = """
