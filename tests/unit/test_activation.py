@@ -12,7 +12,7 @@ import pytest
 
 CHECK = """
 from deepspeed_ext import patches
-import deepspeed.runtime.engine, deepspeed.runtime.config
+import deepspeed.runtime.engine, deepspeed.runtime.config, deepspeed.env_report
 from deepspeed import DeepSpeedEngine
 assert all(state in ("applied", "as expected") for _, state in patches.status()), patches.status()
 assert DeepSpeedEngine._configure_zero_optimizer.__deepspeed_ext__

@@ -20,6 +20,7 @@ def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
         source.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "deepspeed_ext", source / "deepspeed_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "csrc", source / "csrc")
     # A module named torch that cannot be imported, and a search path without programs.
     (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not need torch')\n", encoding="utf-8")
     environment = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(tmp_path), "CC": "/nonexistent"}
@@ -38,3 +39,5 @@ def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
         f"deepspeed_ext/{p.relative_to(ROOT / 'deepspeed_ext')}" for p in (ROOT / "deepspeed_ext").rglob("*.py")
     }
     assert modules == {name for name in names if name.endswith(".py")}
+    kernels = {f"deepspeed_ext/csrc/loco/{path.name}" for path in (ROOT / "csrc" / "loco").iterdir()}
+    assert kernels == {name for name in names if "/csrc/" in name}
