@@ -62,9 +62,8 @@ def save_checkpoint(
         together(lambda: folder.publish() if first else None, doing)
         if save_latest:
             together(lambda: folder.point() if first else None, doing)
-    except CheckpointError:
-        if first:
-            folder.revert()
+    except CheckpointError as error:  # on all ranks: none of them must find ``latest`` before it is as it was
+        together(lambda: folder.revert() if first else None, f"{error}; what was there could not be put back")
         raise
     if first:
         folder.clear()

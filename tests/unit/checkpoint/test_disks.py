@@ -47,7 +47,8 @@ def left_by_deepspeed(names: list[str]) -> set[str]:
 
 def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, Any, list[str]]:
     """A publication that fails on the second node only: the error, what differs in what was there before, on all
-    nodes, and in what is saved next; and what is on the disk then."""
+    nodes, and in what is saved next; and what is on the disk then. Disks are slow when the save is taken back."""
+    import time
     from unittest import mock
 
     import snapshots
@@ -66,7 +67,16 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, Any, li
     def fail(*_: Any) -> None:
         raise OSError("no space for names")
 
-    with mock.patch.object(folders, "replace_text", fail if dist.get_rank() == 2 else folders.replace_text):
+    revert = folders.CheckpointFolder.revert
+
+    def revert_late(taken: folders.CheckpointFolder) -> None:
+        time.sleep(0.5)
+        revert(taken)
+
+    with (
+        mock.patch.object(folders, "replace_text", fail if dist.get_rank() == 2 else folders.replace_text),
+        mock.patch.object(folders.CheckpointFolder, "revert", revert_late),
+    ):
         message = error_of(engine.save_checkpoint, disk, tag)
     engine.load_checkpoint(disk)
     before = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
