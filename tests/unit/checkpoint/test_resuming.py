@@ -350,6 +350,8 @@ def bytes_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, int, int,
         engine, model = training.make_engine(job, placed(name))
         training.micro_step(engine, job, 0, *next(training.batches(job)))
         engine.step()
+        if name[0] != "N":
+            engine.optimizer.parameters.drain()  # of the step
         meter = TrafficMeter()
         dist.barrier()
         meter.start()
