@@ -25,17 +25,20 @@ MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
 MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)  # DeepSpeed's own until 0.19.6
 LOCO = "zeropp_loco_param"  # as well
+LEAF_BYTES = "stage3_leaf_bytes"
+THRESHOLD = "stage3_module_granularity_threshold"  # DeepSpeed's
+MOST_LIVE = "stage3_max_live_parameters"  # as well
 QUANTIZED = "zero_quantized_gradients"  # DeepSpeed's, for stage 3; with a strategy ours
 _REMOVED = (*MICS_KEYS, LOCO)
 _OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
-_PREFIX = "paro"
+_PREFIXES = ("paro", "stage3_leaf")
 
 
 def our_keys(section: Any) -> list[str]:
     """Keys of the section that are meant for us, misspelt ones included."""
     if not isinstance(section, Mapping):
         return []
-    return [key for key in section if str(key).lower().startswith(_PREFIX) or key in _REMOVED]
+    return [key for key in section if str(key).lower().startswith(_PREFIXES) or key in _REMOVED]
 
 
 def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -69,6 +72,52 @@ def with_loco(section: Mapping[str, Any]) -> dict[str, Any]:
             f"{SECTION}.{LOCO} needs {SECTION}.stage 1, 2 or 3, or {SECTION}.{STRATEGY}, got stage {stage!r}."
         )
     return {**section, STRATEGY: _OF_STAGE.get(stage, "NNG")}
+
+
+def with_leaf_bytes(section: Mapping[str, Any]) -> dict[str, Any]:
+    """A raw section in which the budget of leaf modules, if it says anything, has a strategy: if none is given GGG.
+
+    Raises:
+        ValueError: the budget is no number of bytes, parameters are not cut, or the threshold is given as well.
+    """
+    section = dict(section)
+    if LEAF_BYTES not in section:
+        return section
+    budget = section[LEAF_BYTES]
+    if not isinstance(budget, int) or budget < 0:
+        raise ValueError(
+            f"{SECTION}.{LEAF_BYTES} must be a number of bytes (an integer of at least 0, 0 for off), or true for the "
+            f"budget that {MOST_LIVE} gives, got {budget!r} of type {type(budget).__name__}."
+        )
+    if not budget:
+        del section[LEAF_BYTES]
+        return section
+    threshold = section.get(THRESHOLD, 0)
+    if threshold:
+        raise ValueError(
+            f"{SECTION}.{LEAF_BYTES} ({budget!r}) and {SECTION}.{THRESHOLD} ({threshold!r}) both choose leaf modules. "
+            f"Remove one of the two."
+        )
+    stage = section.get("stage")
+    if STRATEGY in section:
+        given = section[STRATEGY]
+        cut = not (isinstance(given, str) and given[:1].upper() == Placement.N.name)
+        if cut:
+            return section
+        raise ValueError(
+            f"{SECTION}.{LEAF_BYTES} needs parameters that are cut, but {STRATEGY} is {given!r}. Use a strategy with "
+            f"p = I or G, or remove {LEAF_BYTES}."
+        )
+    if isinstance(stage, bool) or stage not in (0, 3):
+        raise ValueError(
+            f"{SECTION}.{LEAF_BYTES} needs {SECTION}.stage 3, or a {STRATEGY} with p = I or G, got stage {stage!r}."
+        )
+    return {**section, STRATEGY: _OF_STAGE[3]}
+
+
+def leaf_bytes(zero_config: "DeepSpeedZeroConfig") -> int | bool:
+    """The budget of leaf modules in a parsed section; false where there is none."""
+    return getattr(zero_config, LEAF_BYTES, None) or False
 
 
 def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,10 +173,11 @@ def check_section(section: Mapping[str, Any]) -> Strategy:
             was given and the key to change.
     """
     for key in our_keys(section):
-        if key not in KEYS and key != LOCO:
-            close = difflib.get_close_matches(str(key).lower(), KEYS, n=1)
+        if key not in (*KEYS, LOCO, LEAF_BYTES):
+            close = difflib.get_close_matches(str(key).lower(), (*KEYS, LEAF_BYTES), n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{SECTION} has no key {key!r}: the keys of PaRO are {', '.join(KEYS)}.{hint}")
+            known = ", ".join((*KEYS, LEAF_BYTES))
+            raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {known}.{hint}")
     if STRATEGY not in section:
         raise ValueError(
             f"{SECTION}.{GROUP_SIZE} is set ({section[GROUP_SIZE]!r}) without {SECTION}.{STRATEGY}: "
@@ -194,6 +244,12 @@ _REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
     (
         f"{SECTION}.offload_param",
         lambda c: c.zero_config.offload_param,
+        "parameters are not cut; it needs stage 3",
+        _replicated,
+    ),
+    (
+        f"{SECTION}.{THRESHOLD}",
+        lambda c: c.zero_config.module_granularity_threshold,
         "parameters are not cut; it needs stage 3",
         _replicated,
     ),
@@ -299,8 +355,8 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
     strategy = active_strategy(config)
     if strategy is None:
         return
-    asked = {STRATEGY, MICS_SIZE} & set(config._param_dict[SECTION])
-    given = f"{STRATEGY} {strategy.name}" if asked else LOCO
+    given = _given(config._param_dict[SECTION])
+    given = f"{STRATEGY} {strategy.name}" if given == STRATEGY else given
     for key, find, why, applies in _REFUSED:
         if applies(strategy) and find(config):
             raise ValueError(f"{key} cannot be combined with {SECTION}.{given}: {why}. Remove one of the two.")
@@ -340,12 +396,31 @@ def zero_config_class() -> type["DeepSpeedZeroConfig"]:
         Data-parallel ranks in a group; must divide the data-parallel size. By default the ranks per node.
         """
 
+        stage3_leaf_bytes: bool | int | None = None
+        """
+        Bytes of the largest unit of parameters that are fetched as one; true for what ``stage3_max_live_parameters``
+        gives.
+        """
+
         zeropp_loco_param: dict[str, Any] | None = None
         """
         Gradients cross between groups in few bits, with error feedback: see ``loco.settings``.
         """
 
     return ParoZeroConfig
+
+
+def _given(section: Mapping[str, Any]) -> str:
+    """The key through which a user has asked for a strategy."""
+    if {STRATEGY, MICS_SIZE} & set(section):
+        return STRATEGY
+    return LOCO if LOCO in section else LEAF_BYTES
+
+
+def _stock_class() -> type["DeepSpeedZeroConfig"]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return DeepSpeedZeroConfig
 
 
 def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
@@ -356,11 +431,11 @@ def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
     """
     section = revive_mics(section)
     if not our_keys(section):
-        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-        return DeepSpeedZeroConfig(**section)
-    given = STRATEGY if STRATEGY in section else LOCO
-    section = with_loco(section)
+        return _stock_class()(**section)
+    given = _given(section)
+    section = with_loco(with_leaf_bytes(section))
+    if not our_keys(section):
+        return _stock_class()(**section)
     strategy = check_section(section)
     if section.get("stage") == 0:
         from deepspeed.utils import log_dist

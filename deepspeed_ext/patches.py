@@ -77,6 +77,37 @@ PATCHES: tuple[Patch, ...] = (
         replacements.compare_within_group,
     ),
     Patch(
+        "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
+        "fetch the parameters of a leaf module as one",
+        "(module, recurse=False)",
+        replacements.fetch_leaves_as_units,
+    ),
+    Patch(
+        "deepspeed.runtime.zero.partition_parameters:zero3_linear_wrap",
+        "multiply by the small weights of a leaf module without inspecting a signature each time",
+        "(input, weight, bias=None)",
+        replacements.call_without_detour,
+    ),
+    Patch(
+        "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
+        "bug fix: stage3_module_granularity_threshold never takes the root, nor what is entered from elsewhere; its "
+        "table is shown",
+        "(self, module, zero_module_granularity_threshold)",
+        replacements.choose_leaves,
+    ),
+    Patch(
+        f"{_ZERO3}.create_reduce_and_remove_grad_hooks",
+        "bug fix: leaf modules whose inputs need no gradients, or come by keyword",
+        "(self)",
+        replacements.watch_our_leaves,
+    ),
+    Patch(
+        f"{_ZERO3}.independent_gradient_partition_epilogue",
+        "bug fix: leaf modules whose inputs need no gradients, or come by keyword",
+        "(self)",
+        replacements.reduce_what_waits,
+    ),
+    Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__",
         "take modifier_rank as a data-parallel rank where parameters are cut inside groups",
         "(self, params, modifier_rank=None, fwd_module=None, enabled=True)",
@@ -223,7 +254,6 @@ PATCHES: tuple[Patch, ...] = (
                 "(self, buffer_to_reduce, communication_data_type)",
             ),
             ("partition_grads", "release the gradients of a bucket", "(self, params_to_release, grad_partitions)"),
-            ("independent_gradient_partition_epilogue", "end a micro-step", "(self)"),
             ("finalize_gradient_accumulation_boundary", "end an unmanaged accumulation", "(self)"),
             ("_finalize_offload_gradient_accumulation", "hand gradients to an offloaded optimizer", "(self)"),
             ("zero_grad", "forget gradients, and tell reductions that remember", "(self, set_to_none=True)"),

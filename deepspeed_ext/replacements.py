@@ -83,7 +83,12 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
                 from deepspeed_ext.zero.parameters import recut_for_stock
 
                 recut_for_stock(self.module, self.seq_data_parallel_group)
-            return configure(self, optimizer)
+            if not self.zero_module_granularity_threshold():
+                return configure(self, optimizer)
+            from deepspeed_ext.zero.coordinator import coordinator_of
+
+            with coordinator_of(None):
+                return configure(self, optimizer)
         from deepspeed_ext.loco.assembly import inter_hop
         from deepspeed_ext.zero.factory import configure_with
 
@@ -140,6 +145,59 @@ def compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[...,
             assert_ints_same(ints)
 
     return assert_ints_same_as_other_ranks
+
+
+def fetch_leaves_as_units(iter_params: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(iter_params)
+    def entries(module: Any, recurse: bool = False) -> Any:
+        from deepspeed_ext.zero import units
+
+        return units.entries(iter_params, module, recurse)
+
+    return entries
+
+
+def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrapped)
+    def zero3_linear_wrap(input: Any, weight: Any, bias: Any = None) -> Any:
+        from deepspeed_ext.zero.linear import linear
+
+        return linear(wrapped, input, weight, bias)
+
+    return zero3_linear_wrap
+
+
+def choose_leaves(choose: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(choose)
+    def _set_z3_leaf_modules_by_threshold(self: Any, module: Any, zero_module_granularity_threshold: int) -> None:
+        from deepspeed_ext.zero.leaf_setup import by_granularity
+
+        by_granularity(self, module, zero_module_granularity_threshold)
+
+    return _set_z3_leaf_modules_by_threshold
+
+
+def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(create)
+    def create_reduce_and_remove_grad_hooks(self: Any) -> None:
+        create(self)
+        if hasattr(self, "reduce_leaf") or self.parameter_offload.fast_sharding_for_leaf_module:
+            from deepspeed_ext.zero.leaf_gradients import watch_leaves
+
+            watch_leaves(self)
+
+    return create_reduce_and_remove_grad_hooks
+
+
+def reduce_what_waits(epilogue: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(epilogue)
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        from deepspeed_ext.zero.leaf_gradients import end_of_backward
+
+        end_of_backward(self)
+        epilogue(self)
+
+    return independent_gradient_partition_epilogue
 
 
 def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:

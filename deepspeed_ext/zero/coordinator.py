@@ -1,9 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-3's record of the order in which modules are used, compared among the ranks that gather together.
+"""ZeRO-3's coordinator: its record of the order in which modules are used, and what it keeps between them.
 
-DeepSpeed compares it over all ranks of the job, by broadcasts that a rank enters while its record is incomplete. With
-p = I groups gather apart and may see different data: one whose record has become invalid must not wait for the others.
+DeepSpeed compares the record over all ranks of the job, by broadcasts that a rank enters while its own is incomplete.
+With p = I groups gather apart and may see different data: one whose record has become invalid must not wait for the
+others. So it is compared among the ranks that gather together.
+
+Parameters that persist stay gathered between their uses. DeepSpeed heeds that once the record is complete, which it
+never is in a model that takes another path in every step: small parameters would be gathered again for each use.
 """
 
 import zlib
@@ -18,7 +22,9 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
+from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import z3_leaf_module
 
 from deepspeed_ext.topology import data_parallel_ranks
 
@@ -29,12 +35,26 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     """DeepSpeed's coordinator, with a process group of its own.
 
     Args:
-        group: the ranks that gather parameters together. The others are the parent's.
+        group: the ranks that gather parameters together; None for all of the job. The others are the parent's.
     """
 
     def __init__(self, *args: Any, group: Any, **kwargs: Any) -> None:
         self._gathering_group = group
         super().__init__(*args, **kwargs)
+
+    def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
+        """Release what a module has used, but for what persists."""
+        kept: list[Any] = []
+        if not self.is_complete_trace():
+            entries = coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule))
+            kept = [entry for entry in entries if entry.ds_persist and not entry.is_external_param]
+        for entry in kept:
+            entry.is_external_param = True  # such are not released with the module
+        try:
+            super().release_sub_module(submodule, forward)
+        finally:
+            for entry in kept:
+                entry.is_external_param = False
 
     @compiler.lazy_disable
     def reset_step(self) -> None:

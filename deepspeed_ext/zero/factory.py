@@ -16,7 +16,7 @@ import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import log_dist
+from deepspeed.utils import get_z3_leaf_modules, log_dist
 
 import deepspeed_ext
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
@@ -25,6 +25,7 @@ from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
 from deepspeed_ext.zero.coordinator import coordinator_of
+from deepspeed_ext.zero.leaf_setup import by_budget
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned import PartitionedOptimizer
 from deepspeed_ext.zero.replicated import ReplicatedOptimizer
@@ -52,6 +53,7 @@ def configure_with(
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
     announce(strategy, topology)
+    by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topology, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
         # Every group holds all states: the first one writes them to checkpoints.
@@ -107,7 +109,8 @@ def _inference(
     moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
     with coordinator_of(topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
-    PartitionedParameters(module.parameters(), strategy, topology, moves, bucket, sequential)
+    leaves = get_z3_leaf_modules(module)
+    PartitionedParameters(module.parameters(), strategy, topology, moves, bucket, sequential, leaves)
     return offload
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from deepspeed_ext.hops import InFlight, Transfer
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.zero.messages import Message
 from deepspeed_ext.zero.remembering import Whereabouts, whereabouts_of
 
 
@@ -126,21 +127,13 @@ class PartitionedGradients:
             sequence_parallel_size: ranks that count as one in the mean.
         """
         self._begin()
-        layouts = [self._layout(param) for param, _ in gradients]
-        width = sum(layout.chunk for layout in layouts)
+        message = Message([self._layout(param) for param, _ in gradients])
         device = get_accelerator().current_device_name()
-        cells = torch.empty(layouts[0].cols, layouts[0].rows, width, dtype=dtype, device=device)
-        offset = 0
-        for (_, gradient), layout in zip(gradients, layouts, strict=True):
-            part = cells[:, :, offset : offset + layout.chunk]
-            if gradient is None:
-                part.zero_()
-            else:
-                layout.pack(gradient.reshape(-1), part)
-            offset += layout.chunk
+        cells = torch.empty(message.cols, message.rows, message.width, dtype=dtype, device=device)
+        message.pack([gradient for _, gradient in gradients], cells)
         # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
         cells.div_(self._ranks / sequence_parallel_size)
-        transfer = self._accumulate([param for param, _ in gradients], width, cells)
+        transfer = self._accumulate([param for param, _ in gradients], message.width, cells)
         del cells  # owned by the transfer alone, which frees it after the first hop
         self._in_flight.submit(transfer)
 

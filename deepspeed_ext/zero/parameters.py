@@ -33,7 +33,9 @@ from deepspeed_ext.hops import Started
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology, data_parallel_ranks
+from deepspeed_ext.zero.messages import Message
 from deepspeed_ext.zero.modified import OWNER, REPLICAS
+from deepspeed_ext.zero.units import UNIT, Unit, UnitGather, forget_units, make_units
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
@@ -44,12 +46,14 @@ class Gather:
     Args:
         params: not available before, all of one dtype on the wire; they are marked as in flight.
         gather: under way to their cells side by side.
-        layouts: of each.
+        message: where these are.
+        alone: whether parameters may be released one by one, and must not share memory.
     """
 
-    def __init__(self, params: Sequence[Any], gather: Started, layouts: Sequence[FlatLayout]) -> None:
+    def __init__(self, params: Sequence[Any], gather: Started, message: Message, alone: bool) -> None:
         self._params = params
-        self._layouts = layouts
+        self._message = message
+        self._copied = alone and message.rows * message.cols == 1 and len(params) > 1  # else one is a view of all
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
         self._gather: Started | None = gather
@@ -59,16 +63,27 @@ class Gather:
         if self._gather is None:
             return
         flat, self._gather = self._gather.finish(), None
-        width = sum(layout.chunk for layout in self._layouts)
-        cells = flat.view(self._layouts[0].cols, self._layouts[0].rows, width)
-        offset = 0
-        for param, layout in zip(self._params, self._layouts, strict=True):
-            whole = layout.unpack(cells[:, :, offset : offset + layout.chunk])
-            offset += layout.chunk
-            if layout.rows * layout.cols == 1 and len(self._params) > 1:
-                whole = whole.clone()  # nothing was communicated: a view, of which each would keep all the others
-            param.data = whole.view(param.ds_shape).to(param.ds_tensor.dtype)
+        cells = flat.view(self._message.cols, self._message.rows, self._message.width)
+        for param, whole in zip(self._params, self._message.unpack(cells), strict=True):
+            mine = whole.clone() if self._copied else whole
+            param.data = mine.view(param.ds_shape).to(param.ds_tensor.dtype)
             param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class Held:
+    """Parameters that are not cut at all: one rank holds all of each, and what it holds is used as it is."""
+
+    def __init__(self, params: Sequence[Any]) -> None:
+        self._params = params
+        for param in params:
+            param.ds_status = ZeroParamStatus.INFLIGHT
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make the parameters available."""
+        for param in self._params:
+            if param.ds_status == ZeroParamStatus.INFLIGHT:
+                param.data = param.ds_tensor.data[: param.ds_numel].view(param.ds_shape)
+                param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 class PartitionedParameters:
@@ -81,6 +96,7 @@ class PartitionedParameters:
         moves: its hops.
         bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
         sequential: gather each parameter by itself (DeepSpeed's ``allgather_sequential``).
+        leaves: leaf modules, whose parameters are taken as units; see ``units.py``.
     """
 
     def __init__(
@@ -91,6 +107,7 @@ class PartitionedParameters:
         moves: Moves,
         bucket: int,
         sequential: bool = False,
+        leaves: Iterable[Any] = (),
     ) -> None:
         self.strategy = strategy
         self.topology = topology
@@ -103,6 +120,8 @@ class PartitionedParameters:
         self._blocks: list[Tensor] = []  # (k, elements) of each sub-group
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
         self._under_way: dict[int, Any] = {}  # number of the block: handle of the all-gather into it
+        self._messages: dict[tuple[int, ...], Message] = {}  # ds_ids of a unit's parameters: where they are in it
+        self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
         for param in self._params:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
@@ -111,6 +130,8 @@ class PartitionedParameters:
             for some in self._batches(self._params):
                 self._make_slices(some)
         self._attach()
+        self._leaves = list(leaves)
+        self._units = [] if sequential else make_units(self._leaves, self._kind, self._make_unit)
 
     @property
     def sliced(self) -> bool:
@@ -171,6 +192,22 @@ class PartitionedParameters:
             param.all_gather_coalesced = self.all_gather_coalesced
             param.partition = functools.partial(self._partition, param, partition)
 
+    def _kind(self, param: Any) -> Any:
+        """Parameters of one kind may be in one unit."""
+        if getattr(param, OWNER, None) is not self:
+            return None
+        return param.dtype, get_allgather_dtype(param, param.ds_tensor), param.ds_persist
+
+    def _make_unit(self, params: Sequence[Any]) -> Unit:
+        return Unit(params, self.all_gather_coalesced, self._gone)
+
+    def _live(self, numel: int) -> None:
+        self.live += numel
+        self.most_live = max(self.most_live, self.live)
+
+    def _gone(self, numel: int) -> None:
+        self.live -= numel
+
     def release(self) -> None:
         """Give the parameters back to DeepSpeed, with its methods; each stays cut over the group that it is cut over.
 
@@ -178,6 +215,8 @@ class PartitionedParameters:
         ``REPLICAS`` tells those who need them otherwise (``recut_for_stock``).
         """
         self.drain()
+        forget_units(self._leaves, self._units)
+        self._units.clear()
         for param in self._params:
             if getattr(param, OWNER, None) is self:
                 for name, original in param.paro_originals.items():
@@ -275,16 +314,26 @@ class PartitionedParameters:
                 if get_accelerator().is_synchronized_device():
                     del self._under_way[number]
 
-    def _start(self, params: Sequence[Any], dtype: torch.dtype) -> Gather:
-        """p -> N of parameters with one dtype on the wire."""
+    def _message(self, params: Sequence[Any], alone: bool) -> Message:
+        """Where parameters are in a message; remembered for units, which are many parameters time and again."""
+        if alone:
+            return Message([self.layout(param) for param in params], alone)
+        key = tuple(param.ds_id for param in params)
+        if key not in self._messages:
+            self._messages[key] = Message([self.layout(param) for param in params])
+        return self._messages[key]
+
+    def _start(self, params: Sequence[Any], dtype: torch.dtype, alone: bool = True) -> Gather:
+        """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
         self._wait_for_updates(params)
         device = get_accelerator().current_device_name()
         held = [self._held(param) for param in params]
         pieces = [rows[i].to(device=device, dtype=dtype) for i in range(len(held[0])) for rows in held]
-        message = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        sent = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         move = (self.strategy.p, Placement.N)
-        gather = Started(self._moves.gather(message, *move), self._moves.gather_hops(*move))
-        return Gather(params, gather, [self.layout(param) for param in params])
+        gather = Started(self._moves.gather(sent, *move), self._moves.gather_hops(*move))
+        self._live(sum(param.ds_numel for param in params))
+        return Gather(params, gather, self._message(params, alone), alone)
 
     @torch.no_grad()
     def all_gather_coalesced(
@@ -303,14 +352,25 @@ class PartitionedParameters:
         for param in ordered:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"expected a parameter that is not available: {param.ds_summary()}")
-        if self._sequential:
-            return MultipleAllGatherHandles(
-                [self._start([param], get_allgather_dtype(param, param.ds_tensor)) for param in ordered]
-            )
+        units = [param for param in ordered if isinstance(param, Unit)]
+        handles: list[Any] = [self._start_unit(unit) for unit in units]
         by_dtype: dict[torch.dtype, list[Any]] = {}
-        for param in ordered:
+        for param in ordered if not units else [param for param in ordered if not isinstance(param, Unit)]:
             by_dtype.setdefault(get_allgather_dtype(param, param.ds_tensor), []).append(param)
-        return MultipleAllGatherHandles([self._start(by_dtype[dtype], dtype) for dtype in sort_dtypes(by_dtype)])
+        for dtype in sort_dtypes(by_dtype):
+            together = [[param] for param in by_dtype[dtype]] if self._sequential else [by_dtype[dtype]]
+            handles += [self._start(some, dtype) for some in together]
+        return MultipleAllGatherHandles(handles)
+
+    def _start_unit(self, unit: Unit) -> UnitGather:
+        missing = unit.missing()
+        if not missing:
+            return UnitGather(unit, None)
+        whole = self.topology.cluster.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
+        if whole:
+            self._live(sum(param.ds_numel for param in missing))
+        dtype = get_allgather_dtype(missing[0], missing[0].ds_tensor)
+        return UnitGather(unit, Held(missing) if whole else self._start(missing, dtype, alone=False))
 
     def _all_gather(
         self, param: Any, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
@@ -339,6 +399,15 @@ class PartitionedParameters:
     ) -> None:
         """DeepSpeed's ``param.partition``, which writes back what was changed: also into the rows of other groups."""
         params = [param] if param_list is None else param_list
+        for one in params:
+            unit = getattr(one, UNIT, None)
+            if unit is not None and unit.ds_active_sub_modules:
+                if param_list is None:
+                    return  # a module that uses this one alone has ended; its unit still uses it
+                raise RuntimeError(f"a parameter is to be released while its leaf module runs: {one.ds_summary()}")
+            if unit is not None and one.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
+                unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        self._gone(sum(one.ds_numel for one in params if one.ds_status == ZeroParamStatus.AVAILABLE))
         if has_been_updated and self.sliced:
             for updated in params:
                 if updated.ds_status == ZeroParamStatus.AVAILABLE:

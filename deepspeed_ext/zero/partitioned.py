@@ -14,7 +14,7 @@ Note [What runs when, parameters cut]
     - After the step, updated parameters move os -> p (``gather_updates``).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from deepspeed.checkpoint.constants import PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
+from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor
 
 from deepspeed_ext.hops import MakeHop, make_hop
@@ -34,6 +35,7 @@ from deepspeed_ext.topology import Topology
 from deepspeed_ext.zero.checkpoint import check_groups, cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
+from deepspeed_ext.zero.leaf_gradients import zero_gradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.remembering import Remembering, Whereabouts
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
@@ -90,8 +92,15 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
         """Have DeepSpeed cut the model's parameters and watch its modules; then hold the parameters as p says."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
-        params = kwargs["module"].parameters()
-        self.parameters = PartitionedParameters(params, self.strategy, self.topology, self._moves, **self._gathers)
+        module = kwargs["module"]
+        self.parameters = PartitionedParameters(
+            module.parameters(),
+            self.strategy,
+            self.topology,
+            self._moves,
+            leaves=get_z3_leaf_modules(module),
+            **self._gathers,
+        )
         return offload
 
     def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
@@ -193,6 +202,27 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
                 self._drop_shard()
             self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype)
             param.grad = None
+
+    def reduce_leaf(self, params: Sequence[Any]) -> None:
+        """The gradients of a leaf module are complete: into buckets, without a copy and a stream for each."""
+        if self._coalesce_grad_reduction:
+            return
+        ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
+        if self.strategy.g == Placement.N:
+            for param in ready:
+                if param.grad is not None:
+                    self.reduce_ready_partitions_and_remove_grads(param)
+            return
+        if self._gradient_stream is not None:
+            self._gradient_stream.wait_stream(get_accelerator().current_stream())
+        for param in zero_gradients(ready):
+            dtype = self.get_param_comm_dtype(param)
+            bucket = self.ipg_buckets[dtype]
+            if bucket.elements and bucket.elements + param.ds_numel > self.reduce_bucket_size:
+                self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+            bucket.params.append(param)
+            bucket.process_group = param.ds_process_group
+            bucket.elements += param.ds_numel
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[Any], communication_data_type: torch.dtype

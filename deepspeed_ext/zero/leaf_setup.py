@@ -1,0 +1,111 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Leaf modules of an engine's model, chosen when its optimizer is made, and reported."""
+
+from typing import Any
+
+from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+from deepspeed.utils import log_dist, logger
+from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
+from torch import nn
+
+from deepspeed_ext.config import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD, leaf_bytes
+from deepspeed_ext.zero import leaf_report
+from deepspeed_ext.zero.leaf_modules import (
+    Found,
+    Kind,
+    Settings,
+    choose,
+    default_budget,
+    is_mixture,
+    largest_parameter,
+    set_leaves,
+)
+
+
+def by_budget(zero_config: Any, model: nn.Module) -> list[Found] | None:
+    """Choose and flag leaf modules, and say so on rank 0; None if a parsed ``zero_optimization`` has no budget.
+
+    Raises:
+        ValueError: the budget is smaller than the largest parameter.
+    """
+    asked = leaf_bytes(zero_config)
+    if not asked:
+        return None
+    most_live = int(zero_config.max_live_parameters)
+    budget = default_budget(model, most_live) if asked is True else int(asked)
+    if asked is not True:
+        _refuse_too_small(budget, model, most_live)
+    _drop_defaults(zero_config, model)
+    live = leaf_report.Live(
+        most_live,
+        int(zero_config.prefetch_bucket_size),
+        int(zero_config.max_reuse_distance),
+        int(zero_config.param_persistence_threshold),
+    )
+    return _set_up(model, Settings(budget, 0, most_live), live)
+
+
+def by_granularity(offload: Any, model: nn.Module, threshold: int) -> list[Found]:
+    """The same for a threshold, where DeepSpeed chooses: a ``DeepSpeedZeRoOffload`` is being made."""
+    live = leaf_report.Live(
+        offload._max_available_parameters_in_numel,
+        offload._prefetch_bucket_sz,
+        offload._max_reuse_distance_in_numel,
+        offload.param_numel_persistence_threshold,
+    )
+    return _set_up(model, Settings(None, int(threshold), live.most), live)
+
+
+def _set_up(model: nn.Module, settings: Settings, live: leaf_report.Live) -> list[Found]:
+    found = choose(model, settings)
+    set_leaves(found)
+    log_dist(f"deepspeed_ext: {leaf_report.text(found, model, settings, live)}", ranks=[0])
+    _warn(found, settings)
+    return found
+
+
+def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
+    name, needed = largest_parameter(model)
+    if budget < needed:
+        raise ValueError(
+            f"{SECTION}.{LEAF_BYTES} must be at least the bytes of the largest parameter, gathered and with its "
+            f"gradient: {name} needs {needed:,}, got {budget:,}. Raise it, or set it to true for the budget that "
+            f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
+        )
+
+
+def _drop_defaults(zero_config: Any, model: nn.Module) -> None:
+    """Unset what DeepSpeed flags by its own list, not by the user's: those blocks are chosen, or their layers are."""
+    if zero_config.leaf_module.classes == DEFAULT_LEAF_MODULE_CLASSES:
+        for module in model.modules():
+            if _fully_qualified_class_name(module) in DEFAULT_LEAF_MODULE_CLASSES:
+                module.__dict__.pop("_z3_leaf", None)
+
+
+def _warn(found: list[Found], settings: Settings) -> None:
+    """Warn once, on rank 0, of a threshold that does nothing and of experts that are fetched one by one."""
+    from deepspeed import comm as dist
+
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if settings.budget is None and not any(one.kind == Kind.UNIT for one in found):
+        able = [one for one in found if one.granularity is not None and one.why == "above the threshold"]
+        least = min(able, key=lambda one: one.granularity or 0, default=None)
+        hint = (
+            f"the smallest granularity is {least.granularity:,} ({type(least.module).__name__} {least.name})"
+            if least
+            else "no module of this model can be one"
+        )
+        logger.warning(
+            f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. "
+            f"{SECTION}.{LEAF_BYTES} true chooses without a number."
+        )
+    split = [one for one in found if one.kind == Kind.FINE and is_mixture(one.module)]
+    if split:
+        first = split[0]
+        logger.warning(
+            f"deepspeed_ext: {len(split)} module(s) that look like mixtures of experts are not fetched as one, "
+            f"{type(first.module).__name__} {first.name} for one ({first.why}): ranks that use different experts "
+            f"would wait for one another. Raise the budget or the threshold, or set it as a leaf module."
+        )

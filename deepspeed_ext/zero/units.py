@@ -1,0 +1,170 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Leaf modules whose parameters are fetched and released as one: one message, one entry in DeepSpeed's books.
+
+Note [Units]
+    DeepSpeed's coordinator fetches the parameters of a leaf module together, but keeps books of each: sets, states,
+    handles, events. A ``Unit`` stands for those that live and die together, which is what the coordinator then sees:
+    ``entries`` takes the place of ``iter_params`` there. Each parameter stays what it was to everybody else. It has
+    its own chunk (checkpoints), its own state (GatheredParameters may gather it alone), and its own data.
+
+    A unit is available if all its parameters are. If some are available alone, only the others are gathered.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
+
+UNIT = "paro_unit"  # attribute of a parameter: its unit
+_ENTRIES = "paro_entries"  # attribute of a leaf module: what the coordinator fetches for it
+
+
+class Unit:
+    """Parameters that are fetched and released together; to DeepSpeed's coordinator a parameter.
+
+    Args:
+        params: ZeRO parameters of one dtype, that stay gathered between steps all or none.
+        all_gather_coalesced: gathers parameters and units.
+        released: is told how many elements are gone when the unit is released.
+    """
+
+    is_external_param = False
+    nvme_swapper = None
+    ds_secondary_tensor = None
+
+    def __init__(
+        self, params: Sequence[Any], all_gather_coalesced: Callable[..., Any], released: Callable[[int], None]
+    ) -> None:
+        self.params = tuple(params)
+        self.all_gather_coalesced = all_gather_coalesced
+        self._released = released
+        self.ds_id: int = params[0].ds_id
+        self.ds_numel = sum(param.ds_numel for param in params)
+        self.ds_shape = torch.Size([self.ds_numel])
+        self.ds_persist: bool = params[0].ds_persist
+        self.requires_grad = any(param.requires_grad for param in params)
+        self.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        self.ds_active_sub_modules: set[int] = set()
+        for param in params:
+            setattr(param, UNIT, self)
+
+    @property
+    def ds_tensor(self) -> Any:
+        """The chunk of one of them: where it lives is where all do."""
+        return self.params[0].ds_tensor
+
+    def partition_numel(self) -> int:
+        """Elements of a rank's chunks."""
+        return sum(param.partition_numel() for param in self.params)
+
+    def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """For messages."""
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.ds_numel,
+            "parameters": len(self.params),
+            "active_sub_modules": self.ds_active_sub_modules,
+        }
+
+    def missing(self) -> list[Any]:
+        """Those that are not available."""
+        return [param for param in self.params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+
+    def partition(self, *_: Any, **__: Any) -> None:
+        """Release them, except those that a module outside uses alone."""
+        stream = None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
+        seen: set[int] = set()
+        gone = 0
+        empty = None
+        for param in self.params:
+            if param.ds_active_sub_modules or param.ds_status != ZeroParamStatus.AVAILABLE:
+                continue
+            if stream is not None and (storage := param.data.untyped_storage().data_ptr()) not in seen:
+                seen.add(storage)
+                param.data.record_stream(stream)
+            if empty is None:
+                empty = torch.empty(0, dtype=param.dtype, device=param.device)
+            param.data = empty
+            param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+            gone += param.ds_numel
+        self.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        self._released(gone)
+
+
+class UnitGather:
+    """A unit on its way. ``gather`` is of those that were missing, None if there were none."""
+
+    def __init__(self, unit: Unit, gather: Any) -> None:
+        self._unit = unit
+        self._gather = gather
+        unit.ds_status = ZeroParamStatus.INFLIGHT
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make it available."""
+        if self._gather is not None:
+            self._gather.wait(handle_dependency)
+        self._unit.ds_status = ZeroParamStatus.AVAILABLE
+
+
+def make_units(
+    leaves: Iterable[nn.Module], kind: Callable[[Any], Any], make: Callable[[Sequence[Any]], Unit]
+) -> list[Unit]:
+    """Take the parameters of leaf modules as units.
+
+    Args:
+        leaves: leaf modules.
+        kind: of a parameter; those of one kind may be in one unit. None: this one must not.
+        make: makes a unit.
+    """
+    units: list[Unit] = []
+    for leaf in leaves:
+        kinds: dict[Any, list[Any]] = {}
+        alone: list[Any] = []
+        for param in leaf.parameters():
+            which = None if hasattr(param, UNIT) else kind(param)
+            (alone if which is None else kinds.setdefault(which, [])).append(param)
+        made = [make(params) for params in kinds.values() if len(params) > 1]
+        alone += [params[0] for params in kinds.values() if len(params) == 1]
+        units += made
+        leaf.__dict__[_ENTRIES] = (*made, *alone)
+    return units
+
+
+def forget_units(leaves: Iterable[nn.Module], units: Iterable[Unit]) -> None:
+    """Undo ``make_units``."""
+    for unit in units:
+        for param in unit.params:
+            delattr(param, UNIT)
+    for leaf in leaves:
+        leaf.__dict__.pop(_ENTRIES, None)
+
+
+def entries(iter_params: Callable[..., Iterable[Any]], module: Any, recurse: bool = False) -> Iterable[Any]:
+    """What the coordinator takes for the parameters of a module, units for those that are in one.
+
+    Args:
+        iter_params: DeepSpeed's function of that name.
+        module, recurse: its arguments; it recurses into leaf modules, and into the whole model to release all.
+    """
+    if not recurse:
+        return iter_params(module, recurse)
+    own = module.__dict__.get(_ENTRIES)
+    if own is not None:
+        return (*own, *(p for _, p in module.ds_external_parameters() if getattr(p, UNIT, None) not in own))
+    return _with_units(iter_params(module, recurse))
+
+
+def _with_units(params: Iterable[Any]) -> Iterator[Any]:
+    seen: set[int] = set()
+    for param in params:
+        unit = getattr(param, UNIT, None)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
+        if unit is None or param.ds_status != unit.ds_status:  # gathered alone
+            yield param

@@ -1,0 +1,191 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Networks of layers with experts, and what makes it hard to take modules of them as one unit.
+
+All are called like ``training.Network``; the subclasses each have one difficulty.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor, nn
+
+WIDTH = 10
+TOKENS = 17
+
+
+class Expert(nn.Module):
+    """Three small linear layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(width, width + 3), nn.Linear(width, width + 3, bias=False)
+        self.down = nn.Linear(width + 3, width)
+        self.activation = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gated."""
+        out: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    """Experts, all of which are used; or, ``routed``, those that a rank's data chooses."""
+
+    def __init__(self, width: int, experts: int, routed: bool = False) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
+        self.routed = routed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of the experts, weighted; a routed rank leaves one out, another one on each rank and input."""
+        weights = torch.softmax(self.router(x), -1)
+        left_out = (dist.get_rank() + int(weights.sum(0).argmax())) % len(self.experts) if self.routed else -1
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            if number != left_out:
+                out = out + expert(x) * weights[:, number : number + 1]
+        return out
+
+
+class Mixer(nn.Module):
+    """Something that is no expert."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two linear layers."""
+        out: Tensor = self.second(torch.tanh(self.first(self.norm(x))))
+        return out
+
+
+class Layer(nn.Module):
+    """A mixer and a mixture."""
+
+    def __init__(self, width: int, experts: int, routed: bool, outputs: int) -> None:
+        super().__init__()
+        self.mixer, self.mixture = Mixer(width), MixtureOfExperts(width, experts, routed)
+        self.outputs = outputs
+
+    def forward(self, x: Tensor) -> Any:
+        """One tensor or a dictionary of two."""
+        mixed = x + self.mixer(x)
+        out = mixed + self.mixture(mixed)
+        return out if self.outputs == 1 else {"hidden": out, "side": mixed.tanh()}
+
+
+class Stem(nn.Module):
+    """Token ids to vectors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding, self.project = nn.Embedding(TOKENS, width), nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up and project."""
+        out: Tensor = self.project(self.embedding(tokens))
+        return out
+
+
+class Mixtures(nn.Module):
+    """A stem that takes token ids, layers with experts, and a head."""
+
+    layer_count, experts = 2, 4
+    routed = keyword = tied = frozen = False
+    outputs = loops = 1
+
+    def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None, empty: bool = False) -> None:
+        super().__init__()
+        self.stem = Stem(WIDTH)
+        self.layers = nn.ModuleList(
+            Layer(WIDTH, self.experts, self.routed, self.outputs) for _ in range(self.layer_count)
+        )
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.out = nn.Linear(TOKENS, sizes[-1])
+        self.checkpointing = checkpointing
+        if self.tied:
+            nn.init.normal_(self.stem.embedding.weight, std=0.1)
+            self.head.weight = self.stem.embedding.weight
+        if self.frozen:
+            self.stem.requires_grad_(False)
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """The ids are made of the input."""
+        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        for _ in range(self.loops):
+            for layer in self.layers:
+                x = self.apply_layer(layer, x)
+        out: Tensor = self.out(self.head(x))
+        return out
+
+    def apply_layer(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """As the subclass says."""
+        if self.checkpointing is not None:
+            out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.checkpointing)
+        else:
+            out = layer(x=x) if self.keyword else layer(x)
+        return out if self.outputs == 1 else out["hidden"] + out["side"]
+
+
+class Routed(Mixtures):
+    """Ranks leave out different experts."""
+
+    routed = True
+
+
+class ByKeyword(Mixtures):
+    """Layers get their inputs by keyword: module hooks of torch see none."""
+
+    keyword = True
+
+
+class Tied(Mixtures):
+    """The head is the embedding, which is inside of the stem."""
+
+    tied = True
+
+
+class FrozenStem(Mixtures):
+    """The input of the first layer needs no gradient."""
+
+    frozen = True
+
+
+class TwoOutputs(Mixtures):
+    """Layers return dictionaries."""
+
+    outputs = 2
+
+
+class Looped(Mixtures):
+    """Layers are applied twice."""
+
+    loops = 2
+
+
+class Pair(nn.Module):
+    """Lists in a list."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.ModuleList([Mixer(width), nn.LayerNorm(width)]), nn.ModuleList([Mixer(width)])])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        for part in self.parts:
+            for module in part:  # type: ignore[union-attr]
+                x = x + module(x)
+        return x
+
+
+class Nested(Mixtures):
+    """Layers of lists of lists."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers = nn.ModuleList(Pair(WIDTH) for _ in range(2))
