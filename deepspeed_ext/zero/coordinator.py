@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 
 from deepspeed_ext.topology import data_parallel_ranks
+from deepspeed_ext.zero.chunks import Block
 
 _comparing: ContextVar[Any] = ContextVar("process group whose ranks compare their records", default=None)
 
@@ -40,10 +41,56 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     def __init__(self, *args: Any, group: Any, **kwargs: Any) -> None:
         self._gathering_group = group
+        self._blocks: dict[int, Block] = {}  # by id of the module
+        self._chunk_of: dict[int, tuple[Block, int]] = {}  # of an expert, by its id
         super().__init__(*args, **kwargs)
 
+    def watch(self, blocks: Sequence[Block]) -> None:
+        """Fetch the experts of these blocks in chunks; see ``chunks.py``."""
+        for block in blocks:
+            block.fetch, block.release = self._fetch_chunk, self._release
+            self._blocks[id(block.module)] = block
+            for number, chunk in enumerate(block.chunks):
+                self._chunk_of.update((id(expert), (block, number)) for expert in chunk.experts)
+
+    def trace_prologue(self, sub_module: Any) -> None:
+        """Check the module against the record; experts of chunks are not in it, their chunks are."""
+        if id(sub_module) not in self._chunk_of:
+            super().trace_prologue(sub_module)
+
+    def record_module(self, sub_module: Any) -> None:
+        """Add the module to the record; as above."""
+        if id(sub_module) not in self._chunk_of:
+            super().record_module(sub_module)
+
+    def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
+        """Fetch what a module uses; for an expert the chunks up to its own."""
+        expert = self._chunk_of.get(id(current_submodule))
+        if expert is not None:
+            block, number = expert
+            block.enter(number, forward)
+            return
+        super().fetch_sub_module(current_submodule, forward)
+        block_ = self._blocks.get(id(current_submodule))
+        if block_ is not None:
+            block_.begin(forward)
+
     def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
-        """Release what a module has used, but for what persists."""
+        """Release what a module has used, but for what persists; for a block with the chunks that are left."""
+        if id(submodule) in self._chunk_of:
+            return
+        block = self._blocks.get(id(submodule))
+        if block is not None:
+            block.end(forward)
+        self._release(submodule, forward)
+
+    def _fetch_chunk(self, chunk: Any, forward: bool) -> None:
+        super().trace_prologue(chunk)
+        if self.is_record_trace():
+            super().record_module(chunk)
+        super().fetch_sub_module(chunk, forward)
+
+    def _release(self, submodule: Any, forward: bool) -> None:
         kept: list[Any] = []
         if not self.is_complete_trace():
             entries = coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule))

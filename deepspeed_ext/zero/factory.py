@@ -16,7 +16,7 @@ import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import get_z3_leaf_modules, log_dist
+from deepspeed.utils import log_dist
 
 import deepspeed_ext
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
@@ -26,7 +26,7 @@ from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.leaf_setup import by_budget
-from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned import PartitionedOptimizer
 from deepspeed_ext.zero.replicated import ReplicatedOptimizer
 
@@ -109,8 +109,7 @@ def _inference(
     moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
     with coordinator_of(topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
-    leaves = get_z3_leaf_modules(module)
-    PartitionedParameters(module.parameters(), strategy, topology, moves, bucket, sequential, leaves)
+    partition(module, offload, strategy, topology, moves, {"bucket": bucket, "sequential": sequential})
     return offload
 
 

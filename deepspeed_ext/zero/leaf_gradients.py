@@ -15,6 +15,7 @@ Note [The end of a leaf's backward]
     which is the same on all ranks.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
+
+from deepspeed_ext.zero.chunks import Block, Chunk, blocks_of
 
 _ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
 _WAITS = -1  # a number that no module has, in a parameter's set of active modules
@@ -154,7 +157,14 @@ class LeafGradients:
         self.entries = entries
         for hook in optimizer._leaf_module_hooks:
             hook.remove()
-        self._leaves = [_Leaf(self, module, params) for module, params in optimizer.leaf_parameters.items()]
+        self._blocks = blocks_of(optimizer.module)
+        self._waiting: list[Chunk] = []  # for the end of the backward
+        experts: set[int] = set()
+        for block in self._blocks:
+            block.reduce = functools.partial(self._reduce_chunk, block)
+            experts.update(id(expert) for chunk in block.chunks for expert in chunk.experts)
+        leaves = {module: params for module, params in optimizer.leaf_parameters.items() if id(module) not in experts}
+        self._leaves = [_Leaf(self, module, params) for module, params in leaves.items()]
         optimizer._leaf_module_hooks = [hook for leaf in self._leaves for hook in leaf.hooks]
         self._others = [
             param
@@ -183,11 +193,33 @@ class LeafGradients:
         """Release a module where DeepSpeed, which looks at positional inputs only, would not."""
         self._optimizer.parameter_offload.post_sub_module_backward_function(module)
 
+    def _reduce_chunk(self, block: Block, chunk: Chunk) -> None:
+        """Experts have been left in a backward; if it is not the last one of their block, they wait for the end."""
+        if getattr(block.module, "applied_pre_backward_ref_cnt", 0):  # DeepSpeed's count; the same on all ranks
+            self._waiting.append(chunk)
+            return
+        params = [param for _, param in chunk.named_parameters() if param.requires_grad]
+        if any(_comes_later(param) for param in params if param.grad is None):
+            raise RuntimeError(
+                "Experts of a module that is fetched in chunks are still to run backward when their chunk is left: "
+                "autograd does not run them last to first. Raise zero_optimization.stage3_leaf_bytes until the module "
+                "is one unit."
+            )
+        if params:
+            self.reduce(params)
+
     def end_of_backward(self) -> None:
         """Reduce all that waits; the same modules on all ranks, in one order."""
-        if not self._leaves:
+        for block in self._blocks:
+            block.finish()
+        if not self._leaves and not self._waiting:
             return
         in_buckets = {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
+        chunks = {chunk: None for chunk in self._waiting}
+        self._waiting.clear()
+        for chunk in chunks:
+            params = [param for _, param in chunk.named_parameters() if param.requires_grad]
+            self.reduce([param for param in params if param.ds_id not in in_buckets])
         for leaf in self._leaves:
             leaf.end_of_backward(in_buckets)
 

@@ -21,12 +21,14 @@ Note [Two ways to choose]
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
+
+from deepspeed_ext.zero.chunks import set_chunks
 
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
 _EXPERTS = re.compile("expert", re.IGNORECASE)
@@ -38,6 +40,7 @@ class Kind(Enum):
     """What becomes of a module."""
 
     UNIT = "coarse"  # fetched as one
+    CHUNKED = "chunked"  # its experts are fetched some at a time; what else is in it as usual
     FINE = "fine"  # its own parameters are fetched when it is entered
     INSIDE = "inside"  # of a unit
 
@@ -67,6 +70,7 @@ class Found:
         granularity: elements / (1 + descendants); None where it has none.
         bytes: as a unit.
         why: why it is not a unit; empty if it is one.
+        chunks: experts that are fetched together.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Found:
     bytes: int
     kind: Kind
     why: str = ""
+    chunks: list[list[nn.Module]] = field(default_factory=list)
 
 
 def numel_of(param: Any) -> int:
@@ -134,13 +139,18 @@ class _Tree:
             return "a list has no forward"
         if not any(next(child.parameters(), None) is not None for child in module.children()):
             return "nothing with parameters is inside"
+        for m in module.modules():
+            if m is not module and getattr(m, _LEAF, False):
+                return f"{self.places[id(m)][0]} has been set as a leaf module"
+        return self.entered_elsewhere(module)
+
+    def entered_elsewhere(self, module: nn.Module) -> str:
+        """Why what is inside of a module may be used without it; empty if it is not."""
         inside = {id(m) for m in module.modules()}
         place = self.places[id(module)][0]
         for m in module.modules():
             if any(name != place and not name.startswith(f"{place}.") for name in self.places[id(m)]):
                 return f"{self.places[id(m)][0]} is in several places of the model"
-            if m is not module and getattr(m, _LEAF, False):
-                return f"{self.places[id(m)][0]} has been set as a leaf module"
         if any(self.users[id(p)] - inside for p in module.parameters()):
             return "it shares parameters with other modules"
         return ""
@@ -192,8 +202,13 @@ def choose(model: nn.Module, settings: Settings) -> list[Found]:
         if not inside:
             row.why = _why_not(tree, row, settings)
             row.kind = Kind.FINE if row.why else Kind.UNIT
+            if row.kind == Kind.FINE and settings.budget is not None and is_mixture(module):
+                row.chunks = _chunks(tree, module, settings.budget)
+                row.kind = Kind.CHUNKED if row.chunks else row.kind
+        experts = {id(expert) for chunk in row.chunks for expert in chunk}
         for child_name, child in module.named_children():
-            visit(f"{name}.{child_name}" if name else child_name, child, row.kind != Kind.FINE)
+            into = row.kind in (Kind.UNIT, Kind.INSIDE) or any(id(m) in experts for m in child.children())
+            visit(f"{name}.{child_name}" if name else child_name, child, into)
 
     visit("", model, False)
     return found
@@ -217,11 +232,36 @@ def _why_not(tree: _Tree, row: Found, settings: Settings) -> str:
     return f"{row.bytes:,} bytes are more than the budget" if row.bytes > settings.budget else ""
 
 
+def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
+    """The experts of a mixture in chunks that fit the budget; empty if it has no list of such experts."""
+    for name, child in module.named_children():
+        experts = list(child.children())
+        alike = isinstance(child, nn.ModuleList) and len(experts) > 1 and len({type(e) for e in experts}) == 1
+        if not alike or not (_EXPERTS.search(name) or _EXPERTS.search(type(experts[0]).__name__)):
+            continue
+        bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
+        if max(bytes_each) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
+            continue
+        chunks: list[list[nn.Module]] = []
+        room = 0
+        for expert, needed in zip(experts, bytes_each, strict=True):
+            if needed > room:
+                chunks.append([])
+                room = budget
+            chunks[-1].append(expert)
+            room -= needed
+        return chunks
+    return []
+
+
 def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
     """Flag the chosen modules for DeepSpeed."""
     units = [row.module for row in found if row.kind == Kind.UNIT]
     for module in units:
         setattr(module, _LEAF, True)
+    for row in found:
+        if row.chunks:
+            set_chunks(row.module, row.chunks)
     return units
 
 

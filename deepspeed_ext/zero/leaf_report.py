@@ -10,6 +10,8 @@ from torch import nn
 
 from deepspeed_ext.zero.leaf_modules import HOOKS, Found, Kind, Settings, numel_of
 
+_FETCHED = {Kind.UNIT.value: "as one", Kind.CHUNKED.value: "in {}", Kind.FINE.value: "one by one: {}"}
+
 
 class Row(NamedTuple):
     """Modules of one class of which the same becomes, for the same reason."""
@@ -40,6 +42,8 @@ def rows(found: Sequence[Found]) -> list[Row]:
     for one in found:
         if one.kind != Kind.INSIDE:
             why = "" if one.kind == Kind.UNIT else one.why
+            if one.chunks:
+                why = f"{len(one.chunks)} chunks of experts; {one.why}"
             alike.setdefault((type(one.module).__name__, one.kind.value, _general(why)), []).append(one)
     table = []
     for (cls, kind, why), some in alike.items():
@@ -56,7 +60,9 @@ def _general(why: str) -> str:
 def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
     """Hooks on modules before and after: DeepSpeed's rule is four on each module that is not inside of a leaf."""
     modules = sum(1 for _ in model.modules())
-    inside = sum(sum(1 for _ in one.module.modules()) - 1 for one in found if one.kind == Kind.UNIT)
+    coarse = [one.module for one in found if one.kind == Kind.UNIT]
+    coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
+    inside = sum(sum(1 for _ in module.modules()) - 1 for module in coarse)
     return HOOKS * modules, HOOKS * (modules - inside)
 
 
@@ -69,6 +75,9 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
     total = sum(numel_of(p) for p in model.parameters())
     small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence)
     fetched = [one.numel for one in found if one.kind == Kind.UNIT]
+    fetched += [
+        sum(numel_of(p) for expert in chunk for p in expert.parameters()) for one in found for chunk in one.chunks
+    ]
     fine = [p for one in found if one.kind == Kind.FINE for p in one.module.parameters(recurse=False)]
     largest = max([*fetched, *(numel_of(p) for p in fine)], default=0)
     ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
@@ -89,7 +98,7 @@ def text(found: Sequence[Found], model: nn.Module, settings: Settings, live: Liv
     ]
     for row in rows(found):
         granularity = "" if row.granularity is None else f"{row.granularity:,}"
-        fetched = "as one" if row.kind == Kind.UNIT.value else f"one by one: {row.why}"
+        fetched = _FETCHED[row.kind].format(row.why)
         lines.append(
             f"  {row.cls:<32.32} {row.count:>6} {row.numel:>15,} {granularity:>13} {row.bytes:>17,}  {fetched}"
         )

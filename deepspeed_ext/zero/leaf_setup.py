@@ -101,7 +101,7 @@ def _warn(found: list[Found], settings: Settings) -> None:
             f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. "
             f"{SECTION}.{LEAF_BYTES} true chooses without a number."
         )
-    split = [one for one in found if one.kind == Kind.FINE and is_mixture(one.module)]
+    split = [one for one in found if one.kind == Kind.FINE and is_mixture(one.module) and not _kept(one, found)]
     if split:
         first = split[0]
         logger.warning(
@@ -109,3 +109,9 @@ def _warn(found: list[Found], settings: Settings) -> None:
             f"{type(first.module).__name__} {first.name} for one ({first.why}): ranks that use different experts "
             f"would wait for one another. Raise the budget or the threshold, or set it as a leaf module."
         )
+
+
+def _kept(mixture: Found, found: list[Found]) -> bool:
+    """Whether the experts of a mixture that is not one unit are in one, or in chunks, all the same."""
+    inside = {id(module) for module in mixture.module.modules()} - {id(mixture.module)}
+    return any(one.kind in (Kind.UNIT, Kind.CHUNKED) and id(one.module) in inside for one in found)

@@ -19,7 +19,7 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
+from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor
 
 from deepspeed_ext.hops import Started
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology, data_parallel_ranks
+from deepspeed_ext.zero.chunks import blocks_of
 from deepspeed_ext.zero.messages import Message
 from deepspeed_ext.zero.modified import OWNER, REPLICAS
 from deepspeed_ext.zero.units import UNIT, Unit, UnitGather, forget_units, make_units
@@ -421,6 +423,23 @@ class PartitionedParameters:
             first = (number * layout.cols + self._moves.intra.rank) * layout.chunk
             piece = whole[first : first + layout.chunk]
             row[: piece.numel()].copy_(piece)
+
+
+def partition(
+    module: Any, offload: Any, strategy: Strategy, topology: Topology, moves: Moves, gathers: Mapping[str, Any]
+) -> PartitionedParameters:
+    """Hold the parameters of a model, which DeepSpeed has cut, as a strategy says.
+
+    Args:
+        offload: DeepSpeed's, with a coordinator of ours.
+        gathers: ``bucket`` and ``sequential`` of ``PartitionedParameters``.
+    """
+    blocks = blocks_of(module)
+    offload.param_coordinator.watch(blocks)
+    chunks = [chunk for block in blocks for chunk in block.chunks]
+    experts = {id(expert) for chunk in chunks for expert in chunk.experts}
+    leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
+    return PartitionedParameters(module.parameters(), strategy, topology, moves, leaves=[*leaves, *chunks], **gathers)
 
 
 def recut(param: Any, group: Any) -> None:

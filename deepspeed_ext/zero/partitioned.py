@@ -25,7 +25,6 @@ from deepspeed.checkpoint.constants import PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
-from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor
 
 from deepspeed_ext.hops import MakeHop, make_hop
@@ -36,7 +35,7 @@ from deepspeed_ext.zero.checkpoint import check_groups, cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.leaf_gradients import zero_gradients
-from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.remembering import Remembering, Whereabouts
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 
@@ -92,14 +91,8 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
         """Have DeepSpeed cut the model's parameters and watch its modules; then hold the parameters as p says."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
-        module = kwargs["module"]
-        self.parameters = PartitionedParameters(
-            module.parameters(),
-            self.strategy,
-            self.topology,
-            self._moves,
-            leaves=get_z3_leaf_modules(module),
-            **self._gathers,
+        self.parameters = partition(
+            kwargs["module"], offload, self.strategy, self.topology, self._moves, self._gathers
         )
         return offload
 

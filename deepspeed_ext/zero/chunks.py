@@ -1,0 +1,151 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts that are too large for one unit: fetched a chunk of experts at a time.
+
+Note [Chunks in one order]
+    Ranks use different experts, but what they gather together they must gather in one order. So the experts of a
+    block are cut into chunks, of consecutive experts that fit the budget, and in every forward of the block all
+    chunks are gathered, each once, first to last; in every backward last to first. A rank that enters an expert first
+    goes through the chunks before it, used or not; one that leaves the block goes through those that are left. So
+    the bytes are those of one unit, and what is gathered at a time are those of a chunk.
+
+    Forward must enter experts in their order: every loop over experts does. Autograd runs backward what was recorded
+    last first, so a chunk is done when an earlier one is entered; its gradients are reduced then. Either is checked.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+_CHUNKS = "paro_chunks"  # attribute of a block: its chunks
+_FIRST_ID = -2  # DeepSpeed numbers modules from 0, and -1 stands for a module that waits for its gradients
+
+
+class Chunk(nn.Module):
+    """Consecutive experts; to DeepSpeed's coordinator a leaf module. It is no part of the model.
+
+    Args:
+        experts: in the order in which they are entered.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["experts"] = tuple(experts)  # not as children
+        self.ds_id = _FIRST_ID
+        self.ds_recompute_parameters: set[Any] = set()
+        self._z3_leaf = True
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        """Those of the experts, each once."""
+        seen = dict.fromkeys(param for expert in self.experts for param in expert.parameters())
+        return ((str(number), param) for number, param in enumerate(seen))
+
+    def ds_external_parameters(self) -> tuple[tuple[str, Any], ...]:
+        """None."""
+        return ()
+
+
+class _Pass:
+    """A forward or a backward of a block: ``at`` is the number of chunks that were opened, in its order."""
+
+    def __init__(self, forward: bool) -> None:
+        self.forward = forward
+        self.at = 0
+
+
+class Block:
+    """A module with experts in chunks. See Note [Chunks in one order].
+
+    Args:
+        module: what is entered and left around its experts.
+        chunks: of all of them.
+    """
+
+    def __init__(self, module: nn.Module, chunks: Sequence[Chunk]) -> None:
+        self.module = module
+        self.chunks = tuple(chunks)
+        self.fetch: Callable[[Chunk, bool], None]  # set by the coordinator
+        self.release: Callable[[Chunk, bool], None]
+        self.reduce: Callable[[Chunk], None] = lambda chunk: None  # set with an optimizer
+        self._passes: list[_Pass] = []  # a recomputation is inside of a backward
+
+    def begin(self, forward: bool) -> None:
+        """The module is entered."""
+        while self._passes and (self._passes[-1].forward or not forward):
+            self._finish()  # left without notice: the recomputation of a checkpoint stops when it has what it needs
+        self._passes.append(_Pass(forward))
+
+    def enter(self, number: int, forward: bool) -> None:
+        """An expert of this chunk is entered.
+
+        Raises:
+            RuntimeError: chunks after it have been entered.
+        """
+        while self._passes and self._passes[-1].forward != forward:
+            self._finish()
+        if not self._passes:
+            self._passes.append(_Pass(forward))
+        self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
+
+    def end(self, forward: bool) -> None:
+        """The module is left."""
+        while self._passes and self._passes[-1].forward != forward:
+            self._finish()
+        if self._passes:
+            self._finish()
+
+    def finish(self) -> None:
+        """The backward of the model is over."""
+        while self._passes:
+            self._finish()
+
+    def _finish(self) -> None:
+        current = self._passes[-1]
+        self._go(current, len(self.chunks) - 1)
+        self._close(current)
+        self._passes.pop()
+
+    def _go(self, current: _Pass, place: int) -> None:
+        """Go on to the chunk at this place of the pass's order."""
+        if place < current.at - 1:
+            raise RuntimeError(
+                f"{type(self.module).__name__} enters its experts in another order than theirs, "
+                f"{'forward' if current.forward else 'backward'}: chunk {self._number(current, place)} of "
+                f"{len(self.chunks)} after chunk {self._number(current, current.at - 1)}. Chunks are gathered in one "
+                f"order on all ranks: raise zero_optimization.stage3_leaf_bytes until the module is one unit."
+            )
+        while current.at <= place:
+            if current.at:
+                self._close(current)
+            self.fetch(self.chunks[self._number(current, current.at)], current.forward)
+            current.at += 1
+
+    def _close(self, current: _Pass) -> None:
+        number = self._number(current, current.at - 1)
+        chunk = self.chunks[number]
+        if not current.forward:
+            self.reduce(chunk)
+        outer = self._passes[:-1]
+        if not any(one.at and self._number(one, one.at - 1) == number for one in outer):
+            self.release(chunk, current.forward)
+
+    def _number(self, current: _Pass, place: int) -> int:
+        return place if current.forward else len(self.chunks) - 1 - place
+
+
+def set_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> None:
+    """Have a block's experts be fetched in these chunks."""
+    for chunk in chunks:
+        for expert in chunk:
+            expert._z3_leaf = True
+    module.__dict__[_CHUNKS] = Block(module, [Chunk(chunk) for chunk in chunks])
+
+
+def blocks_of(model: nn.Module) -> list[Block]:
+    """The blocks of a model, in its order; numbers their chunks for DeepSpeed."""
+    blocks = [module.__dict__[_CHUNKS] for module in model.modules() if _CHUNKS in module.__dict__]
+    chunks = [chunk for block in blocks for chunk in block.chunks]
+    for number, chunk in enumerate(chunks):
+        chunk.ds_id = _FIRST_ID - number
+    return blocks
