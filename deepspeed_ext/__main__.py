@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext``: versions, patches and groups, for a look or a bug report."""
+"""``python -m deepspeed_ext``: versions, patches and groups, for a look or a bug report; ``leaf-modules``: what ZeRO-3
+would fetch as one of a model."""
 
 import argparse
 import importlib
@@ -9,6 +10,7 @@ import platform
 
 import deepspeed_ext
 from deepspeed_ext import patches
+from deepspeed_ext.config import LEAF_BYTES, THRESHOLD
 from deepspeed_ext.placement import Cluster
 from deepspeed_ext.topology import default_group_size, inter_ranks, intra_ranks, ranks_per_node
 
@@ -44,12 +46,35 @@ def report_groups(ranks: int | None, group_size: int | None) -> None:
     print(f"  between groups  {[inter_ranks(range(ranks), m, first) for first in range(m)]}")
 
 
+def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``leaf-modules``."""
+    parser.add_argument(
+        "--model", required=True, metavar="PKG:FN", help="makes the model; on the meta device it is free"
+    )
+    parser.add_argument("--bytes", type=int, help=f"{LEAF_BYTES} (default: true, a budget without a number)")
+    parser.add_argument("--threshold", type=int, help=f"{THRESHOLD} instead")
+    for key in ("max_live_parameters", "prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
+        parser.add_argument(f"--{key.replace('_', '-')}", dest=f"stage3_{key}", type=int, help=f"stage3_{key}")
+    parser.add_argument("--batch", metavar="PKG:FN", help="makes the model's arguments: train with them and measure")
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
     parser.add_argument("--ranks", type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
     parser.add_argument("--group-size", type=int, help="paro_group_size (default: ranks per node)")
+    commands = parser.add_subparsers(dest="command", title="commands")
+    leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
+    add_leaf_arguments(leaves)
     arguments = parser.parse_args()
+    if arguments.command == "leaf-modules":
+        from deepspeed_ext.zero import leaf_command
+
+        try:
+            leaf_command.run(arguments)
+        except ValueError as error:
+            parser.exit(2, f"{error}\n")
+        return
     report_versions()
     report_patches()
     try:

@@ -164,7 +164,8 @@ class _Tree:
         """A list of several modules of one class, with modules inside."""
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
         alike = len(children) > 1 and len({type(child) for child in children}) == 1
-        return isinstance(module, _CONTAINERS) and alike and any(True for _ in children[0].children())
+        layers = alike and not isinstance(children[0], _CONTAINERS) and any(True for _ in children[0].children())
+        return isinstance(module, _CONTAINERS) and layers
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -263,9 +264,3 @@ def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
         if row.chunks:
             set_chunks(row.module, row.chunks)
     return units
-
-
-def largest_parameter(model: nn.Module) -> tuple[str, int]:
-    """Name and bytes, as a unit, of the parameter that needs most."""
-    rows = [(name, unit_bytes([param])) for name, param in model.named_parameters()]
-    return max(rows, key=lambda row: row[1], default=("", 0))

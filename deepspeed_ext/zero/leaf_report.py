@@ -78,8 +78,12 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
     fetched += [
         sum(numel_of(p) for expert in chunk for p in expert.parameters()) for one in found for chunk in one.chunks
     ]
-    fine = [p for one in found if one.kind == Kind.FINE for p in one.module.parameters(recurse=False)]
-    largest = max([*fetched, *(numel_of(p) for p in fine)], default=0)
+    fetched += [
+        sum(map(numel_of, one.module.parameters(recurse=False)))
+        for one in found
+        if one.kind in (Kind.FINE, Kind.CHUNKED)
+    ]
+    largest = max(fetched, default=0)
     ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
     kept = live.reuse + largest if live.reuse else 0
     return min(total, small + largest + ahead + kept)

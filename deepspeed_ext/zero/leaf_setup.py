@@ -18,8 +18,8 @@ from deepspeed_ext.zero.leaf_modules import (
     choose,
     default_budget,
     is_mixture,
-    largest_parameter,
     set_leaves,
+    unit_bytes,
 )
 
 
@@ -27,23 +27,35 @@ def by_budget(zero_config: Any, model: nn.Module) -> list[Found] | None:
     """Choose and flag leaf modules, and say so on rank 0; None if a parsed ``zero_optimization`` has no budget.
 
     Raises:
-        ValueError: the budget is smaller than the largest parameter.
+        ValueError: the budget is smaller than what must be fetched at once.
     """
-    asked = leaf_bytes(zero_config)
-    if not asked:
+    if not leaf_bytes(zero_config):
         return None
-    most_live = int(zero_config.max_live_parameters)
-    budget = default_budget(model, most_live) if asked is True else int(asked)
-    if asked is not True:
-        _refuse_too_small(budget, model, most_live)
+    settings, live = settings_and_live(zero_config, model)
     _drop_defaults(zero_config, model)
+    return _set_up(model, settings, live)
+
+
+def settings_and_live(zero_config: Any, model: nn.Module) -> tuple[Settings, leaf_report.Live]:
+    """How a parsed ``zero_optimization`` says to choose, and ZeRO-3's other bounds.
+
+    Raises:
+        ValueError: the budget is smaller than what must be fetched at once.
+    """
+    asked, most_live = leaf_bytes(zero_config), int(zero_config.max_live_parameters)
+    budget: int | None = None
+    if asked is True:
+        budget = default_budget(model, most_live)
+    elif asked:
+        budget = int(asked)
+        _refuse_too_small(budget, model, most_live)
     live = leaf_report.Live(
         most_live,
         int(zero_config.prefetch_bucket_size),
         int(zero_config.max_reuse_distance),
         int(zero_config.param_persistence_threshold),
     )
-    return _set_up(model, Settings(budget, 0, most_live), live)
+    return Settings(budget, int(zero_config.module_granularity_threshold), most_live), live
 
 
 def by_granularity(offload: Any, model: nn.Module, threshold: int) -> list[Found]:
@@ -66,13 +78,19 @@ def _set_up(model: nn.Module, settings: Settings, live: leaf_report.Live) -> lis
 
 
 def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
-    name, needed = largest_parameter(model)
-    if budget < needed:
-        raise ValueError(
-            f"{SECTION}.{LEAF_BYTES} must be at least the bytes of the largest parameter, gathered and with its "
-            f"gradient: {name} needs {needed:,}, got {budget:,}. Raise it, or set it to true for the budget that "
-            f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
-        )
+    """What one module holds itself is fetched at once."""
+    name, module = max(model.named_modules(), key=lambda item: unit_bytes(item[1].parameters(recurse=False)))
+    own = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
+    needed = sum(own.values())
+    if budget >= needed:
+        return
+    largest = max(own, key=lambda key: own[key])
+    others = f"; with the others of {name or 'the model'} {needed:,}" if len(own) > 1 else ""
+    raise ValueError(
+        f"{SECTION}.{LEAF_BYTES} must be at least the bytes of the largest parameter, gathered and with its gradient: "
+        f"{largest} needs {own[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
+        f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
+    )
 
 
 def _drop_defaults(zero_config: Any, model: nn.Module) -> None:
@@ -84,7 +102,8 @@ def _drop_defaults(zero_config: Any, model: nn.Module) -> None:
 
 
 def _warn(found: list[Found], settings: Settings) -> None:
-    """Warn once, on rank 0, of a threshold that does nothing and of experts that are fetched one by one."""
+    """Warn once, on rank 0, of a threshold that does nothing, of what exceeds the budget, and of experts that are
+    fetched one by one."""
     from deepspeed import comm as dist
 
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -101,6 +120,15 @@ def _warn(found: list[Found], settings: Settings) -> None:
             f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. "
             f"{SECTION}.{LEAF_BYTES} true chooses without a number."
         )
+    budget = settings.budget
+    own = [one for one in found if one.kind != Kind.INSIDE and budget and _own_bytes(one) > budget]
+    if own and budget:
+        first = max(own, key=_own_bytes)
+        logger.warning(
+            f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, "
+            f"{type(first.module).__name__} {first.name} for one ({_own_bytes(first):,} bytes, budget {budget:,}): "
+            f"they are fetched at once all the same. Packed experts cannot be cut into chunks."
+        )
     split = [one for one in found if one.kind == Kind.FINE and is_mixture(one.module) and not _kept(one, found)]
     if split:
         first = split[0]
@@ -111,7 +139,14 @@ def _warn(found: list[Found], settings: Settings) -> None:
         )
 
 
+def _own_bytes(one: Found) -> int:
+    """Of what a module holds itself, as a unit."""
+    return unit_bytes(one.module.parameters(recurse=False))
+
+
 def _kept(mixture: Found, found: list[Found]) -> bool:
     """Whether the experts of a mixture that is not one unit are in one, or in chunks, all the same."""
     inside = {id(module) for module in mixture.module.modules()} - {id(mixture.module)}
+    if not any(isinstance(module, nn.ModuleList) for module in mixture.module.modules()):
+        return True  # packed: every rank uses all of them
     return any(one.kind in (Kind.UNIT, Kind.CHUNKED) and id(one.module) in inside for one in found)

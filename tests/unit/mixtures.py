@@ -168,6 +168,60 @@ class Looped(Mixtures):
     loops = 2
 
 
+class Late(Mixtures):
+    """A second output of each layer is used after all else, and depends on parameters only."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers = nn.ModuleList(LateLayer(WIDTH, self.experts, False, 1) for _ in range(2))
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """The first layer's side comes in at the end."""
+        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        x, side = self.layers[0](x)
+        x, _ = self.layers[1](x)
+        out: Tensor = self.out(self.head(x)) + side.mean()
+        return out
+
+
+class LateLayer(Layer):
+    """With a side output."""
+
+    def __init__(self, width: int, *args: Any) -> None:
+        super().__init__(width, *args)
+        self.aside = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Any:
+        """The layer's output, and what is made of parameters."""
+        return super().forward(x), self.aside(torch.ones(1, WIDTH, dtype=x.dtype, device=x.device))
+
+
+class Lent(Mixtures):
+    """The head borrows a weight from the inside of a layer, without telling DeepSpeed."""
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Through the layers, then once more through a part of the first."""
+        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        for layer in self.layers:
+            x = layer(x)
+        x = nn.functional.linear(x, self.layers[0].mixer.first.weight)  # type: ignore[union-attr]
+        out: Tensor = self.out(self.head(x))
+        return out
+
+
+class PartCalled(Mixtures):
+    """A part of a layer is also called from outside of it."""
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """The first layer's mixer once more at the end."""
+        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        for layer in self.layers:
+            x = layer(x)
+        x = x + self.layers[0].mixer(x)  # type: ignore[union-attr,operator]
+        out: Tensor = self.out(self.head(x))
+        return out
+
+
 class Pair(nn.Module):
     """Lists in a list."""
 
@@ -189,3 +243,30 @@ class Nested(Mixtures):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.layers = nn.ModuleList(Pair(WIDTH) for _ in range(2))
+
+
+class SharedModule(Mixtures):
+    """The second layer uses the mixer of the first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers[1].mixer = self.layers[0].mixer  # type: ignore[assignment,union-attr]
+        for layer in self.layers:
+            layer.mixture = Mixer(WIDTH)  # type: ignore[assignment]
+
+
+class Reversed(MixtureOfExperts):
+    """Enters its experts last to first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Their sum."""
+        return sum((expert(x) for expert in reversed(list(self.experts))), self.router(x).sum() * 0)
+
+
+class Backwards(Mixtures):
+    """With experts that are entered last to first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for layer in self.layers:
+            layer.mixture = Reversed(WIDTH, self.experts)  # type: ignore[assignment]

@@ -31,7 +31,10 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "GGG", "stage": 1}, "which is stage 3, got stage 1"),
     ({"paro_strategy": "IIG", "stage": 2}, "IIG places p = I, g = I, which is stage 3, got stage 2. Remove stage"),
     ({"paro_strategy": "GNG", "stage": 2}, "GNG places p = G, g = N, which is stage 3, got stage 2"),
-    ({"paro_stratgy": "NIG"}, "no key 'paro_stratgy': .*paro_strategy, paro_group_size. Did you mean 'paro_strategy'"),
+    (
+        {"paro_stratgy": "NIG"},
+        "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .* Did you mean 'paro_strategy'",
+    ),
     ({"paro_strategy": "NIG", "paro_groupsize": 2}, "no key 'paro_groupsize'.*Did you mean 'paro_group_size'"),
     ({"PaRO": "auto"}, "no key 'PaRO'"),
 ]
@@ -160,6 +163,11 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     )
 ] + [
     (NIG | {"offload_param": CPU}, {}, cannot(in_zero("offload_param"), "NIG")),
+    (
+        NIG | {"stage3_module_granularity_threshold": 9},
+        {},
+        cannot(in_zero("stage3_module_granularity_threshold"), "NIG"),
+    ),
     *(
         (
             {**size, "paro_strategy": name, "offload_param": CPU},
