@@ -78,6 +78,10 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
         from deepspeed_ext.config import active_strategy
 
         strategy = active_strategy(self._config)
+        if "deepspeed_ext.zero.leaf_modules" in sys.modules:
+            from deepspeed_ext.zero.leaf_modules import unset_leaves
+
+            unset_leaves(self.module)  # of an engine before this one
         if strategy is None:
             if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.parameters" in sys.modules:
                 from deepspeed_ext.zero.parameters import recut_for_stock

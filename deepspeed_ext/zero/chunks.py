@@ -135,11 +135,13 @@ class Block:
 
 
 def set_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> None:
-    """Have a block's experts be fetched in these chunks."""
-    for chunk in chunks:
-        for expert in chunk:
-            expert._z3_leaf = True
+    """Have a block's experts, which are leaf modules, be fetched in these chunks."""
     module.__dict__[_CHUNKS] = Block(module, [Chunk(chunk) for chunk in chunks])
+
+
+def unset_chunks(module: nn.Module) -> None:
+    """Undo ``set_chunks``."""
+    module.__dict__.pop(_CHUNKS, None)
 
 
 def blocks_of(model: nn.Module) -> list[Block]:

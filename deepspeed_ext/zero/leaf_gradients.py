@@ -212,7 +212,7 @@ class LeafGradients:
         """Reduce all that waits; the same modules on all ranks, in one order."""
         for block in self._blocks:
             block.finish()
-        if not self._leaves and not self._waiting:
+        if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
         in_buckets = {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
         chunks = {chunk: None for chunk in self._waiting}
@@ -239,7 +239,7 @@ def watch_leaves(optimizer: Any) -> None:
 def end_of_backward(optimizer: Any) -> None:
     """Before the epilogue of a stage-3 optimizer."""
     watcher = getattr(optimizer, _ATTRIBUTE, None)
-    if watcher is not None and not optimizer._coalesce_grad_reduction:
+    if watcher is not None:
         watcher.end_of_backward()
 
 

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_ext.zero.chunks import set_chunks
+from deepspeed_ext.zero.chunks import set_chunks, unset_chunks
 
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
+_OURS = "paro_leaf"  # that the flag is ours
 _EXPERTS = re.compile("expert", re.IGNORECASE)
 _CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__all__)
 HOOKS = 4  # that DeepSpeed registers on each module
@@ -256,11 +257,23 @@ def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]
 
 
 def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
-    """Flag the chosen modules for DeepSpeed."""
+    """Flag the chosen modules for DeepSpeed, and experts of chunks; the units."""
+    found = list(found)
     units = [row.module for row in found if row.kind == Kind.UNIT]
-    for module in units:
-        setattr(module, _LEAF, True)
+    experts = [expert for row in found for chunk in row.chunks for expert in chunk]
+    for module in (*units, *experts):
+        if not getattr(module, _LEAF, False):
+            setattr(module, _LEAF, True)
+            setattr(module, _OURS, True)
     for row in found:
         if row.chunks:
             set_chunks(row.module, row.chunks)
     return units
+
+
+def unset_leaves(model: nn.Module) -> None:
+    """Undo ``set_leaves``: another engine chooses for itself."""
+    for module in model.modules():
+        if module.__dict__.pop(_OURS, False):
+            module.__dict__.pop(_LEAF, None)
+        unset_chunks(module)

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaf modules of an engine's model, chosen when its optimizer is made, and reported."""
 
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from deepspeed.utils import log_dist, logger
+from deepspeed.utils.logging import print_dist
 from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
 from torch import nn
 
@@ -66,13 +68,16 @@ def by_granularity(offload: Any, model: nn.Module, threshold: int) -> list[Found
         offload._max_reuse_distance_in_numel,
         offload.param_numel_persistence_threshold,
     )
-    return _set_up(model, Settings(None, int(threshold), live.most), live)
+    # DeepSpeed printed its table as well, until it made the prints depend on a flag that nothing sets.
+    return _set_up(model, Settings(None, int(threshold), live.most), live, print_dist)
 
 
-def _set_up(model: nn.Module, settings: Settings, live: leaf_report.Live) -> list[Found]:
+def _set_up(
+    model: nn.Module, settings: Settings, live: leaf_report.Live, show: Callable[..., None] = log_dist
+) -> list[Found]:
     found = choose(model, settings)
     set_leaves(found)
-    log_dist(f"deepspeed_ext: {leaf_report.text(found, model, settings, live)}", ranks=[0])
+    show(f"deepspeed_ext: {leaf_report.text(found, model, settings, live)}", ranks=[0])
     _warn(found, settings)
     return found
 

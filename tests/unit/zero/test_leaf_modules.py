@@ -156,8 +156,8 @@ def hooks_case() -> tuple[list[int], list[int], list[str]]:
 
 def test_the_table_is_shown(ranks: Any) -> None:
     by_budget, by_granularity, nothing, split = ranks(2).run(report_case)[0]
-    for lines in (by_budget, by_granularity):
-        table = next(line for level, line in lines if "leaf modules of Mixtures" in line)
+    for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
+        table = next(line for level, line in lines if level == where and "leaf modules of Mixtures" in line)
         assert re.search(r"Layer +2 +1,936 +84 +23,232  as one", table), table
         assert "Mixtures " in table and "it is the model" in table
         assert "hooks on modules: 252 before, 28 after (88.9% fewer)" in table
@@ -170,7 +170,10 @@ def test_the_table_is_shown(ranks: Any) -> None:
 
 
 def report_case() -> list[list[tuple[str, str]]]:
-    """What is logged with a budget, with a threshold, with one that does nothing, and where experts are split."""
+    """What is logged or printed with a budget, with a threshold, with one that does nothing, and where experts are split."""
+    import contextlib
+    import io
+
     import mixtures
     import training
     from logs import logged
@@ -179,9 +182,9 @@ def report_case() -> list[list[tuple[str, str]]]:
     keys = [{"stage3_leaf_bytes": True}, *({"stage3_module_granularity_threshold": n} for n in (100, 5, 60))]
     logs = []
     for zero in keys:
-        with logged() as lines:
+        with logged() as lines, contextlib.redirect_stdout(io.StringIO()) as printed:
             training.make_engine(job, {"stage": 3, **zero})[0].destroy()
-        logs.append(lines)
+        logs.append([*lines, ("printed", printed.getvalue())])
     return logs
 
 

@@ -238,3 +238,27 @@ def test_experts_out_of_order_are_an_error_and_not_a_hang(ranks: Any) -> None:
 def backwards_case() -> None:
     """Experts entered last to first, in chunks."""
     training.train(job_of(mixtures.Backwards), {"stage": 3, **CHUNKS})
+
+
+def test_a_second_engine_chooses_for_itself(ranks: Any) -> None:
+    for hooks in ranks(2).run(second_engine_case):
+        assert hooks[1:] == [252, 28, 252] and hooks[0] < 252, hooks
+
+
+def second_engine_case() -> list[int]:
+    """Hooks of engines for one model: with chunks, with nothing of ours, with layers, with nothing."""
+    import deepspeed
+
+    job = job_of(mixtures.Mixtures)
+    model = mixtures.Mixtures(job.sizes)
+    hooks = []
+    for keys in (CHUNKS, {}, AUTO, {}):
+        config = training.configuration(job, {"stage": 3, **keys})
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        for _ in range(2):
+            training.micro_step(engine, job, 0, *next(training.batches(job)))
+            engine.step()
+        offload = engine.optimizer.parameter_offload
+        hooks.append(len(offload.forward_hooks) + len(offload.backward_hooks))
+        engine.destroy()
+    return hooks
