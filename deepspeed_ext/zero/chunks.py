@@ -139,9 +139,9 @@ def set_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> None
     module.__dict__[_CHUNKS] = Block(module, [Chunk(chunk) for chunk in chunks])
 
 
-def unset_chunks(module: nn.Module) -> None:
-    """Undo ``set_chunks``."""
-    module.__dict__.pop(_CHUNKS, None)
+def unset_chunks(module: nn.Module) -> bool:
+    """Undo ``set_chunks``; whether there was anything to undo."""
+    return module.__dict__.pop(_CHUNKS, None) is not None
 
 
 def blocks_of(model: nn.Module) -> list[Block]:

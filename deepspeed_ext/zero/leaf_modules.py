@@ -272,8 +272,18 @@ def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
 
 
 def unset_leaves(model: nn.Module) -> None:
-    """Undo ``set_leaves``: another engine chooses for itself."""
+    """Undo ``set_leaves``: another engine chooses for itself.
+
+    What DeepSpeed leaves on modules and parameters goes as well: another engine would take parameters for those of
+    leaf modules, and call the one that has made the autograd functions.
+    """
+    ours = [module for module in model.modules() if unset_chunks(module) | module.__dict__.pop(_OURS, False)]
+    for module in ours:
+        module.__dict__.pop(_LEAF, None)
+    if not ours:
+        return
+    for param in model.parameters():
+        param.__dict__.pop("ds_z3_leaf_module", None)
     for module in model.modules():
-        if module.__dict__.pop(_OURS, False):
-            module.__dict__.pop(_LEAF, None)
-        unset_chunks(module)
+        module.__dict__.pop("pre_bwd_fn", None)
+        module.__dict__.pop("post_bwd_fn", None)

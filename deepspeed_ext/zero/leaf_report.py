@@ -75,14 +75,12 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
     total = sum(numel_of(p) for p in model.parameters())
     small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence)
     fetched = [one.numel for one in found if one.kind == Kind.UNIT]
-    fetched += [
-        sum(numel_of(p) for expert in chunk for p in expert.parameters()) for one in found for chunk in one.chunks
-    ]
-    fetched += [
-        sum(map(numel_of, one.module.parameters(recurse=False)))
-        for one in found
-        if one.kind in (Kind.FINE, Kind.CHUNKED)
-    ]
+    for one in found:
+        if one.kind == Kind.FINE:
+            fetched.append(sum(map(numel_of, one.module.parameters(recurse=False))))
+        elif one.kind == Kind.CHUNKED:  # a chunk stays while what is beside the experts comes and goes
+            chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in one.chunks]
+            fetched.append(max(chunks) + one.numel - sum(chunks))
     largest = max(fetched, default=0)
     ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
     kept = live.reuse + largest if live.reuse else 0

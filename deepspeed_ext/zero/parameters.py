@@ -19,6 +19,7 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 
 import functools
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,10 +51,15 @@ class Gather:
         gather: under way to their cells side by side.
         message: where these are.
         alone: whether parameters may be released one by one, and must not share memory.
+        begun: transfers in the order in which they have begun. They are finished in that order: it is the same on all
+            ranks, while DeepSpeed waits for the parameters of a module in any.
     """
 
-    def __init__(self, params: Sequence[Any], gather: Started, message: Message, alone: bool) -> None:
+    def __init__(
+        self, params: Sequence[Any], gather: Started, message: Message, alone: bool, begun: "deque[Started]"
+    ) -> None:
         self._params = params
+        self._begun = begun
         self._message = message
         self._copied = alone and message.rows * message.cols == 1 and len(params) > 1  # else one is a view of all
         for param in params:
@@ -64,6 +70,8 @@ class Gather:
         """Make the parameters available. ``handle_dependency`` needs no care: nothing outlives this call."""
         if self._gather is None:
             return
+        while self._gather in self._begun:
+            self._begun.popleft().finish()
         flat, self._gather = self._gather.finish(), None
         cells = flat.view(self._message.cols, self._message.rows, self._message.width)
         for param, whole in zip(self._params, self._message.unpack(cells), strict=True):
@@ -123,6 +131,7 @@ class PartitionedParameters:
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
         self._under_way: dict[int, Any] = {}  # number of the block: handle of the all-gather into it
         self._messages: dict[tuple[int, ...], Message] = {}  # ds_ids of a unit's parameters: where they are in it
+        self._begun: deque[Started] = deque()
         self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
         for param in self._params:
             if hasattr(param, OWNER):
@@ -335,7 +344,8 @@ class PartitionedParameters:
         move = (self.strategy.p, Placement.N)
         gather = Started(self._moves.gather(sent, *move), self._moves.gather_hops(*move))
         self._live(sum(param.ds_numel for param in params))
-        return Gather(params, gather, self._message(params, alone), alone)
+        self._begun.append(gather)
+        return Gather(params, gather, self._message(params, alone), alone, self._begun)
 
     @torch.no_grad()
     def all_gather_coalesced(

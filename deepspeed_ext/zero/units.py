@@ -100,15 +100,18 @@ class UnitGather:
     """A unit on its way. ``gather`` is of those that were missing, None if there were none."""
 
     def __init__(self, unit: Unit, gather: Any) -> None:
-        self._unit = unit
+        self._unit: Unit | None = unit
         self._gather = gather
         unit.ds_status = ZeroParamStatus.INFLIGHT
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Make it available."""
+        """Make it available. The coordinator waits again for what was gathered with it, when this may be released."""
+        if self._unit is None:
+            return
         if self._gather is not None:
             self._gather.wait(handle_dependency)
         self._unit.ds_status = ZeroParamStatus.AVAILABLE
+        self._unit = None
 
 
 def make_units(

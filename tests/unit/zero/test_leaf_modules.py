@@ -170,7 +170,7 @@ def test_the_table_is_shown(ranks: Any) -> None:
 
 
 def report_case() -> list[list[tuple[str, str]]]:
-    """What is logged or printed with a budget, with a threshold, with one that does nothing, and where experts are split."""
+    """What is logged and printed with a budget, a threshold, one that does nothing, and one that splits experts."""
     import contextlib
     import io
 

@@ -21,7 +21,7 @@ BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do n
 
 def job_of(network: Any, **more: Any) -> Job:
     """A job with Adam: it would show a missing or doubled gradient of any parameter."""
-    return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, "steps": 3, **more})
+    return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, "steps": 2, **more})
 
 
 def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) -> list[Any]:
@@ -61,7 +61,7 @@ BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_on_two_ranks(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2)
-    variants = [{"stage": 3, **keys} for keys in (AUTO, BLOCKS, CHUNKS)]
+    variants = [{"stage": 3, **keys} for keys in (BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO, CHUNKS)]
     rows = ranks(2).run(against, job, variants, {"stage": 3})[0]
     exact(rows) if name == "Nested" else check(rows)
 
@@ -79,7 +79,7 @@ def test_every_strategy(ranks: Any, keys: dict[str, Any]) -> None:
     check(ranks(4).run(against, job, variants, {"stage": 3}, timeout=120)[0])
 
 
-@pytest.mark.parametrize("threshold", [0, 1, 59, 60, 61, 84, 93, 94, 10**12])
+@pytest.mark.parametrize("threshold", [1, 60, 84, 10**12])
 def test_thresholds_on_deepspeeds_own_optimizer(ranks: Any, threshold: int) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2)
     zero = {"stage": 3, "stage3_module_granularity_threshold": threshold}
@@ -91,49 +91,45 @@ def test_thresholds_on_deepspeeds_own_optimizer(ranks: Any, threshold: int) -> N
 
 def test_thresholds_to_the_bit(ranks: Any) -> None:
     job = job_of(mixtures.Nested, accumulation=2)
-    keys = [{"stage3_module_granularity_threshold": n} for n in (49, 50, 60, 10**12)]
+    keys = [{"stage3_module_granularity_threshold": n} for n in (0, 49, 50, 10**12)]
     variants = [zero | more for zero in ({"stage": 3}, {"paro_strategy": "GGG"}) for more in keys]
     exact(ranks(2).run(against, job, variants, {"stage": 3})[0])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["Mixtures", "Routed"])
-def test_activation_checkpointing(ranks: Any, name: str, reentrant: bool) -> None:
-    job = job_of(getattr(mixtures, name), checkpointing=reentrant, accumulation=2)
-    variants = [training.placed(strategy, **keys) for strategy in ("GGG", "IIG") for keys in (AUTO, CHUNKS)]
+def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
+    job = job_of(mixtures.Routed, checkpointing=reentrant, accumulation=2)
+    variants = [training.placed("GGG", **AUTO), training.placed("IIG", **CHUNKS)]
     check(ranks(4).run(against, job, variants, BY_HAND)[0])
 
 
 @pytest.mark.parametrize("keys", [AUTO, BLOCKS, CHUNKS], ids=["layers", "blocks", "chunks"])
 def test_experts_that_ranks_choose(ranks: Any, keys: dict[str, Any]) -> None:
-    job = job_of(mixtures.Routed, accumulation=3, steps=5)
-    variants = [training.placed(strategy, **keys) for strategy in ("GGG", "IIG", "GNG")]
+    job = job_of(mixtures.Routed, accumulation=2, steps=4)
+    variants = [training.placed(strategy, **keys) for strategy in ("GGG", "IIG")]
     check(ranks(4).run(against, job, variants, BY_HAND)[0])
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        {"boundary": "user"},
         {"boundary": "step"},
         {"boundary": "coalesce"},
         {"backward": "loss"},
         {"groups": 2},
-        {"clipping": 0.0},
         {"zero_init": "config"},
         {"zero": {**SMALL, "stage3_param_persistence_threshold": 50}},
         {"zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True}},
         {"zero": {**SMALL, "contiguous_gradients": False}},
         {"zero": {**SMALL, "reduce_scatter": False}},
         {"zero": {**SMALL, "allgather_sequential": True}},
-        {"zero": {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}},
         {"zero": {**SMALL, "stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 300}},
     ],
     ids=lambda more: str(more).replace("'", "")[:70],
 )
 def test_with_what_else_may_be_set(ranks: Any, more: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, **more)
-    variants = [training.placed(strategy, **keys) for strategy in ("GGG", "IIG") for keys in (AUTO, CHUNKS)]
+    variants = [training.placed("IIG", **AUTO), training.placed("GGG", **CHUNKS)]
     # Stock ZeRO-3 counts the gradients of coalesced micro-steps in another way; stage 2 does not.
     check(ranks(4).run(against, job, variants, {"stage": 2 if more.get("boundary") == "coalesce" else 3})[0])
 
