@@ -56,7 +56,7 @@ def test_it_trains_what_zero3_trains(ranks: Any, name: str) -> None:
 
 
 def train_case(name: str, keys: dict[str, Any]) -> list[tuple[list[str], list[int], float, float]]:
-    """With the default budget, once with a small one too: classes of units, hooks without and with, and how far from stock."""
+    """With the default budget, once with a small one: classes of units, hooks without and with, how far from stock."""
     import deepspeed
     import torch
     import training
