@@ -108,7 +108,7 @@ def with_leaf_bytes(section: Mapping[str, Any]) -> dict[str, Any]:
             f"{SECTION}.{LEAF_BYTES} needs parameters that are cut, but {STRATEGY} is {given!r}. Use a strategy with "
             f"p = I or G, or remove {LEAF_BYTES}."
         )
-    if isinstance(stage, bool) or stage not in (0, 3):
+    if isinstance(stage, bool) or stage != 3:
         raise ValueError(
             f"{SECTION}.{LEAF_BYTES} needs {SECTION}.stage 3, or a {STRATEGY} with p = I or G, got stage {stage!r}."
         )

@@ -19,7 +19,9 @@ from typing import Any
 from torch import nn
 
 _CHUNKS = "paro_chunks"  # attribute of a block: its chunks
-_FIRST_ID = -2  # DeepSpeed numbers modules from 0, and -1 stands for a module that waits for its gradients
+# Numbers in the sets of modules that use a parameter; DeepSpeed numbers modules from 0.
+WAITS = -1  # the gradients of its module are not complete
+_FIRST_ID = -2  # of a chunk
 
 
 class Chunk(nn.Module):
@@ -36,6 +38,9 @@ class Chunk(nn.Module):
         self.ds_recompute_parameters: set[Any] = set()
         self._z3_leaf = True
 
+    def __deepcopy__(self, memo: Any) -> "Chunk":
+        return self  # of the engine, as hooks are
+
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         """Those of the experts, each once."""
         seen = dict.fromkeys(param for expert in self.experts for param in expert.parameters())
@@ -47,10 +52,12 @@ class Chunk(nn.Module):
 
 
 class _Pass:
-    """A forward or a backward of a block: ``at`` is the number of chunks that were opened, in its order."""
+    """A forward or a backward of a block: ``at`` is the number of chunks that were opened, in its order; ``last``
+    whether the backward that runs will not come to the block again."""
 
-    def __init__(self, forward: bool) -> None:
+    def __init__(self, forward: bool, last: bool) -> None:
         self.forward = forward
+        self.last = last
         self.at = 0
 
 
@@ -67,14 +74,26 @@ class Block:
         self.chunks = tuple(chunks)
         self.fetch: Callable[[Chunk, bool], None]  # set by the coordinator
         self.release: Callable[[Chunk, bool], None]
-        self.reduce: Callable[[Chunk], None] = lambda chunk: None  # set with an optimizer
+        self.reduce: Callable[[Chunk, bool], None] = lambda chunk, last: None  # set with an optimizer
+        self.is_last: Callable[[], bool] = lambda: True
+        self.forget: Callable[[], None] = lambda: None
         self._passes: list[_Pass] = []  # a recomputation is inside of a backward
+
+    def __deepcopy__(self, memo: Any) -> "Block":
+        return self
+
+    def abandon(self) -> None:
+        """A new forward of the model begins: what is open was given up, by an exception."""
+        backward = any(not one.forward for one in self._passes)
+        self._passes.clear()
+        if backward:
+            self.forget()
 
     def begin(self, forward: bool) -> None:
         """The module is entered."""
         while self._passes and (self._passes[-1].forward or not forward):
             self._finish()  # left without notice: the recomputation of a checkpoint stops when it has what it needs
-        self._passes.append(_Pass(forward))
+        self._passes.append(_Pass(forward, forward or self.is_last()))
 
     def enter(self, number: int, forward: bool) -> None:
         """An expert of this chunk is entered.
@@ -82,10 +101,13 @@ class Block:
         Raises:
             RuntimeError: chunks after it have been entered.
         """
-        while self._passes and self._passes[-1].forward != forward:
+        while self._passes and self._passes[-1].forward and not forward:
             self._finish()
-        if not self._passes:
-            self._passes.append(_Pass(forward))
+        top = self._passes[-1] if self._passes else None
+        if forward and top and not top.forward and self._number(top, top.at - 1) == number:
+            return  # a checkpoint of a single expert, which runs backward, recomputes it
+        if top is None or top.forward != forward:
+            self._passes.append(_Pass(forward, forward or self.is_last()))
         self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
 
     def end(self, forward: bool) -> None:
@@ -125,7 +147,7 @@ class Block:
         number = self._number(current, current.at - 1)
         chunk = self.chunks[number]
         if not current.forward:
-            self.reduce(chunk)
+            self.reduce(chunk, current.last)
         outer = self._passes[:-1]
         if not any(one.at and self._number(one, one.at - 1) == number for one in outer):
             self.release(chunk, current.forward)

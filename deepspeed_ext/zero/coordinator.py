@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed.utils import z3_leaf_module
 
 from deepspeed_ext.topology import data_parallel_ranks
-from deepspeed_ext.zero.chunks import Block
+from deepspeed_ext.zero.chunks import WAITS, Block
 
 _comparing: ContextVar[Any] = ContextVar("process group whose ranks compare their records", default=None)
 
@@ -91,10 +91,13 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         super().fetch_sub_module(chunk, forward)
 
     def _release(self, submodule: Any, forward: bool) -> None:
-        kept: list[Any] = []
-        if not self.is_complete_trace():
-            entries = coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule))
-            kept = [entry for entry in entries if entry.ds_persist and not entry.is_external_param]
+        early = not self.is_complete_trace()
+        entries = coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule))
+        kept = [
+            entry
+            for entry in entries
+            if ((early and entry.ds_persist) or WAITS in entry.ds_active_sub_modules) and not entry.is_external_param
+        ]
         for entry in kept:
             entry.is_external_param = True  # such are not released with the module
         try:
@@ -106,6 +109,9 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     @compiler.lazy_disable
     def reset_step(self) -> None:
         """Begin a forward; compare the record of the last one within the group."""
+        if torch._C._current_graph_task_id() == -1:
+            for block in self._blocks.values():
+                block.abandon()
         with _comparing_within(self._gathering_group):
             super().reset_step()
 

@@ -75,10 +75,9 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
         engine.backward(_loss(out))
         engine.step()
     offload = engine.optimizer.parameter_offload
-    measured = {
-        "hooks": len(offload.forward_hooks) + len(offload.backward_hooks),
-        "parameters gathered at a time at most": engine.optimizer.parameters.most_live,
-    }
+    measured = {"hooks": len(offload.forward_hooks) + len(offload.backward_hooks)}
+    if hasattr(engine.optimizer, "parameters"):  # with a threshold alone it is DeepSpeed's
+        measured["parameters gathered at a time at most"] = engine.optimizer.parameters.most_live
     engine.destroy()
     return measured
 

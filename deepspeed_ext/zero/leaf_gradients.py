@@ -8,11 +8,12 @@ Note [The end of a leaf's backward]
     no positional input needs a gradient: token ids, a frozen embedding, inputs by keyword. What is reduced then are
     zeros, and the gradients that come later crash (0.15.4 to 0.17.6 refused such modules; 0.19.8 does not).
 
-    Here a call of the module is over when all inputs that need gradients have got theirs, keyword arguments included;
-    with its last call the module is. Autograd runs what was recorded last first, so nothing of the module is left by
-    then; if something is (a second output whose gradient comes later), the module waits. A module that waits, and
-    one without any such input, is done when the backward is: before ZeRO's epilogue, in the order of the modules,
-    which is the same on all ranks.
+    Here all positional inputs of a call go through one node of autograd's graph, which runs when what can be reached
+    of the call has run: autograd runs what was recorded last first. Inputs by keyword are left as they are, for they
+    may be containers that the module fills; where there are no others, the gradient of each is looked at. The module
+    is done when that was its last call in the graph that runs, and no parameter is still to get a gradient (from a
+    second output, say). If there is no such moment, it is done when the backward is: before ZeRO's epilogue, in the
+    order of the modules. All of that depends on the graph that runs, which is the same on all ranks but for experts.
 """
 
 import functools
@@ -27,37 +28,77 @@ from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
 
-from deepspeed_ext.zero.chunks import Block, Chunk, blocks_of
+from deepspeed_ext.zero.chunks import WAITS, Chunk, blocks_of
 
 _ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
-_WAITS = -1  # a number that no module has, in a parameter's set of active modules
 
 
 class _Call:
-    """One call of a leaf module."""
+    """One call of a module, as long as autograd's graph has it."""
 
-    def __init__(self, leaf: "_Leaf") -> None:
-        self.leaf = leaf
-        self.inputs = 0  # that need gradients ...
-        self.positional = False  # ... and whether one of them is seen by DeepSpeed, too
-        self.seen = False  # whether its backward has begun
+    def __init__(self, calls: "_Calls", node: Any) -> None:
+        self.calls = calls
+        self.node = weakref.ref(node)
+        self.over = False
 
 
-class _Input(torch.autograd.Function):
-    """An input of a leaf module, unchanged; its gradient is the module's last."""
+class _Inputs(torch.autograd.Function):
+    """The positional inputs of a call, unchanged; their gradients are the last of the call."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
-        return tensor.detach()
+    def forward(ctx: Any, calls: "_Calls", *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = calls.begin(ctx)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        call = ctx.call
-        call.inputs -= 1
-        if call.inputs == 0:
-            call.leaf.call_is_over(call)
-        return (*gradients, None)
+        ctx.call.over = True
+        ctx.call.calls.over()
+        return (None, *gradients)
+
+
+class _Calls:
+    """The calls of a module that have positional inputs with gradients.
+
+    Args:
+        module: to watch.
+        over: called when one is.
+    """
+
+    def __init__(self, module: nn.Module, over: Callable[[], None] = lambda: None) -> None:
+        self.over = over
+        self.found = False  # whether the last call is one
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self.hook = module.register_forward_pre_hook(self._before)
+
+    def __deepcopy__(self, memo: Any) -> "_Calls":
+        return self  # hooks are copied with a model, and stay those of its engine
+
+    def begin(self, node: Any) -> _Call:
+        """A call has this node in the graph."""
+        call = _Call(self, node)
+        self._calls.add(call)
+        return call
+
+    def to_come(self) -> int:
+        """How many of them the backward that runs now will still come to."""
+        if torch._C._current_graph_task_id() == -1:
+            return 0
+        nodes = [call.node() for call in self._calls if not call.over]
+        return sum(1 for node in nodes if node is not None and torch._C._will_engine_execute_node(node))
+
+    def _before(self, module: nn.Module, args: Any) -> Any:
+        self.found = False
+        if not torch.is_grad_enabled():
+            return None
+        tensors: list[Tensor] = []
+        apply_to_tensors_only(lambda tensor: tensors.append(tensor) if tensor.requires_grad else None, args)
+        if not tensors:
+            return None
+        self.found = True
+        watched = iter(_Inputs.apply(self, *tensors))
+        return apply_to_tensors_only(lambda tensor: next(watched) if tensor.requires_grad else tensor, args)
 
 
 class _Leaf:
@@ -68,62 +109,45 @@ class _Leaf:
         self.module = module
         self.params = list(params)
         self.waiting = False  # for the end of the backward
-        self._open: weakref.WeakSet[_Call] = weakref.WeakSet()  # calls that autograd will come back to
-        self.hooks = [
-            module.register_forward_pre_hook(self._before, with_kwargs=True),
-            module.register_forward_hook(self._after),
-        ]
-        self._call: _Call | None = None
+        self._calls = _Calls(module, self._positional_call_is_over)
+        self.hooks = [self._calls.hook, module.register_forward_hook(self._after, with_kwargs=True)]
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._call = None
-        if not torch.is_grad_enabled():
-            return None
-        self._call = call = _Call(self)
+    def __deepcopy__(self, memo: Any) -> "_Leaf":
+        return self
 
-        def watch(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad:
-                return tensor
-            call.inputs += 1
-            return _Input.apply(tensor, call)
-
-        args = apply_to_tensors_only(watch, args)
-        call.positional = call.inputs > 0
-        kwargs = apply_to_tensors_only(watch, kwargs)
-        if call.inputs:
-            self._open.add(call)
-        return args, kwargs
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        call, self._call = self._call, None
-        if call is None or call.inputs:
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A call without positional inputs that need gradients: watch its outputs, and its inputs by keyword."""
+        if self._calls.found or not torch.is_grad_enabled():
             return
 
         def begin(_: Tensor) -> None:
-            if not call.seen:
-                call.seen = self.waiting = True
-                self.owner.backward_has_begun()
-
-        def watch(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
-                tensor.register_hook(begin)
-            return tensor
-
-        apply_to_tensors_only(watch, output)
-
-    def call_is_over(self, call: _Call) -> None:
-        """All inputs have their gradients: the parameters have theirs, or the module waits."""
-        self._open.discard(call)
-        if self._open:
-            pass
-        elif any(_comes_later(param) for param in self.params if param.grad is None):
             self.waiting = True
-            for entry in self.owner.entries(self.module):
-                entry.ds_active_sub_modules.add(_WAITS)
-        else:
+            self.owner.backward_has_begun()
+
+        def end(_: Tensor) -> None:
+            if self.waiting and not self._to_come():
+                self.waiting = False
+                self.owner.reduce(self.params)
+                self.owner.release(self.module)  # DeepSpeed looks at positional inputs
+
+        for tensor in _tensors(output):
+            tensor.register_hook(begin)
+        for tensor in _tensors(list(kwargs.values())):
+            tensor.register_hook(end)
+
+    def _positional_call_is_over(self) -> None:
+        if self._calls.to_come():
+            return
+        if not self._to_come():
             self.owner.reduce(self.params)
-        if not call.positional:
-            self.owner.release(self.module)
+            return
+        self.waiting = True
+        for entry in self.owner.entries(self.module):
+            entry.ds_active_sub_modules.add(WAITS)
+
+    def _to_come(self) -> bool:
+        """Whether a parameter will still get a gradient in the backward that runs now."""
+        return any(_comes_later(param) for param in self.params if param.grad is None)
 
     def end_of_backward(self, in_buckets: set[int]) -> None:
         """Reduce what has waited; also what has come in without any call of the module.
@@ -136,11 +160,22 @@ class _Leaf:
             return
         self.waiting = False
         self.owner.reduce(left)
-        held = [entry for entry in self.owner.entries(self.module) if _WAITS in entry.ds_active_sub_modules]
+        held = [entry for entry in self.owner.entries(self.module) if WAITS in entry.ds_active_sub_modules]
         for entry in held:
-            entry.ds_active_sub_modules.discard(_WAITS)
+            entry.ds_active_sub_modules.discard(WAITS)
             if not entry.ds_persist and not entry.ds_active_sub_modules:
                 entry.partition()
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    """Tensors that need gradients, in lists, tuples and dictionaries; these are left as they are."""
+    if isinstance(nested, Tensor):
+        return [nested] if nested.requires_grad else []
+    if isinstance(nested, dict):
+        nested = nested.values()
+    elif not isinstance(nested, (list, tuple)):
+        return []
+    return [tensor for one in nested for tensor in _tensors(one)]
 
 
 class LeafGradients:
@@ -160,12 +195,21 @@ class LeafGradients:
         self._blocks = blocks_of(optimizer.module)
         self._waiting: list[Chunk] = []  # for the end of the backward
         experts: set[int] = set()
+        self._trained: dict[Chunk, list[Any]] = {}
+        calls = []
         for block in self._blocks:
-            block.reduce = functools.partial(self._reduce_chunk, block)
+            calls.append(_Calls(block.module))
+            block.is_last = functools.partial(_is_last, calls[-1])
+            block.reduce = self._reduce_chunk
+            block.forget = self._forget
             experts.update(id(expert) for chunk in block.chunks for expert in chunk.experts)
+            for chunk in block.chunks:
+                known = (optimizer.leaf_parameters.get(expert, ()) for expert in chunk.experts)
+                self._trained[chunk] = [param for params in known for param in params]
         leaves = {module: params for module, params in optimizer.leaf_parameters.items() if id(module) not in experts}
         self._leaves = [_Leaf(self, module, params) for module, params in leaves.items()]
         optimizer._leaf_module_hooks = [hook for leaf in self._leaves for hook in leaf.hooks]
+        optimizer._leaf_module_hooks += [call.hook for call in calls]
         self._others = [
             param
             for group in optimizer.fp16_groups
@@ -193,20 +237,26 @@ class LeafGradients:
         """Release a module where DeepSpeed, which looks at positional inputs only, would not."""
         self._optimizer.parameter_offload.post_sub_module_backward_function(module)
 
-    def _reduce_chunk(self, block: Block, chunk: Chunk) -> None:
-        """Experts have been left in a backward; if it is not the last one of their block, they wait for the end."""
-        if getattr(block.module, "applied_pre_backward_ref_cnt", 0):  # DeepSpeed's count; the same on all ranks
+    def _reduce_chunk(self, chunk: Chunk, last: bool) -> None:
+        """Experts have been left in a backward; if it will come to their block again, they wait for its end."""
+        params = self._trained[chunk]
+        if not last:
             self._waiting.append(chunk)
-            return
-        params = [param for _, param in chunk.named_parameters() if param.requires_grad]
-        if any(_comes_later(param) for param in params if param.grad is None):
+        elif any(_comes_later(param) for param in params if param.grad is None):
             raise RuntimeError(
                 "Experts of a module that is fetched in chunks are still to run backward when their chunk is left: "
                 "autograd does not run them last to first. Raise zero_optimization.stage3_leaf_bytes until the module "
                 "is one unit."
             )
-        if params:
+        elif params:
             self.reduce(params)
+
+    def _forget(self) -> None:
+        """A backward has been given up: what it has left in chunks is nobody's."""
+        self._waiting.clear()
+        for params in self._trained.values():
+            for param in params:
+                param.grad = None
 
     def end_of_backward(self) -> None:
         """Reduce all that waits; the same modules on all ranks, in one order."""
@@ -218,8 +268,7 @@ class LeafGradients:
         chunks = {chunk: None for chunk in self._waiting}
         self._waiting.clear()
         for chunk in chunks:
-            params = [param for _, param in chunk.named_parameters() if param.requires_grad]
-            self.reduce([param for param in params if param.ds_id not in in_buckets])
+            self.reduce([param for param in self._trained[chunk] if param.ds_id not in in_buckets])
         for leaf in self._leaves:
             leaf.end_of_backward(in_buckets)
 
@@ -243,35 +292,35 @@ def end_of_backward(optimizer: Any) -> None:
         watcher.end_of_backward()
 
 
-def zero_gradients(params: Sequence[Any]) -> Iterator[Any]:
-    """The parameters, those without a gradient with one that is zero and takes no memory."""
+def zero_gradients(params: Sequence[Any], contiguous: bool = False) -> Iterator[Any]:
+    """The parameters, those without a gradient with one that is zero, and takes no memory unless it is contiguous."""
     zeros: dict[Any, Tensor] = {}
     for param in params:
         if param.grad is None:
             zero = zeros.get(param.dtype)
             if zero is None:
-                zero = zeros[param.dtype] = torch.zeros(
-                    (), dtype=param.dtype, device=get_accelerator().current_device_name()
-                )
+                zero = torch.zeros((), dtype=param.dtype, device=get_accelerator().current_device_name())
+                zeros[param.dtype] = zero
             whole = zero.expand(param.ds_shape)
-            if param.data.shape == whole.shape:
-                param.grad = whole
-            else:  # released already
-                data, param.data = param.data, whole
-                param.grad = whole
-                param.data = data
+            data, param.data = param.data, whole  # it may be released already, and then has no shape
+            param.grad = whole.contiguous() if contiguous else whole
+            param.data = data
         yield param
 
 
 def _reduce_one_by_one(optimizer: Any, params: Sequence[Any]) -> None:
-    for param in zero_gradients(params):
-        param.grad = param.grad.contiguous()
+    for param in zero_gradients(params, contiguous=True):
         optimizer.reduce_ready_partitions_and_remove_grads(param)
+
+
+def _is_last(calls: _Calls) -> bool:
+    """Whether the backward that runs, and has just come to a module, will not come to it again."""
+    return calls.to_come() <= 1
 
 
 def _comes_later(param: Any) -> bool:
     """Whether the backward that runs now will give the parameter a gradient."""
-    if torch._C._current_graph_task_id() == -1:
+    if not param.requires_grad or torch._C._current_graph_task_id() == -1:
         return False
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(param).node

@@ -33,6 +33,7 @@ from deepspeed_ext.zero.chunks import set_chunks, unset_chunks
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
 _OURS = "paro_leaf"  # that the flag is ours
 _EXPERTS = re.compile("expert", re.IGNORECASE)
+_ROUTER = re.compile("router|^gate$|gating|TopKGate", re.IGNORECASE)
 _CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__all__)
 HOOKS = 4  # that DeepSpeed registers on each module
 
@@ -137,7 +138,7 @@ class _Tree:
         if module.__dict__.get(_LEAF) is False:
             return "it has been unset as a leaf module"
         if isinstance(module, _CONTAINERS) or not _has_forward(module):
-            return "a list has no forward"
+            return "a list, or a sequence, may be entered item by item"
         if not any(next(child.parameters(), None) is not None for child in module.children()):
             return "nothing with parameters is inside"
         for m in module.modules():
@@ -174,11 +175,27 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether a module chooses among experts: something right inside, with parameters, is named or called so."""
+    """Whether a module chooses among experts: something right inside, with parameters, is named or called so, or is a
+    list of alike modules beside a gate or a router."""
     if isinstance(module, _CONTAINERS):
         return False
     inside = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
-    return any(_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__) for name, child in inside)
+    named = any(_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__) for name, child in inside)
+    return named or bool(experts_of(module))
+
+
+def experts_of(module: nn.Module) -> list[nn.Module]:
+    """The experts in a list, or a dictionary, right inside of a mixture; empty if it has none."""
+    routed = any(
+        _ROUTER.search(name) or _ROUTER.search(type(child).__name__) for name, child in module.named_children()
+    )
+    for name, child in module.named_children():
+        experts = [one for one in child.children() if next(one.parameters(), None) is not None]
+        alike = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len({type(one) for one in experts}) == 1
+        named = experts and (_EXPERTS.search(name) or _EXPERTS.search(type(experts[0]).__name__))
+        if alike and len(experts) > 1 and (named or routed):
+            return experts
+    return []
 
 
 def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
@@ -193,12 +210,14 @@ def choose(model: nn.Module, settings: Settings) -> list[Found]:
     """What becomes of each module of a model that has parameters, parents first. Changes nothing."""
     tree = _Tree(model)
     found: list[Found] = []
+    seen: set[int] = set()
 
     def visit(name: str, module: nn.Module, inside: bool) -> None:
         numel, _, granularity = tree.granularity(module)
         params = list(module.parameters())
-        if not params or any(row.module is module for row in found):
+        if not params or id(module) in seen:
             return
+        seen.add(id(module))
         row = Found(name, module, numel, granularity, unit_bytes(params), Kind.INSIDE if inside else Kind.FINE)
         found.append(row)
         if not inside:
@@ -236,24 +255,19 @@ def _why_not(tree: _Tree, row: Found, settings: Settings) -> str:
 
 def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
     """The experts of a mixture in chunks that fit the budget; empty if it has no list of such experts."""
-    for name, child in module.named_children():
-        experts = list(child.children())
-        alike = isinstance(child, nn.ModuleList) and len(experts) > 1 and len({type(e) for e in experts}) == 1
-        if not alike or not (_EXPERTS.search(name) or _EXPERTS.search(type(experts[0]).__name__)):
-            continue
-        bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
-        if max(bytes_each) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
-            continue
-        chunks: list[list[nn.Module]] = []
-        room = 0
-        for expert, needed in zip(experts, bytes_each, strict=True):
-            if needed > room:
-                chunks.append([])
-                room = budget
-            chunks[-1].append(expert)
-            room -= needed
-        return chunks
-    return []
+    experts = experts_of(module)
+    bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
+    if max(bytes_each, default=0) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
+        return []
+    chunks: list[list[nn.Module]] = []
+    room = 0
+    for expert, needed in zip(experts, bytes_each, strict=True):
+        if needed > room:
+            chunks.append([])
+            room = budget
+        chunks[-1].append(expert)
+        room -= needed
+    return chunks
 
 
 def set_leaves(found: Iterable[Found]) -> list[nn.Module]:

@@ -19,7 +19,7 @@ from deepspeed_ext.zero.leaf_modules import (
     Settings,
     choose,
     default_budget,
-    is_mixture,
+    experts_of,
     set_leaves,
     unit_bytes,
 )
@@ -134,7 +134,7 @@ def _warn(found: list[Found], settings: Settings) -> None:
             f"{type(first.module).__name__} {first.name} for one ({_own_bytes(first):,} bytes, budget {budget:,}): "
             f"they are fetched at once all the same. Packed experts cannot be cut into chunks."
         )
-    split = [one for one in found if one.kind == Kind.FINE and is_mixture(one.module) and not _kept(one, found)]
+    split = [one for one in found if one.kind == Kind.FINE and experts_of(one.module)]
     if split:
         first = split[0]
         logger.warning(
@@ -147,11 +147,3 @@ def _warn(found: list[Found], settings: Settings) -> None:
 def _own_bytes(one: Found) -> int:
     """Of what a module holds itself, as a unit."""
     return unit_bytes(one.module.parameters(recurse=False))
-
-
-def _kept(mixture: Found, found: list[Found]) -> bool:
-    """Whether the experts of a mixture that is not one unit are in one, or in chunks, all the same."""
-    inside = {id(module) for module in mixture.module.modules()} - {id(mixture.module)}
-    if not any(isinstance(module, nn.ModuleList) for module in mixture.module.modules()):
-        return True  # packed: every rank uses all of them
-    return any(one.kind in (Kind.UNIT, Kind.CHUNKED) and id(one.module) in inside for one in found)

@@ -52,6 +52,9 @@ class Unit:
         for param in params:
             setattr(param, UNIT, self)
 
+    def __deepcopy__(self, memo: Any) -> "Unit":
+        return self  # of the engine, as the parameters' methods are
+
     @property
     def ds_tensor(self) -> Any:
         """The chunk of one of them: where it lives is where all do."""
