@@ -252,11 +252,18 @@ class LeafGradients:
             self.reduce(params)
 
     def _forget(self) -> None:
-        """A backward has been given up: what it has left in chunks is nobody's."""
+        """A backward has been given up: what it has left in chunks is nobody's, unless it is in a bucket. Then the
+        next backward fails, as ZeRO-3's does with leaf modules."""
         self._waiting.clear()
+        in_buckets = self._in_buckets()
         for params in self._trained.values():
             for param in params:
-                param.grad = None
+                if param.ds_id not in in_buckets:
+                    param.grad = None
+
+    def _in_buckets(self) -> set[int]:
+        """ds_ids of parameters whose gradients have been handed over, and not moved yet."""
+        return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
 
     def end_of_backward(self) -> None:
         """Reduce all that waits; the same modules on all ranks, in one order."""
@@ -264,7 +271,7 @@ class LeafGradients:
             block.finish()
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
-        in_buckets = {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
+        in_buckets = self._in_buckets()
         chunks = {chunk: None for chunk in self._waiting}
         self._waiting.clear()
         for chunk in chunks:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
@@ -245,6 +246,54 @@ class Nested(Mixtures):
         self.layers = nn.ModuleList(Pair(WIDTH) for _ in range(2))
 
 
+class Collecting(Mixtures):
+    """Layers get a list by keyword and put a term of the loss into it; a second input is used on rank 0 alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers = nn.ModuleList(CollectingLayer(WIDTH, self.experts, False, 1) for _ in range(2))
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """What the layers have collected counts."""
+        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        seen: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x, torch.tanh(x), seen=seen)
+        out: Tensor = self.out(self.head(x)) + sum(seen)
+        return out
+
+
+class CollectingLayer(Layer):
+    """See ``Collecting``."""
+
+    def forward(self, x: Tensor, other: Tensor, seen: list[Tensor]) -> Any:  # type: ignore[override]
+        """The layer's output."""
+        out = super().forward(x + other if dist.get_rank() == 0 else x)
+        seen.append(out.square().mean())
+        return out
+
+
+class EachCheckpointed(Mixtures):
+    """Experts are recomputed one by one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for layer in self.layers:
+            layer.mixture = Recomputed(WIDTH, self.experts)  # type: ignore[assignment]
+
+
+class Recomputed(MixtureOfExperts):
+    """See ``EachCheckpointed``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The experts' weighted sum."""
+        weights, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            expert_out = torch.utils.checkpoint.checkpoint(expert, x, use_reentrant=False)
+            out = out + expert_out * weights[:, number : number + 1]
+        return out
+
+
 class SharedModule(Mixtures):
     """The second layer uses the mixer of the first."""
 
@@ -270,3 +319,9 @@ class Backwards(Mixtures):
         super().__init__(*args, **kwargs)
         for layer in self.layers:
             layer.mixture = Reversed(WIDTH, self.experts)  # type: ignore[assignment]
+
+
+class Deep(Mixtures):
+    """Six layers."""
+
+    layer_count = 6

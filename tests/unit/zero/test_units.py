@@ -54,6 +54,8 @@ NETWORKS = [
     "Late",
     "Lent",
     "PartCalled",
+    "Collecting",
+    "EachCheckpointed",
 ]
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
@@ -63,7 +65,7 @@ def test_every_network_on_two_ranks(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2)
     variants = [{"stage": 3, **keys} for keys in (BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO, CHUNKS)]
     rows = ranks(2).run(against, job, variants, {"stage": 3})[0]
-    exact(rows) if name == "Nested" else check(rows)
+    exact(rows) if name == "Nested" else check(rows, losses=1e-5)  # of losses of about 10
 
 
 @pytest.mark.parametrize("name", ["Mixtures", "Tied", "Routed"])

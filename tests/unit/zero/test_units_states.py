@@ -252,3 +252,88 @@ def second_engine_case() -> list[int]:
         hooks.append(len(offload.forward_hooks) + len(offload.backward_hooks))
         engine.destroy()
     return hooks
+
+
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+def test_gradients_do_not_pile_up_after_an_evaluation_and_under_checkpointing(
+    ranks: Any, keys: dict[str, Any]
+) -> None:
+    for most in ranks(2).run(gradients_case, keys):
+        assert max(most) <= 1.3 * 1936, most  # a layer and what is beside it, not all six
+
+
+def gradients_case(keys: dict[str, Any]) -> list[int]:
+    """The most elements of gradients that are there at a time in steps: plain, after a forward that only one rank
+    keeps and an evaluation, and with checkpointing."""
+    import torch
+    from deepspeed import comm as dist
+
+    most = []
+    for checkpointing in (None, False):
+        job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
+        engine, model = training.make_engine(job, {"stage": 3, **keys})
+        params = list(model.parameters())
+        seen = [0]
+
+        def count(_: Any, params: list[Any] = params, seen: list[int] = seen) -> None:
+            seen[0] = max(seen[0], sum(p.grad.numel() for p in params if p.grad is not None))
+
+        hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
+        kept = []
+        data = training.batches(job)
+        for step in range(3):
+            if step == 2:
+                with torch.no_grad():
+                    engine(next(data)[0])
+                out = engine(next(data)[0])
+                kept += [out] if dist.get_rank() == 0 else []
+            training.micro_step(engine, job, 0, *next(data))
+            engine.step()
+        most.append(seen[0])
+        for hook in hooks:
+            hook.remove()
+        engine.destroy()
+    return most
+
+
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+def test_parameters_frozen_or_thawed_or_left_out(ranks: Any, keys: dict[str, Any]) -> None:
+    for off in ranks(2).run(frozen_case, keys):
+        assert max(off) <= 1e-5, off
+
+
+def frozen_case(keys: dict[str, Any]) -> list[float]:
+    """How far from stock weights are, where some parameters are frozen later, thawed later, or not the optimizer's;
+    copies of the model are made meanwhile."""
+    import copy
+
+    import deepspeed
+    import torch
+
+    def train(zero: dict[str, Any], how: str) -> torch.Tensor:
+        job = job_of(mixtures.Mixtures, clipping=0.0)
+        torch.manual_seed(2)
+        model = mixtures.Mixtures(job.sizes)
+        some = [*model.layers[0].mixture.experts[1].parameters(), model.layers[1].mixer.first.weight]
+        for param in some:
+            param.requires_grad_(how != "thawed")
+        given = [p for p in model.parameters() if how != "left out" or all(p is not one for one in some)]
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in given if p.requires_grad],
+            config=training.configuration(job, {"stage": 3, **zero}),
+        )
+        data = training.batches(job)
+        for step in range(4):
+            if step == 2 and how != "left out":
+                for param in some:
+                    param.requires_grad_(how == "thawed")
+            training.micro_step(engine, job, 0, *next(data))
+            engine.step()
+        copy.deepcopy(model)
+        weights = training.whole_weights(model)
+        engine.destroy()
+        return weights
+
+    ways = ("frozen", "thawed", "left out")
+    return [(train(keys, how) - train({}, how)).abs().max().item() for how in ways]
