@@ -377,6 +377,20 @@ def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:
     return STRATEGIES[name] if name is not None and config.zero_config.stage != 0 else None
 
 
+def use_strategy_of_stage(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
+    """Have a parsed configuration of plain ZeRO ask for the strategy that its stage is.
+
+    Raises:
+        ValueError: what is configured contradicts it.
+    """
+    from deepspeed_ext.patches import require
+
+    require()
+    section = config._param_dict[SECTION]
+    config.zero_config = parse_section({**section, STRATEGY: _OF_STAGE[int(config.zero_config.stage)]})
+    check_config(config, data_parallel_size)
+
+
 @functools.cache
 def zero_config_class() -> type["DeepSpeedZeroConfig"]:
     """DeepSpeed's class for the section, with our keys as fields. Made late: DeepSpeed may be just being imported."""
@@ -414,7 +428,7 @@ def _given(section: Mapping[str, Any]) -> str:
     """The key through which a user has asked for a strategy."""
     if {STRATEGY, MICS_SIZE} & set(section):
         return STRATEGY
-    return LOCO if LOCO in section else LEAF_BYTES
+    return next((key for key in (LOCO, LEAF_BYTES) if key in section), "stage")
 
 
 def _stock_class() -> type["DeepSpeedZeroConfig"]:

@@ -262,6 +262,10 @@ class InFlight:
         while self._open:
             self._advance()
 
+    def drop(self) -> None:
+        """Leave all transfers where they are: nobody will read what they bring."""
+        self._open.clear()
+
     def _advance(self) -> None:
         for _ in range(len(self._open)):
             transfer, handle = self._open.popleft()

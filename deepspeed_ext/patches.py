@@ -22,6 +22,8 @@ _MARK = "__deepspeed_ext__"
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_STAGES = "deepspeed.runtime.pipe.module:PipelineModule"
 _ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 
 
@@ -196,9 +198,47 @@ PATCHES: tuple[Patch, ...] = (
             ),
         ),
     ),
+    Patch(
+        f"{_PIPELINE}.__init__",
+        "run pipelines with strategies, ZeRO-2 and ZeRO-3",
+        "(self, has_bool_tensors=False, *super_args, **super_kwargs)",
+        replacements.train_pipelines,
+    ),
+    Patch(
+        f"{_STAGES}._partition_layers",
+        "refuse to build a pipeline under zero.Init, where it would hang",
+        "(self, method='uniform')",
+        replacements.build_pipelines_whole,
+    ),
+    *_relied_on(
+        _PIPELINE,
+        (
+            ("_exec_backward_pass", "end a micro-step", "(self, buffer_id)"),
+            ("_exec_reduce_tied_grads", "sum the gradients of tied weights later", "(self)"),
+            ("_exec_reduce_grads", "end an accumulation", "(self)"),
+            ("module_state_dict", "gather the parameters of a layer", "(self, exclude_frozen_parameters=False)"),
+            (
+                "load_module_state_dict",
+                "gather the parameters of a layer",
+                "(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False, "
+                "z3_params_to_fetch=None, allowed_missing_keys=None)",
+            ),
+            ("_backward_epilogue", "end a micro-step", "(self)"),
+        ),
+    ),
+    *_relied_on(
+        _STAGES,
+        (
+            ("_synchronize_tied_weights", "load layers one by one", "(self)"),
+            ("stage_owner", "find the stages of tied weights", "(self, layer_idx)"),
+            ("ckpt_layer_path_list", "look into layers before they are loaded", "(self, ckpt_dir, local_layer_idx)"),
+        ),
+    ),
     *_relied_on(
         _ZERO12,
         (
+            ("_model_parallel_all_reduce", "take one norm over all stages", "(self, tensor, op)"),
+            ("clear_backward_seen_flag", "end a micro-step of a pipeline", "(self)"),
             (
                 "average_tensor",
                 "reduce a full bucket",
@@ -236,6 +276,10 @@ PATCHES: tuple[Patch, ...] = (
     *_relied_on(
         _ZERO3,
         (
+            ("_model_parallel_all_reduce", "take one norm over all stages", "(self, tensor, op)"),
+            ("clear_backward_seen_flag", "end a micro-step of a pipeline", "(self)"),
+            ("get_grad_norm_direct", "count tied weights once", "(self, gradients, params, norm_type=2)"),
+            ("complete_grad_norm_calculation_for_cpu_offload", "count tied weights once", "(self, params)"),
             ("_create_fp16_sub_groups", "limit sub-groups to a bucket of the gather", "(self, params_group)"),
             ("_get_parameter_partitions", "hold slices in the flat parameter buffer", "(self)"),
             ("_set_fp16_partitioned_groups_flat", "hold slices in the flat parameter buffer", "(self)"),

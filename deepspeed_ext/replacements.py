@@ -238,6 +238,27 @@ def partition_by_owner(partition: Callable[..., None]) -> Callable[..., None]:
     return _partition_params
 
 
+def train_pipelines(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.pipeline import setup
+
+        setup.initialize(init, self, *args, **kwargs)
+
+    return __init__
+
+
+def build_pipelines_whole(partition: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(partition)
+    def _partition_layers(self: Any, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.pipeline import setup
+
+        setup.refuse_zero_init()
+        partition(self, *args, **kwargs)
+
+    return _partition_layers
+
+
 def write_files_safely(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_checkpoint_engine(config_params: Any, *args: Any, **kwargs: Any) -> Any:

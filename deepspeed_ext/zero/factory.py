@@ -14,7 +14,6 @@ import deepspeed.runtime.engine
 import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we take its name
 import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
@@ -117,7 +116,6 @@ def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
     """Refuse what only the model or the optimizer object can tell; the same on all ranks."""
     reasons = (
         (engine.has_moe_layers, "the model has DeepSpeed MoE layers, whose experts are not data-parallel"),
-        (isinstance(engine.module, PipelineModule), "the model is a PipelineModule"),
         (
             "muon" in type(optimizer).__name__.lower(),
             f"{type(optimizer).__name__} needs whole gradients where its state is",

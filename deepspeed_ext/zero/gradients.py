@@ -141,6 +141,11 @@ class PartitionedGradients:
         """Wait for all buckets."""
         self._in_flight.drain()
 
+    def drop(self) -> None:
+        """Drop what has been accumulated, and what is on the wire."""
+        self._in_flight.drop()
+        self.forget()
+
     def _begin(self) -> None:
         """Before something is added to ``held``."""
         if not self.begun:
@@ -213,6 +218,7 @@ class PartitionedGradients:
             dtype: on the wire.
             bucket: elements (of all rows) moved at a time.
         """
+        self.drain()
         if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not self._finished:

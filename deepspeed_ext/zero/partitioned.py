@@ -22,9 +22,12 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import PARTITION_COUNT, ZERO_STAGE
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_ext.hops import MakeHop, make_hop
@@ -34,7 +37,8 @@ from deepspeed_ext.topology import Topology
 from deepspeed_ext.zero.checkpoint import check_groups, cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
-from deepspeed_ext.zero.leaf_gradients import zero_gradients
+from deepspeed_ext.zero.leaf_gradients import end_of_backward, zero_gradients
+from deepspeed_ext.zero.model_parallel import ModelParallel, is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.remembering import Remembering, Whereabouts
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
@@ -42,7 +46,7 @@ from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
-class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
+class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters cut].
 
     Args:
@@ -84,6 +88,8 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
             overlap_comm=overlap_comm,
             **kwargs,
         )
+        # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
+        self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
 
     # Parameters #######################################################################################
 
@@ -243,10 +249,15 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
     # The accumulation boundary: g -> os ###############################################################
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
-        super().independent_gradient_partition_epilogue()
-        with self._reduction_stream():
-            self.gradients.drain()
+        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os.
+
+        Before the boundary the last buckets may stay on the wire while the next micro-step computes.
+        """
+        end_of_backward(self)
+        for dtype in sort_dtypes(self.ipg_buckets):
+            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+        with ordered_by_streams():
+            super().independent_gradient_partition_epilogue()
         self._waiting = True
         if self.is_gradient_accumulation_boundary():
             self._sync_gradients()
@@ -269,6 +280,7 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
         self._waiting = False
         if self._gradient_stream is not None:
             get_accelerator().current_stream().wait_stream(self._gradient_stream)
+        self.complete_gradients()
         if self.offload_optimizer:
             self._offload_boundary_param_ids = set(self._gradient_shards)
             self._finalize_offload_gradient_accumulation()
@@ -279,6 +291,7 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forget what has been accumulated."""
         super().zero_grad(set_to_none)
+        self._finish_buckets()
         self.gradients.forget()
         self.gradients_dropped()
         self._waiting = False
@@ -293,7 +306,12 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
         self._refuse_unfinished_gradients()
         super().update_fp32_grad_for_param_vectorized(*args, **kwargs)
 
+    def _finish_buckets(self) -> None:
+        with self._reduction_stream():
+            self.gradients.drain()
+
     def _refuse_unfinished_gradients(self) -> None:
+        self._finish_buckets()
         if self._waiting and self.strategy.g != self.strategy.os:
             raise RuntimeError(
                 f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
@@ -304,7 +322,20 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
     # Replicas of the optimizer (os = I) decide alike, even if a backend rounds differently in each group ###########
 
     def _get_norm_groups(self) -> list[Tensor]:
-        return [largest_norm(norm, self._replicas) for norm in super()._get_norm_groups()]
+        parents = super()._get_norm_groups
+        norm = self._norm_of_all_parts(lambda: combine_grad_norm_groups(parents()))
+        return [largest_norm(norm, self._replicas)]
+
+    def get_grad_norm_direct(self, gradients: Sequence[Tensor], params: Sequence[Any], norm_type: int = 2) -> Tensor:
+        """The parent's, without what another stage of a pipeline counts."""
+        counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
+        return super().get_grad_norm_direct(counted, params, norm_type)
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> Tensor:
+        """The same with an offloaded optimizer."""
+        for param in filter(is_replica, params):
+            self.norm_for_param_grads.pop(self.get_param_id(param), None)
+        return super().complete_grad_norm_calculation_for_cpu_offload(params)
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Whether a replica has found an overflow."""
@@ -322,6 +353,17 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
             for param in group
             for place in self.gradients.whereabouts(param, self.param_names[param])
         ]
+
+    def owned_span(self, param: Any) -> tuple[int, int]:
+        """Elements (start, end) of a trained parameter whose optimizer states this rank has; possibly none."""
+        chunk = param.ds_tensor.ds_numel
+        start = min(dist.get_rank(group=self.dp_process_group) * chunk, param.ds_numel)
+        return start, min(start + chunk, param.ds_numel)
+
+    def owned_gradient(self, param: Any) -> Tensor:
+        """1D: the gradient of these elements, at the accumulation boundary; a view."""
+        start, end = self.owned_span(param)
+        return self._gradient_shards[param.ds_id][: end - start]
 
     # Checkpoints, offloaded states, the end ###########################################################
 
@@ -372,6 +414,7 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
     ) -> None:
         """DeepSpeed's, for parameters and gradients as we hold them."""
         self.parameters.drain()
+        self._finish_buckets()
         wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
         super().offload_states(wanted - _HELD_BY_US, device, pin_memory, **kwargs)
 
@@ -408,7 +451,7 @@ class PartitionedOptimizer(Remembering, DeepSpeedZeroOptimizer_Stage3):
     def destroy(self) -> None:
         """Also give the parameters back to DeepSpeed, and drop gradients of an unfinished accumulation."""
         self.parameters.release()
-        self.gradients.forget()
+        self.gradients.drop()
         super().destroy()
 
     # Streams ##########################################################################################

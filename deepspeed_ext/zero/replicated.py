@@ -35,6 +35,7 @@ from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucke
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
 from deepspeed_ext.zero.checkpoint import cut_otherwise
+from deepspeed_ext.zero.model_parallel import ModelParallel, ordered_by_streams
 from deepspeed_ext.zero.remembering import Remembering, Whereabouts, whereabouts_of
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 
@@ -53,7 +54,7 @@ class _FlatGroups(list[Tensor]):
         return self._optimizer._gather_parameters()
 
 
-class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
+class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
@@ -189,16 +190,18 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
     # The accumulation boundary: g -> os ###########################################################
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os.
+
+        Before the boundary the last buckets may stay on the wire while the next micro-step computes.
+        """
         boundary = self.is_gradient_accumulation_boundary()
         self.reduce_ipg_grads()
-        if boundary and self.strategy.g == Placement.N:
-            self._reduce_left_over()
-        with self._reduction_stream():
-            self._in_flight.drain()
         if boundary:
+            if self.strategy.g == Placement.N:
+                self._reduce_left_over()
             self._sync_gradients()
-        super().independent_gradient_partition_epilogue()
+        with ordered_by_streams():
+            super().independent_gradient_partition_epilogue()
         if boundary:
             # All is in the shards now. Kept, as the parent does, it would be reduced again by another backward.
             for group in self.bit16_groups:
@@ -224,10 +227,11 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
         self.reduce_ipg_grads()
 
     def _sync_gradients(self) -> None:
-        """Move the I-slices on to ``os`` and add them to the optimizer's shards.
+        """Finish all buckets, move the I-slices on to ``os`` and add them to the optimizer's shards.
 
         All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
         """
+        self._finish_buckets()
         for group in range(len(self._layouts)):
             self._shard(group)
             if self._bucket_target == Placement.I:
@@ -242,8 +246,13 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
         for group, padding in enumerate([] if self.keeps_zeros else self.groups_padding):
             if padding:  # of the last rank
                 self._shard(group)[-padding:].zero_()
+        self.complete_gradients()
         if self.cpu_offload:
             self._copy_shards_to_cpu()
+
+    def _finish_buckets(self) -> None:
+        with self._reduction_stream():
+            self._in_flight.drain()
 
     def _sync_window(self, group: int, gradients: Tensor, start: int, width: int) -> Transfer:
         target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]
@@ -265,7 +274,8 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
         """The parent's norm over its group, the largest of all replicas; -1 if it is invalid for one of them."""
-        return largest_norm(super().scaled_global_norm(norm_type), self._replicas)
+        parents = super().scaled_global_norm
+        return largest_norm(self._norm_of_all_parts(lambda: parents(norm_type)), self._replicas)
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Whether a replica has found an overflow."""
@@ -292,6 +302,25 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
                 0,
             )
         ]
+
+    def owned_span(self, param: Any) -> tuple[int, int]:
+        """Elements (start, end) of a trained parameter whose optimizer states this rank has; possibly none."""
+        group, first, offset = self._in_shard(param)
+        end = min(first + self.partition_size[group], offset + param.numel())
+        start = min(max(first, offset), end)
+        return start - offset, end - offset
+
+    def owned_gradient(self, param: Any) -> Tensor:
+        """1D: the gradient of these elements, at the accumulation boundary; a view."""
+        group, first, offset = self._in_shard(param)
+        start, end = self.owned_span(param)
+        return self._shard(group)[max(0, start + offset - first) :][: end - start]
+
+    def _in_shard(self, param: Any) -> tuple[int, int, int]:
+        """Parameter group, and in its flat buffer the start of this rank's shard and of the parameter."""
+        group = next(i for i, params in enumerate(self.bit16_groups) if any(p is param for p in params))
+        first = dist.get_rank(group=self.dp_process_group) * self.partition_size[group]
+        return group, first, self._offsets[self.get_param_id(param)]
 
     # Checkpoints and offloaded states ################################################################
 
@@ -332,6 +361,7 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Also moves the slices where the parent moves gradients."""
+        self._finish_buckets()
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
             self._slices = {group: gradients.cpu() for group, gradients in self._slices.items()}
@@ -344,6 +374,7 @@ class ReplicatedOptimizer(Remembering, DeepSpeedZeroOptimizer):
 
     def destroy(self) -> None:
         """Also drops gradients of an accumulation that was not finished."""
+        self._in_flight.drop()
         self._slices.clear()
         super().destroy()
 

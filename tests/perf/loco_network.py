@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a step with and without LoCo where the network between groups is slow.
 
-Two network namespaces are two nodes, with two CPU ranks each. A veth pair connects them, at whose ends ``tc`` limits
-the rate; what ranks of one node send one another goes through its own loopback, without a limit. That it is so is
-measured: by a probe inside a node and between them, and by holding what ``tc`` has sent against what the sockets have
-received from the other node.
+Two network namespaces are two nodes, with two CPU ranks each; see ``scripts/cluster.py``. The rate of the link
+between them is limited, what ranks of one node send one another is not. That it is so is measured: by a probe inside
+a node and between them, and by holding what ``tc`` has sent against what the sockets have received from the other
+node.
 
 The same perceptron is trained with NIG by two engines in the same processes, which take turns: blocks of plain steps
 and blocks of steps with LoCo. LoCo compresses gradients; the updated parameters cross the same link in full precision,
 once a step, so the ratio of the step times cannot be less than that of the bytes, which is printed beside it. What the
 last rate shows is a link that is no bottleneck.
 
-Needs root, and ``ip`` and ``tc`` of iproute2. The namespaces are removed at the end, also on SIGTERM.
+Needs root, and ``ip`` and ``tc`` of iproute2.
 
 Exit status 0 if the bytes are those of the formula and only they are limited, 1 if not, 2 if it could not run.
 """
@@ -20,14 +20,9 @@ Exit status 0 if the bytes are those of the formula and only they are limited, 1
 import argparse
 import itertools
 import json
-import os
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -38,6 +33,7 @@ import deepspeed
 import records
 import torch
 import torch.distributed as dist
+from cluster import Link, Network, missing
 from launching import exit_on_sigterm, start_rank
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -49,11 +45,6 @@ from deepspeed_ext.traffic import TrafficMeter
 STRATEGY = "NIG"
 NODES, RANKS_PER_NODE = 2, 2
 CLUSTER = Cluster(NODES * RANKS_PER_NODE, RANKS_PER_NODE)
-LINK = "internode"  # each node's end of the veth pair
-PORT = 29500  # a namespace has all ports to itself
-ADDRESSES = ("10.213.0.1", "10.213.0.2")
-BURST = "128kb"  # what passes at once: more than the 64 KiB of an offloaded segment, little against a message
-LATENCY = "100ms"  # of the queue, beyond which packets are dropped: long enough that few are
 METHODS: dict[str, dict[str, Any] | None] = {"plain": None, "LoCo": {"bits": 4, "block_size": 128}}
 WIRE_BITS = 4 + 16 / 128  # of a gradient under LoCo: a scale of 16 bits a block
 WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a parameter, and of a gradient
@@ -161,40 +152,12 @@ class Perceptron(nn.Module):
         return (self.layers(inputs).float() - targets).square().mean()
 
 
-def limit(mbit: float) -> list[str]:
-    """The command that limits what this node sends."""
-    shape = ["rate", f"{mbit:g}mbit", "burst", BURST, "latency", LATENCY]
-    return ["tc", "qdisc", "replace", "dev", LINK, "root", "tbf", *shape]
-
-
-class Rate:
-    """This node's end of the link. The ranks change its rate themselves: so one launch measures all rates."""
-
-    def __init__(self) -> None:
-        self._first = int(os.environ["LOCAL_RANK"]) == 0
-
-    def set(self, mbit: float) -> None:
-        """Collective. Limit both directions."""
-        if self._first:
-            subprocess.run(limit(mbit), check=True)
-        dist.barrier()
-
-    def sent(self) -> int:
-        """Bytes that this node has sent so far, headers included; 0 on its other ranks."""
-        if not self._first:
-            return 0
-        shown = subprocess.run(
-            ["tc", "-s", "-j", "qdisc", "show", "dev", LINK], check=True, capture_output=True, text=True
-        )
-        return int(json.loads(shown.stdout)[0]["bytes"])
-
-
 class Worker:
     """What a rank needs to measure every dtype at every rate."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._rate = Rate()
+        self._link = Link()
         self._meter = TrafficMeter()
         self._generator = torch.Generator().manual_seed(dist.get_rank())
 
@@ -204,7 +167,8 @@ class Worker:
             engines = {method: self._engine(dtype, method) for method in METHODS}
             count = sum(parameter.numel() for parameter in engines["plain"].module.parameters())
             for mbit in self._args.rates:
-                self._rate.set(mbit)
+                self._link.limit(mbit)
+                dist.barrier()
                 between, within = (self._probe(other) for other in (RANKS_PER_NODE, 1))
                 steps = self._measure(engines)
                 yield Result(dtype, mbit, count, between, within, steps["plain"], steps["LoCo"])
@@ -263,12 +227,12 @@ class Worker:
         """Seconds of each step; bytes of a step for a rank: received from the other node, and on the link."""
         dist.barrier()
         self._meter.start()
-        sent = self._rate.sent()
+        sent = self._link.sent()
         dist.barrier()
         seconds = [self._step(engine) for _ in range(self._args.block_steps)]
         dist.barrier()
         self._meter.stop()
-        carried = torch.tensor(float(self._rate.sent() - sent), dtype=torch.float64)
+        carried = torch.tensor(float(self._link.sent() - sent), dtype=torch.float64)
         dist.all_reduce(carried)
         per_rank_step = self._args.block_steps * CLUSTER.ranks
         received = self._meter.split(RANKS_PER_NODE).inter
@@ -294,114 +258,14 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-class Network:
-    """Two namespaces and the link between them, as a context."""
-
-    def __init__(self) -> None:
-        self.names = [f"loco{os.getpid()}-{node}" for node in range(NODES)]
-
-    def __enter__(self) -> "Network":
-        try:
-            for name in self.names:
-                ip("netns", "add", name)
-                ip("-n", name, "link", "set", "lo", "up")
-            a, b = self.names
-            ip("link", "add", LINK, "netns", a, "type", "veth", "peer", "name", LINK, "netns", b)
-            for name, address in zip(self.names, ADDRESSES, strict=True):
-                ip("-n", name, "address", "add", f"{address}/24", "dev", LINK)
-                ip("-n", name, "link", "set", LINK, "up")
-                ip("netns", "exec", name, *limit(1000))  # fails here if the kernel cannot
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.names:  # the link goes with them
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
-
-
-def ip(*arguments: str) -> None:
-    """Run ip.
-
-    Raises:
-        RuntimeError: with what it said.
-    """
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
-
-
-def missing() -> list[str]:
-    """What this needs and this machine does not give."""
-    found = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
-    found += [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
-    return found
-
-
-def rank_environment(rank: int) -> dict[str, str]:
-    """What a launcher sets, and the interface that gloo shall use."""
-    from compare import environment  # it draws pictures, and drawing takes seconds to import
-
-    return environment() | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank % RANKS_PER_NODE),
-        "WORLD_SIZE": str(CLUSTER.ranks),
-        "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
-        "MASTER_ADDR": ADDRESSES[0],
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": LINK,
-    }
-
-
-def run_ranks(network: Network, report: Path, args: argparse.Namespace) -> None:
-    """Run a rank in each place, until all have ended.
-
-    Raises:
-        RuntimeError: one failed, or they did not end in time. None is left.
-    """
-    from compare import split_output  # for the parent alone, as environment()
-
-    script = [sys.executable, __file__, "--worker", str(report), *sys.argv[1:]]
-    ranks: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + args.timeout
-    with args.log.open("wb", buffering=0) as log:
-        try:
-            for rank in range(CLUSTER.ranks):
-                command = ["ip", "netns", "exec", network.names[rank // RANKS_PER_NODE], *script]
-                out = subprocess.PIPE if rank == 0 else log  # the first one's bar is for the terminal
-                ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env=rank_environment(rank),
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-            threading.Thread(target=split_output, args=(ranks[0].stdout, log), daemon=True).start()
-            while any(process.poll() is None for process in ranks):
-                if any(process.returncode for process in ranks):
-                    raise RuntimeError(f"a rank failed; see {args.log}")
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"not finished after {args.timeout:.0f} s; see {args.log}")
-                time.sleep(0.5)
-            if any(process.returncode for process in ranks):
-                raise RuntimeError(f"a rank failed; see {args.log}")
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-
-
 def measure(args: argparse.Namespace) -> list[Result]:
     """Build the network, and run the ranks in it; exits with status 2 if that fails."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         try:
-            with Network() as network:
-                run_ranks(network, report, args)
+            with Network(NODES) as network:
+                script = [__file__, "--worker", str(report), *sys.argv[1:]]
+                network.run(script, RANKS_PER_NODE, args.log, args.timeout)
         except RuntimeError as failure:
             print(failure, file=sys.stderr)
             sys.exit(2)

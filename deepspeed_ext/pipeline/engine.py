@@ -1,0 +1,130 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's pipeline engine with gradients, and parameters, that are cut.
+
+Note [What runs when, in a pipeline]
+    The accumulation boundary is the flush of the pipeline. In each backward of a micro-batch gradients move N -> g as
+    the strategy says, inside the group where g = I; the hop between groups runs once, at the flush, and the step after
+    it. Reductions are started in the order of the schedule, the same on all ranks of a stage, and with
+    ``overlap_comm`` they go on under the instructions that follow. Nothing else of the schedule changes.
+
+    DeepSpeed runs no reduction between micro-batches here: it ends a backward of a stage before the last one without
+    the steps that ZeRO takes at the end of a backward. They are what is added.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from deepspeed_ext.pipeline.tied import TiedGradients
+from deepspeed_ext.placement import Placement
+
+
+class _Outputs:
+    """The outputs of a stage: one backward through all of them, so that a parameter's gradient is ready once."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def backward(self, gradient: Tensor | Sequence[Tensor]) -> None:
+        gradients = [gradient] if isinstance(gradient, Tensor) else gradient
+        floating = [tensor for tensor in self._tensors if tensor.is_floating_point()]
+        pairs = [pair for pair in zip(floating, gradients, strict=True) if pair[0].requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+
+
+class ShardedPipelineEngine(PipelineEngine):
+    """See Note [What runs when, in a pipeline]. Made of a ``PipelineEngine`` by ``setup.initialize``."""
+
+    def connect(self) -> None:
+        """Once the parent is initialized. Collective over all ranks."""
+        self.enable_backward_allreduce = True  # at the end of each backward, as without a pipeline
+        self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
+
+    # Instructions of the schedule #####################################################################
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        if self.is_last_stage():
+            super()._exec_backward_pass(buffer_id)
+        elif self._has_gradient(buffer_id):
+            super()._exec_backward_pass(buffer_id)
+            self._backward_epilogue()
+        # One backward is one micro-step of the optimizer, whatever forwards stand between them.
+        self.optimizer.clear_backward_seen_flag()
+
+    def _has_gradient(self, buffer_id: int) -> bool:
+        """Whether this micro-batch has something to do in backward here: not in a first stage that is frozen."""
+        outputs = self.pipe_buffers["outputs"][buffer_id]
+        if self.is_pipe_partitioned:
+            return True
+        tensors = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not any(tensor.requires_grad for tensor in tensors):
+            self.pipe_buffers["outputs"][buffer_id] = None
+            return False
+        self.pipe_buffers["outputs"][buffer_id] = _Outputs(tensors)
+        return True
+
+    def _exec_reduce_tied_grads(self) -> None:
+        """Later: when they are where the optimizer's states are."""
+
+    def _exec_reduce_grads(self) -> None:
+        """The flush: g -> os, and the sum over stages for tied weights."""
+        self._force_grad_boundary = True
+        try:
+            if self.zero_optimization_partition_gradients():
+                self.optimizer.finalize_gradient_accumulation_boundary()
+            else:
+                self.allreduce_gradients()
+        finally:
+            self._force_grad_boundary = False
+
+    _INSTRUCTION_MAP: ClassVar[dict[type, Any]] = {
+        **PipelineEngine._INSTRUCTION_MAP,
+        schedule.BackwardPass: _exec_backward_pass,
+        schedule.ReduceTiedGrads: _exec_reduce_tied_grads,
+        schedule.ReduceGrads: _exec_reduce_grads,
+    }
+
+    # Checkpoints: a file for each layer ###############################################################
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
+        """DeepSpeed's, with the parameters of one layer gathered at a time. Collective where they are cut."""
+        for _ in self._layers(modify=False):
+            super().module_state_dict(exclude_frozen_parameters)
+
+    def load_module_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        """The same for loading, after which all stages have the tied weights of the first."""
+        for _ in self._layers(modify=True):
+            super().load_module_state_dict(checkpoint, *args, **kwargs)
+        tied = list(self.module.tied_modules.parameters())
+        if tied and self.optimizer.strategy.p != Placement.N:
+            with deepspeed.zero.GatheredParameters(tied, modifier_rank=0):
+                self.module._synchronize_tied_weights()
+
+    def _layers(self, modify: bool) -> Iterator[None]:
+        """Have DeepSpeed see one layer after the other where parameters are cut; otherwise all of them, once.
+
+        All ranks of a stage visit all layers, in one order, whoever writes them.
+        """
+        if self.optimizer.strategy.p == Placement.N:
+            yield
+            return
+        module, first = self.module, self.module._local_start
+        for index, layer in enumerate(list(module.forward_funcs)):
+            parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(mock.patch.object(module, "forward_funcs", [layer]))
+                stack.enter_context(mock.patch.object(module, "_local_start", first + index))
+                # For all layers at once, at the end: stages have different numbers of them.
+                stack.enter_context(mock.patch.object(module, "_synchronize_tied_weights", lambda: None))
+                if parameters:
+                    whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
+                    stack.enter_context(whole)
+                yield

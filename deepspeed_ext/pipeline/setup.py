@@ -1,0 +1,174 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a pipeline's stages get our optimizers, and what must hold before they do."""
+
+import json
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import deepspeed.runtime.pipe.engine
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from deepspeed_ext.config import GROUP_SIZE, LOCO, SECTION, STRATEGY, active_strategy, use_strategy_of_stage
+from deepspeed_ext.placement import Strategy
+
+_NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
+_TEXT_BYTES = 2048
+
+
+def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
+    """``PipelineEngine.__init__``: with a strategy, or ZeRO-2 or 3, which mean one, the engine becomes ours.
+
+    Collective over all ranks, those without a strategy included: a stage may have been configured otherwise.
+
+    Args:
+        init: DeepSpeed's.
+        engine: to initialize. The others are DeepSpeed's.
+
+    Raises:
+        ValueError: on all ranks, if stages are configured differently; or what only the model can tell.
+    """
+    config, module = kwargs.get("config_class"), kwargs.get("model")
+    strategy = None
+    if config is not None and dist.is_initialized():
+        problem = ""
+        try:
+            strategy = _strategy(config, module)
+        except (ValueError, RuntimeError) as error:
+            problem = str(error)
+        _require_agreement(_settings(config, strategy), problem)
+    if strategy is None:
+        init(engine, *args, **kwargs)
+        return
+    from deepspeed_ext.pipeline.engine import ShardedPipelineEngine
+
+    refuse_unsupported(strategy, engine, module)
+    engine.__class__ = ShardedPipelineEngine
+    kwargs["model_parameters"] = _with_something_to_train(module, kwargs.get("model_parameters"))
+    # The parent's only refusal of ZeRO-2 and 3, an assertion that looks nothing else up under this name.
+    no_limit = SimpleNamespace(gradients=float("inf"))
+    with mock.patch.object(deepspeed.runtime.pipe.engine, "ZeroStageEnum", no_limit):
+        init(engine, *args, **kwargs)
+    engine.connect()
+
+
+def _strategy(config: Any, module: Any) -> Strategy | None:
+    if active_strategy(config) is None and config.zero_config.stage > 1:
+        use_strategy_of_stage(config, module._grid.data_parallel_size)
+    return active_strategy(config)
+
+
+def refuse_unsupported(strategy: Strategy, engine: PipelineEngine, module: Any) -> None:
+    """Refuse what cannot work with the schedule; the same on all ranks.
+
+    Raises:
+        ValueError: the schedule is another one, parameters are cut already, or the boundary is the caller's.
+    """
+    reasons = (
+        (type(engine) is not PipelineEngine, f"{type(engine).__name__} runs another schedule than 1F1B"),
+        (
+            any(hasattr(param, "ds_id") for param in module.parameters()),
+            "the PipelineModule has parameters that are cut already; build it outside of deepspeed.zero.Init",
+        ),
+    )
+    for unsupported, reason in reasons:
+        if unsupported:
+            raise ValueError(f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {reason}.")
+
+
+def refuse_zero_init() -> None:
+    """Refuse to build a PipelineModule whose parameters would be cut as they are made.
+
+    Raises:
+        ValueError: it is built under ``deepspeed.zero.Init``, which cuts them over all ranks, those of other stages
+            included, and waits for these.
+    """
+    from deepspeed.runtime.zero import partition_parameters
+
+    if partition_parameters.zero_init_context:
+        raise ValueError(
+            "A PipelineModule cannot be built under deepspeed.zero.Init, which cuts parameters over all ranks, while "
+            "each stage has its own. Build it outside: stages hold their own layers only, and cut them afterwards."
+        )
+
+
+def _with_something_to_train(module: nn.Module, parameters: Any) -> Any:
+    """The optimizer's parameters; a stage that has nothing to train takes part with a parameter that stays zero."""
+    if parameters is None:
+        return None
+    groups = list(parameters)
+    listed = [param for group in groups for param in (group["params"] if isinstance(group, dict) else [group])]
+    if any(param.requires_grad for param in listed):
+        return groups
+    filler = nn.Parameter(torch.zeros(1, device=get_accelerator().current_device_name()))
+    filler.ds_pipe_replicated = False
+    module.register_parameter(_NOTHING_TO_TRAIN, filler)
+    if groups and isinstance(groups[0], dict):
+        return [{**groups[0], "params": [filler]}, *groups[1:]]
+    return [filler]
+
+
+# Agreement ########################################################################################
+
+
+def _settings(config: Any, strategy: Strategy | None) -> dict[str, Any]:
+    """What all stages must have alike, by the key to change."""
+    zero = config.zero_config
+    return {
+        f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,
+        f"{SECTION}.stage": int(zero.stage),
+        f"{SECTION}.{GROUP_SIZE}": getattr(zero, GROUP_SIZE, None),
+        f"{SECTION}.{LOCO}": getattr(zero, LOCO, None),
+        f"{SECTION}.offload_optimizer": str(getattr(zero.offload_optimizer, "device", None)),
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        "gradient_clipping": config.gradient_clipping,
+        "fp16.enabled": config.float16_config.enabled,
+        "bf16.enabled": config.bfloat16_config.enabled,
+    }
+
+
+def _require_agreement(settings: dict[str, Any], problem: str) -> None:
+    """Raise on all ranks where one has a problem, or a strategy is used and stages differ. Collective.
+
+    Raises:
+        ValueError: with the settings that differ, or the problem of the first rank that has one.
+    """
+    everybody = _gather(json.dumps([problem, settings], default=str))
+    for rank, (found, _) in enumerate(everybody):
+        if found:
+            raise ValueError(problem or f"rank {rank}: {found}")
+    if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in everybody):
+        return  # DeepSpeed's affair
+    different = {
+        key: values for key in settings if len(set(map(str, values := [other[key] for _, other in everybody]))) > 1
+    }
+    if different:
+        listed = "; ".join(f"{key}: {_by_rank(values)}" for key, values in different.items())
+        raise ValueError(f"All stages of a pipeline must have the same configuration, but they have {listed}.")
+
+
+def _by_rank(values: Iterable[Any]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(repr(value), []).append(rank)
+    return ", ".join(f"{value} on ranks {found}" for value, found in ranks.items())
+
+
+def _gather(text: str) -> list[Any]:
+    """What each rank has said, in JSON."""
+    device = get_accelerator().current_device_name()
+    content = text.encode()
+    if len(content) > _TEXT_BYTES:  # of a problem
+        content = json.dumps([text[: _TEXT_BYTES // 2], {}]).encode()[:_TEXT_BYTES]
+    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    everybody = torch.empty(dist.get_world_size() * _TEXT_BYTES, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(everybody, mine.to(device))
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in everybody.cpu().view(-1, _TEXT_BYTES)]

@@ -1,0 +1,164 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of weights that several pipeline stages share, such as those of embedding and head.
+
+Each stage reduces its own part of such a gradient like any other. Once it is where the optimizer's states are, ranks
+of the stages exchange what they hold of it, so no rank ever has it whole, and what was compressed on its way is the
+same in all stages. With p = N a weight lies elsewhere in each stage's flat buffer, and so is cut elsewhere: a rank
+sends each other one the elements that both of them hold. With d elements of the weight's gradient on a rank and t
+stages it sends and receives (t-1)*d elements a step, where DeepSpeed's all-reduce of whole gradients takes 2*(t-1)/t
+times all of it.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
+from torch import Tensor
+
+from deepspeed_ext.placement import Placement
+
+
+class Span(NamedTuple):
+    """Elements ``start`` to ``end`` of a weight."""
+
+    start: int
+    end: int
+
+    def common(self, other: "Span") -> "Span":
+        """Elements that are in both; possibly none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.end, other.end)))
+
+
+class TiedGradients:
+    """The tied weights of this rank's stage that have a gradient.
+
+    Collective over all ranks.
+
+    Args:
+        module: the pipeline.
+        optimizer: one of ours, of this rank's stage.
+    """
+
+    def __init__(self, module: PipelineModule, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._exchanges = [
+            _Exchange(optimizer, weights, group, [_stage(module, rank) for rank in ranks])
+            for ranks, group, weights in _make_groups(module, optimizer)
+        ]
+
+    def sum(self) -> None:
+        """Add the gradients of all stages, in the order of the stages; the same bits in each of them. Collective."""
+        for exchange in self._exchanges:
+            exchange.run()
+
+
+class _Exchange:
+    """Of weights that are on the same stages.
+
+    Args:
+        optimizer: of this rank.
+        weights: parameters of this rank's stage.
+        group: ranks that hold the weights together, of all these stages.
+        stages: of each of its ranks.
+    """
+
+    def __init__(self, optimizer: Any, weights: Sequence[Any], group: Any, stages: Sequence[int]) -> None:
+        self._optimizer, self._weights, self._group, self._stages = optimizer, weights, group, stages
+        self._rank = dist.get_rank(group=group)
+        mine = torch.tensor(
+            [optimizer.owned_span(weight) for weight in weights],
+            dtype=torch.int64,
+            device=get_accelerator().current_device_name(),
+        )
+        everybody = mine.new_empty(len(stages) * len(weights), 2)
+        dist.all_gather_into_tensor(everybody, mine, group=group)
+        spans = [Span(*span) for span in everybody.tolist()]
+        self._spans = [spans[i : i + len(weights)] for i in range(0, len(spans), len(weights))]
+
+    def run(self) -> None:
+        held = [self._optimizer.owned_gradient(weight) for weight in self._weights]
+        sent = [self._part(held, rank) for rank in range(len(self._stages))]
+        splits = [part.numel() for part in sent]
+        received = torch.empty_like(message := torch.cat(sent))
+        dist.all_to_all_single(
+            received, message, splits, splits, group=self._group, log_name="tied_gradients_all_to_all"
+        )
+        totals = {stage: [torch.zeros_like(part, dtype=torch.float32) for part in held] for stage in self._stages}
+        for stage_part, part in zip(totals[self._stages[self._rank]], held, strict=True):
+            stage_part.copy_(part)
+        for rank, content in enumerate(received.split(splits)):
+            self._place(totals[self._stages[rank]], rank, content)
+        for number, part in enumerate(held):
+            part.copy_(sum(totals[stage][number] for stage in sorted(totals)))
+
+    def _common(self, rank: int) -> Iterable[tuple[int, slice]]:
+        """(number of the weight, elements of this rank's part of it) that another stage's rank holds as well."""
+        if self._stages[rank] == self._stages[self._rank]:
+            return
+        for number, (mine, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
+            both = mine.common(other)
+            yield number, slice(both.start - mine.start, both.end - mine.start)
+
+    def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
+        """1D: what goes to another rank."""
+        return torch.cat([held[0][:0], *(held[number][where] for number, where in self._common(rank))])
+
+    def _place(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
+        """Where what came from another rank belongs."""
+        for number, where in self._common(rank):
+            part = parts[number][where]
+            part.copy_(content[: part.numel()])
+            content = content[part.numel() :]
+
+
+def _make_groups(module: PipelineModule, optimizer: Any) -> list[tuple[list[int], Any, list[Any]]]:
+    """For this rank's tied weights: (ranks, process group, weights). All ranks make all groups, in one order."""
+    grid, made = module._grid, []
+    for stages, keys in _tied_stages(module).items():
+        weights = [
+            weight
+            for key in keys
+            if key in module.tied_comms
+            for weight in (
+                PipelineModule._recursive_getattr(module.tied_modules[key], name)
+                for name in module.tied_comms[key]["weight_attr"]
+            )
+            if weight.requires_grad
+        ]
+        for model in range(grid.get_slice_parallel_world_size()):
+            at = {"model": model} if "model" in grid._topo.get_axis_names() else {}
+            for block in _blocks(optimizer):
+                ranks = sorted(grid.stage_to_global(stage_id=s, data=d, **at) for s in stages for d in block)
+                group = dist.new_group(ranks)
+                if dist.get_rank() in ranks and weights:
+                    made.append((ranks, group, weights))
+    return made
+
+
+def _tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
+    """Keys of tied layers by the stages that they are on; those on one stage only are like others."""
+    stages: dict[str, set[int]] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(module.stage_owner(index))
+    keys: dict[tuple[int, ...], list[str]] = {}
+    for key in sorted(stages):
+        if len(stages[key]) > 1:
+            keys.setdefault(tuple(sorted(stages[key])), []).append(key)
+    return keys
+
+
+def _blocks(optimizer: Any) -> list[range]:
+    """Data-parallel ranks that hold a stage's optimizer states once."""
+    cluster = optimizer.topology.cluster
+    size = {Placement.N: 1, Placement.I: cluster.group_size, Placement.G: cluster.ranks}[optimizer.strategy.os]
+    return [range(first, first + size) for first in range(0, cluster.ranks, size)]
+
+
+def _stage(module: PipelineModule, rank: int) -> int:
+    return int(module.topology().get_coord(rank).pipe)

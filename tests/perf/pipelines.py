@@ -1,0 +1,321 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline with DeepSpeed's ZeRO-1 and with strategies, where the network between nodes is slow.
+
+    python tests/perf/pipelines.py
+
+Four network namespaces are four nodes, with two CPU ranks each; see ``scripts/cluster.py``. A byte-level GPT, with
+embedding and head tied, is cut into two stages of two nodes each: four data-parallel ranks in two groups. All cases
+run in the same processes, on the same data, and take turns. Of each:
+
+- the largest difference of its weights from those of ZeRO-1, relative to the largest weight, after the same steps;
+- what a rank holds of parameters and of gradients before the flush, in bytes of tensors: the largest of all ranks;
+- what a rank receives in a step, by the kernel's counters: from data-parallel ranks of its node and of others, beside
+  the formula of its strategy, and from other stages;
+- the time of a step, also as a ratio to ZeRO-1's of the same round.
+
+Needs root, and ``ip`` and ``tc`` of iproute2.
+
+Exit status 0 if all agree with ZeRO-1 and the formulas, 1 if not, 2 if it could not run.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import records
+import torch
+import torch.distributed as dist
+from cluster import Link, Network, missing
+from deepspeed.runtime.pipe import schedule
+from launching import exit_on_sigterm, start_rank
+from strategies import held
+from torch import Tensor
+from tqdm import tqdm
+from train import Batches, read_corpus
+from train_pipeline import endless, pipeline
+
+from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.traffic import TrafficMeter
+
+NODES, RANKS_PER_NODE, STAGES = 4, 2, 2
+CLUSTER = Cluster(NODES * RANKS_PER_NODE // STAGES, RANKS_PER_NODE)  # of a stage
+STOCK = "ZeRO-1"
+CASES: dict[str, dict[str, Any]] = {STOCK: {"stage": 1}}
+for _name in ("NNG", "NIG", "NGG", "IIG", "GGG"):
+    CASES[_name] = {"paro_strategy": _name, "paro_group_size": RANKS_PER_NODE}
+ZERO: dict[str, Any] = {
+    "reduce_bucket_size": 500_000,
+    "allgather_bucket_size": 500_000,
+    "stage3_param_persistence_threshold": 0,
+}
+SEQUENCE_LENGTH, ROWS = 32, 1
+CORPUS_BYTES = 500_000
+SEED = 0
+WARM_UP_STEPS = 2
+PARITY_BOUND = 1e-5
+BYTES_BOUND = 0.05
+RESULTS = Path(__file__).parent / "results" / "pipelines.csv"
+
+
+@dataclass
+class Row:
+    """What one case took at one rate."""
+
+    case: str
+    mbit: float
+    difference: float = 0.0
+    parameters: int = 0  # bytes held
+    gradients: int = 0
+    intra: float = 0.0  # bytes received a step, the mean over ranks
+    inter: float = 0.0
+    other_stages: float = 0.0
+    intra_formula: float = 0.0
+    inter_formula: float = 0.0
+    seconds: list[list[float]] = field(default_factory=list)  # of each step, a list a round
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(s for one in self.seconds for s in one)
+
+    def ratios(self, stock: "Row") -> list[float]:
+        """To ZeRO-1, of each round."""
+        pairs = zip(self.seconds, stock.seconds, strict=True)
+        return [statistics.median(mine) / statistics.median(other) for mine, other in pairs]
+
+    def wrong(self) -> list[str]:
+        """What is out of bounds."""
+        found = [] if self.difference <= PARITY_BOUND else ["weights"]
+        if self.case != STOCK:
+            for name in ("intra", "inter"):
+                due = getattr(self, f"{name}_formula")
+                if abs(getattr(self, name) - due) > BYTES_BOUND * max(self.intra_formula, self.inter_formula):
+                    found.append(name)
+        return found
+
+
+# What runs in the ranks ###########################################################################
+
+
+class Case:
+    """A pipeline with its data."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        model = pipeline(args.dim, args.layers, 4, SEQUENCE_LENGTH, STAGES, SEED)
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": args.micro_batches,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}},
+            "steps_per_print": 1_000_000,
+            "zero_optimization": {**ZERO, **CASES[name]},
+        }
+        self.numels = {name: param.numel() for name, param in model.named_parameters()}
+        self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        self._data = endless(Batches(read_corpus(CORPUS_BYTES), self.engine, SEQUENCE_LENGTH, SEED))
+        self.bytes_held = (0, 0)  # parameters, gradients
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have the engine note what it holds when all micro-batches are through."""
+        reduce = self.engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
+
+        def note(engine: Any) -> None:
+            self.bytes_held = self._held(engine)
+            reduce(engine)
+
+        self.engine._INSTRUCTION_MAP = {**self.engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: note}
+
+    def _held(self, engine: Any) -> tuple[int, int]:
+        if self.name != STOCK:
+            states = held(engine)
+            return int(states.parameters), int(states.gradients)
+        parameters = list(engine.module.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return sum(p.nbytes for p in parameters), sum(g.nbytes for g in gradients)
+
+    def step(self) -> float:
+        """Run one; seconds, of the slowest rank."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self.engine.train_batch(self._data)
+        if hasattr(self.engine.optimizer, "parameters"):
+            self.engine.optimizer.parameters.drain()  # or slices are completed during the next forward
+        dist.barrier()
+        return time.perf_counter() - begin
+
+    def weights(self) -> Tensor:
+        """1D: those of this stage."""
+        parameters = list(self.engine.module.parameters())
+        with deepspeed.zero.GatheredParameters(parameters):
+            return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+    """A row for each rate and case."""
+    link, meter = Link(), TrafficMeter()
+    cases = {name: Case(name, args) for name in CASES}
+    for case in tqdm(cases.values(), "warm-up", disable=dist.get_rank() != 0):
+        for _ in range(WARM_UP_STEPS):
+            case.step()
+    for mbit in args.rates:
+        link.limit(mbit)
+        dist.barrier()
+        rows = {name: Row(name, mbit) for name in cases}
+        for _ in tqdm(range(args.rounds), f"{mbit:g} Mbit/s", disable=dist.get_rank() != 0):
+            for name, case in cases.items():
+                dist.barrier()
+                meter.start()
+                dist.barrier()
+                rows[name].seconds.append([case.step() for _ in range(args.steps)])
+                meter.stop()
+                _count(rows[name], meter.read(), args.rounds * args.steps)
+        stock = cases[STOCK].weights()
+        for name, case in cases.items():
+            row = rows[name]
+            row.difference = _largest((case.weights() - stock).abs().max() / stock.abs().max())
+            row.parameters, row.gradients = (int(_largest(torch.tensor(float(n)))) for n in case.bytes_held)
+            _expect(row, case, args.micro_batches)
+            yield row
+
+
+def _count(row: Row, received: list[list[int]], steps: int) -> None:
+    """Add what ranks received in a round of one case; of all steps, a step's."""
+    ranks = len(received)
+    for rank, by_sender in enumerate(received):
+        for sender, count in enumerate(by_sender):
+            share = count / steps / ranks
+            if sender * STAGES // ranks != rank * STAGES // ranks:
+                row.other_stages += share
+            elif sender // RANKS_PER_NODE == rank // RANKS_PER_NODE:
+                row.intra += share
+            else:
+                row.inter += share
+
+
+def _expect(row: Row, case: Case, micro_batches: int) -> None:
+    """What the strategy's formula says, the mean over stages."""
+    if case.name == STOCK:
+        return
+    states = ModelStates.of(sum(case.numels.values()), parameter_bytes=4, gradient_bytes=4)
+    volume = STRATEGIES[case.name].volume(CLUSTER, states, micro_batches)
+    found = torch.tensor([volume.intra, volume.inter], dtype=torch.float64)
+    dist.all_reduce(found)
+    row.intra_formula, row.inter_formula = (found / dist.get_world_size()).tolist()
+
+
+def _largest(value: Tensor) -> float:
+    """Of all ranks."""
+    found = value.double()
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
+
+
+def work(args: argparse.Namespace) -> None:
+    """The life of a rank."""
+    first = start_rank()
+    rows = list(rows_of(args))
+    if first:
+        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
+    dist.destroy_process_group()
+
+
+# What starts them #################################################################################
+
+
+def measure(args: argparse.Namespace) -> list[Row]:
+    """Build the network, and run the ranks in it; exits with status 2 if that fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        try:
+            with Network(NODES) as network:
+                script = [__file__, *sys.argv[1:], "--worker", str(report)]
+                network.run(script, RANKS_PER_NODE, args.log, args.timeout)
+        except RuntimeError as failure:
+            print(failure, file=sys.stderr)
+            sys.exit(2)
+        return [Row(**values) for values in json.loads(report.read_text())]
+
+
+def print_table(rows: list[Row], args: argparse.Namespace) -> None:
+    """A line a row."""
+    print(
+        f"{STAGES} stages of {CLUSTER.ranks} data-parallel ranks in {CLUSTER.groups} groups, a group a node; "
+        f"{args.micro_batches} micro-batches a step, fp32 with Adam, embedding and head tied. MB a rank: held before "
+        f"the flush (largest), received a step (mean; counted / formula)."
+    )
+    for mbit in args.rates:
+        stock = next(row for row in rows if row.mbit == mbit and row.case == STOCK)
+        print(
+            f"\n{mbit:g} Mbit/s\n{'':<8}{'weights':>9}{'parameters':>12}{'gradients':>11}{'in the node':>19}"
+            f"{'between nodes':>19}{'stages':>8}{'seconds':>9}{'of ZeRO-1 (rounds)':>26}"
+        )
+        for row in (row for row in rows if row.mbit == mbit):
+            ratios = row.ratios(stock)
+            pairs = ((row.intra, row.intra_formula), (row.inter, row.inter_formula))
+            counted = "".join(
+                f"{mine / 1e6:>10.3f} /{due / 1e6:>7.3f}" if row.case != STOCK else f"{mine / 1e6:>10.3f}{'':>9}"
+                for mine, due in pairs
+            )
+            print(
+                f"{row.case:<8}{row.difference:>9.1e}{row.parameters / 1e6:>12.3f}{row.gradients / 1e6:>11.3f}"
+                f"{counted}{row.other_stages / 1e6:>8.3f}{row.median:>9.3f}"
+                f"{statistics.median(ratios):>11.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+                f"{'  FAIL: ' + ', '.join(row.wrong()) if row.wrong() else ''}"
+            )
+
+
+def csv_row(row: Row, stock: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """What identifies a row, and the row."""
+    ratios = row.ratios(stock)
+    values = asdict(row) | {"seconds_median": round(row.median, 4), "of_zero1_median": statistics.median(ratios)}
+    del values["seconds"]
+    values |= {"of_zero1_min": min(ratios), "of_zero1_max": max(ratios)}
+    rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
+    layout = {"stages": STAGES, "ranks_per_node": RANKS_PER_NODE, "nodes": NODES, "dim": args.dim}
+    return layout | {"layers": args.layers, "micro_batches": args.micro_batches} | rounded
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Pipelines with ZeRO-1 and with strategies on slow links.")
+    parser.add_argument("--rates", nargs="+", type=float, default=[100, 500], metavar="MBIT", help="of the links")
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
+    parser.add_argument("--dim", type=int, default=256, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="blocks of the model")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each case")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
+    parser.add_argument("--log", type=Path, default=Path("pipelines.log"), help="what the ranks print")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds that all of it may take")
+    parser.add_argument("--csv", type=Path, default=RESULTS, help="file to append the rows to")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.worker is not None:
+        work(args)
+        return 0
+    if lacks := missing():
+        print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
+        return 2
+    exit_on_sigterm()
+    rows = measure(args)
+    print_table(rows, args)
+    stock = {row.mbit: row for row in rows if row.case == STOCK}
+    records.append_rows(args.csv, [csv_row(row, stock[row.mbit], args) for row in rows])
+    return 1 if any(row.wrong() for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
