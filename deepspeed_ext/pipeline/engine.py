@@ -13,16 +13,20 @@ Note [What runs when, in a pipeline]
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
 import deepspeed
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN
 from deepspeed_ext.pipeline.tied import TiedGradients
 from deepspeed_ext.placement import Placement
 
@@ -46,7 +50,28 @@ class ShardedPipelineEngine(PipelineEngine):
     def connect(self) -> None:
         """Once the parent is initialized. Collective over all ranks."""
         self.enable_backward_allreduce = True  # at the end of each backward, as without a pipeline
+        self._trains = NOTHING_TO_TRAIN not in dict(self.module.named_parameters())
+        self._use_checkpointing_that_stops_early()
         self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
+
+    def _use_checkpointing_that_stops_early(self) -> None:
+        """With parameters cut, have torch recompute where DeepSpeed's non-reentrant checkpointing would.
+
+        DeepSpeed's runs all of a segment again, to the end of its last module, which releases the parameters whose
+        backward has just begun: it fails in ZeRO-3, without a pipeline as well. torch's stops before that.
+        """
+        module = self.module
+        if self.optimizer.strategy.p == Placement.N:
+            return
+        if module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint:
+            return
+        options = self._config.activation_checkpointing_config
+        if options.partition_activations or options.cpu_checkpointing:
+            raise ValueError(
+                "pipeline.use_reentrant false with parameters that are cut cannot be combined with "
+                "activation_checkpointing.partition_activations and cpu_checkpointing. Remove one of the two."
+            )
+        module.activation_checkpoint_func = functools.partial(torch_checkpoint, use_reentrant=False)
 
     # Instructions of the schedule #####################################################################
 
@@ -54,18 +79,20 @@ class ShardedPipelineEngine(PipelineEngine):
         if self.is_last_stage():
             super()._exec_backward_pass(buffer_id)
         elif self._has_gradient(buffer_id):
-            super()._exec_backward_pass(buffer_id)
+            # The parent starts timers that the hooks of its outputs start as well, which ends in an assertion.
+            with mock.patch.object(self, "wall_clock_breakdown", lambda: False):
+                super()._exec_backward_pass(buffer_id)
             self._backward_epilogue()
         # One backward is one micro-step of the optimizer, whatever forwards stand between them.
         self.optimizer.clear_backward_seen_flag()
 
     def _has_gradient(self, buffer_id: int) -> bool:
-        """Whether this micro-batch has something to do in backward here: not in a first stage that is frozen."""
+        """Whether a micro-batch has something to do in backward here: not in a first stage that is frozen."""
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if self.is_pipe_partitioned:
             return True
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
-        if not any(tensor.requires_grad for tensor in tensors):
+        if not self._trains and not any(tensor.requires_grad for tensor in tensors):
             self.pipe_buffers["outputs"][buffer_id] = None
             return False
         self.pipe_buffers["outputs"][buffer_id] = _Outputs(tensors)

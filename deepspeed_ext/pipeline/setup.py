@@ -18,7 +18,7 @@ from torch import nn
 from deepspeed_ext.config import GROUP_SIZE, LOCO, SECTION, STRATEGY, active_strategy, use_strategy_of_stage
 from deepspeed_ext.placement import Strategy
 
-_NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
+NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
 _TEXT_BYTES = 2048
 
 
@@ -108,7 +108,7 @@ def _with_something_to_train(module: nn.Module, parameters: Any) -> Any:
         return groups
     filler = nn.Parameter(torch.zeros(1, device=get_accelerator().current_device_name()))
     filler.ds_pipe_replicated = False
-    module.register_parameter(_NOTHING_TO_TRAIN, filler)
+    module.register_parameter(NOTHING_TO_TRAIN, filler)
     if groups and isinstance(groups[0], dict):
         return [{**groups[0], "params": [filler]}, *groups[1:]]
     return [filler]

@@ -274,14 +274,15 @@ class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_St
             if self.strategy.g == Placement.N:
                 if self.gradients.is_placeholder:
                     self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
-                    self._show_gradients()
                 self.gradients.reduce_kept(self.get_param_comm_dtype, self.reduce_bucket_size)
             self.gradients.finish(dtypes[0] if len(dtypes) == 1 else torch.float32, self.reduce_bucket_size)
         self._waiting = False
         if self._gradient_stream is not None:
             get_accelerator().current_stream().wait_stream(self._gradient_stream)
         self.complete_gradients()
-        if self.offload_optimizer:
+        if not self.offload_optimizer:
+            self._show_gradients()
+        else:
             self._offload_boundary_param_ids = set(self._gradient_shards)
             self._finalize_offload_gradient_accumulation()
             if self._gradient_stream is not None:  # the step reads host memory

@@ -42,7 +42,8 @@ class Pipe:
         groups: parameter groups: matrices and the rest.
         two: number of a layer behind which two tensors cross from stage to stage.
         method: how layers are dealt to stages.
-        checkpointing: interval of activation checkpointing; negative for the non-reentrant kind.
+        checkpointing: interval of activation checkpointing; negative for the non-reentrant kind. The reentrant kind
+            leaves out the embedding, of which DeepSpeed's has no gradients with any ZeRO.
         overflow: (step, rank): where the loss becomes infinite.
         zero, config: further keys of ``zero_optimization`` and of the configuration.
     """
@@ -204,6 +205,7 @@ def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any
         loss_fn=_loss(pipe),
         partition_method=pipe.method,
         activation_checkpoint_interval=abs(pipe.checkpointing),
+        checkpointable_layers=["Middle"] if pipe.checkpointing > 0 else None,
     )
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -284,7 +286,7 @@ def train_whole(pipe: Pipe, replicas: int) -> Trained:
     if pipe.optimizer == "SGD":
         optimizer: Any = torch.optim.SGD(groups_of(list(model.parameters()), pipe.groups), lr=0.5, momentum=0.9)
     else:
-        optimizer = torch.optim.Adam(groups_of(list(model.parameters()), pipe.groups), lr=1e-2, eps=1e-3)
+        optimizer = torch.optim.AdamW(groups_of(list(model.parameters()), pipe.groups), lr=1e-2, eps=1e-3)
     data = [batches(rank) for rank in range(replicas)]
     losses, norms = [], []
     for _ in range(pipe.steps):
