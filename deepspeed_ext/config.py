@@ -7,17 +7,17 @@ A section in which ``our_keys`` finds none is not read here: DeepSpeed parses it
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy, parse_strategy
+from deepspeed_ext.refusals import REFUSED, SECTION
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-SECTION = "zero_optimization"
 STRATEGY = "paro_strategy"
 GROUP_SIZE = "paro_group_size"
 KEYS = (STRATEGY, GROUP_SIZE)
@@ -200,147 +200,6 @@ def check_section(section: Mapping[str, Any]) -> Strategy:
     return strategy
 
 
-# What a user may have configured beside a strategy and that our optimizers do not do: (key, how to find it in the
-# parsed configuration, why, with which strategies). Refused, never skipped.
-_Finder = Callable[["DeepSpeedConfig"], Any]
-
-
-def _always(strategy: Strategy) -> bool:
-    return True
-
-
-def _replicated(strategy: Strategy) -> bool:
-    return strategy.p == Placement.N
-
-
-def _cut(strategy: Strategy) -> bool:
-    return strategy.p != Placement.N
-
-
-def _cut_inside_groups(strategy: Strategy) -> bool:
-    return _cut(strategy) and strategy.os == Placement.I
-
-
-def _updated_between_groups(strategy: Strategy) -> bool:
-    return _cut(strategy) and strategy.p != strategy.os
-
-
-_OFFLOAD_PARAM = ", ".join(name for name, row in STRATEGIES.items() if row.p == row.os != Placement.N)
-
-_REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
-    (f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way", _always),
-    (
-        f"{SECTION}.offload_optimizer.super_offload",
-        lambda c: getattr(c.zero_config.offload_optimizer, "super_offload", False),
-        "SuperOffload is an optimizer of its own",
-        _always,
-    ),
-    (
-        f"{SECTION}.offload_optimizer.device",
-        lambda c: getattr(c.zero_config.offload_optimizer, "device", None) == "nvme",
-        "optimizer states on NVMe are not supported; use device cpu",
-        _always,
-    ),
-    (
-        f"{SECTION}.offload_param",
-        lambda c: c.zero_config.offload_param,
-        "parameters are not cut; it needs stage 3",
-        _replicated,
-    ),
-    (
-        f"{SECTION}.{THRESHOLD}",
-        lambda c: c.zero_config.module_granularity_threshold,
-        "parameters are not cut; it needs stage 3",
-        _replicated,
-    ),
-    (
-        f"{SECTION}.offload_param.device",
-        lambda c: getattr(c.zero_config.offload_param, "device", None) == "nvme",
-        "parameters on NVMe are not supported; use device cpu",
-        _cut,
-    ),
-    (
-        f"{SECTION}.offload_param.device",
-        lambda c: getattr(c.zero_config.offload_param, "device", "none") != "none",
-        f"updated parameters are gathered between groups on the device; strategies that offload parameters: "
-        f"{_OFFLOAD_PARAM}",
-        _updated_between_groups,
-    ),
-    (
-        f"{SECTION}.stage3_use_all_reduce_for_fetch_params",
-        lambda c: c.zero_config.use_all_reduce_for_fetch_params,
-        "parameters are gathered by all-gathers within and between groups",
-        _cut,
-    ),
-    (
-        f"{SECTION}.enable_sanity_checks",
-        lambda c: c.zero_config.enable_sanity_checks,
-        "it compares buckets over all ranks, but groups reduce their own",
-        _cut,
-    ),
-    (
-        f"{SECTION}.pipeline_loading_checkpoint",
-        lambda c: c.zero_config.pipeline_loading_checkpoint,
-        "it passes a token from rank to rank of one group that holds all states",
-        _cut_inside_groups,
-    ),
-    (
-        "checkpoint.use_node_local_storage",
-        lambda c: c.use_node_local_storage,
-        "only the ranks of the first group write optimizer states",
-        _cut_inside_groups,
-    ),
-    (
-        f"{SECTION}.zero_hpz_partition_size",
-        lambda c: c.zero_config.zero_hpz_partition_size > 1,
-        "hpZ cuts the parameters of stage 3 inside a group; strategies with p = I do that",
-        _always,
-    ),
-    (
-        f"{SECTION}.zero_quantized_weights",
-        lambda c: c.zero_config.zero_quantized_weights,
-        "parameters are gathered exactly",
-        _always,
-    ),
-    (
-        f"{SECTION}.zero_quantized_nontrainable_weights",
-        lambda c: c.zero_config.zero_quantized_nontrainable_weights,
-        "parameters are gathered exactly",
-        _always,
-    ),
-    (
-        f"{SECTION}.reduce_scatter",
-        lambda c: c.zero_config.zeropp_loco_param is not None and not c.zero_config.reduce_scatter,
-        "LoCo's reduction between groups is not an all-reduce",
-        _always,
-    ),
-    (
-        f"{SECTION}.elastic_checkpoint",
-        lambda c: c.zero_config.elastic_checkpoint,
-        "use universal checkpoints",
-        _always,
-    ),
-    (
-        "compile.deepcompile",
-        lambda c: c.compile_config.deepcompile,
-        "DeepCompile replaces the reduction of gradients",
-        _always,
-    ),
-    (
-        "optimizer.type",
-        lambda c: c.optimizer_name == "muon",
-        "Muon needs whole gradients where its state is",
-        _always,
-    ),
-    (
-        "expert_parallel",
-        lambda c: getattr(getattr(c, "expert_parallel_config", None), "enabled", False),
-        "expert groups are not data-parallel groups",
-        _always,
-    ),
-)
-
-
 def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
     """Validate our keys against the rest of a parsed configuration and the number of ranks.
 
@@ -356,11 +215,12 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
     if strategy is None:
         return
     given = _given(config._param_dict[SECTION])
-    given = f"{STRATEGY} {strategy.name}" if given == STRATEGY else given
-    for key, find, why, applies in _REFUSED:
+    names = {STRATEGY: f"{STRATEGY} {strategy.name}", "stage": f"stage {strategy.stage} in a pipeline"}
+    given = names.get(given, given)
+    for key, find, why, applies in REFUSED:
         if applies(strategy) and find(config):
             raise ValueError(f"{key} cannot be combined with {SECTION}.{given}: {why}. Remove one of the two.")
-    if _replicated(strategy) and not config.zero_config.use_multi_rank_bucket_allreduce:
+    if strategy.p == Placement.N and not config.zero_config.use_multi_rank_bucket_allreduce:
         log_dist(
             f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: a bucket is "
             f"reduced to the owners of its parts either way",

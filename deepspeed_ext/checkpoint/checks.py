@@ -56,6 +56,8 @@ class Check:
             module = self._files.inspect(file, _MODULE)
             if strict is not None:
                 self._check_module(file, module, strict)
+                if module[_MODULE] is None and hasattr(self._engine.module, "ckpt_layer_path_list"):
+                    self._check_layers(strict)
             if self.states:
                 self._check_order(file, module)
             # DeepSpeed refuses another number of ranks. What counts is over how many the states are cut.
@@ -82,14 +84,44 @@ class Check:
             shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
         own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
+        self._compare(file, module, own, shapes, strict, saved.keys())
+
+    def _compare(
+        self,
+        file: str,
+        module: nn.Module,
+        own: Mapping[str, Any],
+        shapes: Mapping[str, Any],
+        strict: bool,
+        names: Iterable[str] | None = None,
+    ) -> None:
+        """Compare shapes, and the names of what a module saves with those that a file has."""
         wanted = module.state_dict().keys()
-        differing = sorted(saved.keys() ^ wanted) if strict else []
+        saved = set(shapes if names is None else names)
+        differing = sorted(saved ^ wanted) if strict else []
         differing += [name for name in sorted(own.keys() & shapes.keys()) if own[name] != shapes[name]]
         if differing:
             raise CheckpointError(
                 f"{file} does not fit the model: of {len(wanted)} names {len(differing)} are missing, unexpected or "
                 f"have another shape, the first is {differing[0]!r}."
             )
+
+    def _check_layers(self, strict: bool) -> None:
+        """A pipeline's module is in files of its layers."""
+        pipeline = self._engine.module
+        for index, layer in enumerate(pipeline.forward_funcs):
+            if not isinstance(layer, nn.Module):
+                continue
+            files = pipeline.ckpt_layer_path_list(str(self._folder), index)
+            if not files:
+                missing = pipeline.ckpt_layer_path(str(self._folder), index)
+                raise CheckpointError(f"{missing} is missing, which has layer {pipeline._local_start + index}.")
+            shapes = [
+                {name: tuple(value.shape) for name, value in self._files.inspect(file).items()} for file in files
+            ]
+            own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
+            if len(shapes) == 1:
+                self._compare(files[0], layer, own, shapes[0], strict)
 
     def _check_order(self, file: str, state: Mapping[str, Any]) -> None:
         """DeepSpeed saves what was flattened in this order, and takes it back in the order of now."""
@@ -176,7 +208,7 @@ class Check:
 
     def _headers(self) -> Iterable[Mapping[str, Any]]:
         yield from self._files.headers.values()
-        for name in sorted(self._folder.glob("*_states.pt")):
+        for name in sorted(self._folder.glob("*mp_rank_*_states.pt")):
             try:
                 self._files.inspect(name)
             except CheckpointError:

@@ -32,6 +32,11 @@ def wrap(inner: CheckpointEngine) -> CheckpointEngine:
     return inner
 
 
+def _holds_parameters_only(path: str) -> bool:
+    """Whether it is a layer of a pipeline, in which DeepSpeed takes each key for a parameter."""
+    return Path(path).name.startswith("layer_")
+
+
 def inspect(path: str | os.PathLike[str]) -> Any:
     """Look into a file of a checkpoint; the content of its tensors stays on disk."""
     # What is no zip archive was saved with checkpoint_serialization false, or is truncated.
@@ -80,7 +85,7 @@ class CheckpointFiles(CheckpointEngine):
             finally:
                 new.unlink(missing_ok=True)
             return
-        if isinstance(state_dict, dict):
+        if isinstance(state_dict, dict) and not _holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}
         try:
             self._write(state_dict, self._folder.staged(path))
@@ -119,7 +124,8 @@ class CheckpointFiles(CheckpointEngine):
                 f"{path} cannot be read: it is truncated, damaged, or no such file of a checkpoint "
                 f"({type(error).__name__}: {error})"
             ) from error
-        self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
+        if not _holds_parameters_only(str(path)):
+            self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state
 
     def load(self, path: str, map_location: Any = None) -> Any:

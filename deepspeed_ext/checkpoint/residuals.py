@@ -68,7 +68,7 @@ class Residuals:
         if not self._memory.remembers:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
-        models = sorted(folder.glob("*_model_states.pt"))[:1]
+        models = sorted(folder.glob("*mp_rank_*_model_states.pt"))[:1]
         for path in models:
             self._files.inspect(path)
         self._saved = self._files.headers[str(models[0])] if models else {}

@@ -3,6 +3,7 @@
 """Whether a pipeline's stages get our optimizers, and what must hold before they do."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import log_dist
 from torch import nn
 
 from deepspeed_ext.config import GROUP_SIZE, LOCO, SECTION, STRATEGY, active_strategy, use_strategy_of_stage
-from deepspeed_ext.placement import Strategy
+from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.topology import data_parallel_ranks
 
 NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
 _TEXT_BYTES = 2048
@@ -56,6 +59,7 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
     with mock.patch.object(deepspeed.runtime.pipe.engine, "ZeroStageEnum", no_limit):
         init(engine, *args, **kwargs)
     engine.connect()
+    explain_layout(engine)
 
 
 def _strategy(config: Any, module: Any) -> Strategy | None:
@@ -112,6 +116,30 @@ def _with_something_to_train(module: nn.Module, parameters: Any) -> Any:
     if groups and isinstance(groups[0], dict):
         return [{**groups[0], "params": [filler]}, *groups[1:]]
     return [filler]
+
+
+def explain_layout(engine: Any) -> None:
+    """Warn on rank 0 where nobody has chosen a group size, and a node has one rank of each stage: I means N then."""
+    optimizer = engine.optimizer
+    cluster, topology = optimizer.topology.cluster, engine.grid.topology()
+    chosen = engine._config.zero_config.paro_group_size is not None
+    if chosen or cluster.group_size > 1 or cluster.ranks == 1 or Placement.I not in _placements(optimizer.strategy):
+        return
+    name, axes = optimizer.strategy.name, topology.get_axis_names()
+    log_dist(
+        f"deepspeed_ext: each node has one data-parallel rank of a stage (those of the first are the ranks "
+        f"{data_parallel_ranks(optimizer.topology.world)}; axes, outermost first: "
+        f"{', '.join(f'{axis} {topology.get_dim(axis)}' for axis in axes)}), so a group is one rank and {name} means "
+        f"{name.replace('I', 'N')}. For groups inside of nodes make pipe the outermost axis, as "
+        f"PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut tensors over fewer ranks than a node "
+        f"has; stages then send their activations between nodes.",
+        ranks=[0],
+        level=logging.WARNING,
+    )
+
+
+def _placements(strategy: Strategy) -> tuple[Placement, ...]:
+    return strategy.p, strategy.g, strategy.os
 
 
 # Agreement ########################################################################################

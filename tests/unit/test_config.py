@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.config import _REFUSED, KEYS, MICS_KEYS, check_section, our_keys
+from deepspeed_ext.config import KEYS, MICS_KEYS, check_section, our_keys
 from deepspeed_ext.placement import STRATEGIES
+from deepspeed_ext.refusals import REFUSED as KEYS_REFUSED
 
 BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
@@ -305,7 +306,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 def test_every_reason_to_refuse_is_tested() -> None:
     messages = [message for *_, message in REFUSED_BESIDE]
-    for key, *_ in _REFUSED:
+    for key, *_ in KEYS_REFUSED:
         assert any(message.startswith(f"^{re.escape(key)} cannot be combined") for message in messages), key
 
 

@@ -1,0 +1,163 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines with each strategy train what they train with ZeRO-1, and what plain torch trains without a pipeline."""
+
+from typing import Any
+
+import pytest
+from training import PARTITIONED, REPLICATED
+
+SMALL = {
+    "reduce_bucket_size": 300,
+    "allgather_bucket_size": 300,
+    "sub_group_size": 100,
+    "stage3_param_persistence_threshold": 0,
+}
+SOME = ("NNG", "NIG", "IIG")
+BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+
+
+def run(
+    ranks: Any,
+    names: tuple[str, ...],
+    world: int = 4,
+    group: int = 1,
+    oracles: tuple[str, ...] = ("torch", "1"),
+    bound: float = 1e-6,
+    norms: float = 1e-6,
+    **pipe: Any,
+) -> None:
+    """Compare, and check against bounds that fp32 rounding stays below; no gradient may be missing."""
+    for rows in ranks(world).run(pipeline_case, names, group, oracles, pipe, timeout=120):
+        for row in rows:
+            assert row.same, row
+            assert row.weights <= bound and row.losses <= bound and row.norms <= norms, row
+            assert row.kind == ("PartitionedOptimizer" if row.strategy[:2] in ("IN", "GN", "3 ") else row.kind), row
+
+
+def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
+    """How far each strategy is from each oracle."""
+    import pipelines
+
+    return pipelines.compare_pipelines(pipelines.Pipe(**{"zero": SMALL, **pipe}), names, group, oracles)
+
+
+@BOTH
+@pytest.mark.parametrize("world, stages, group", [(4, 2, 1), (4, 2, 2), (8, 2, 2), (6, 3, 1)])
+def test_every_strategy_at_every_shape(
+    ranks: Any, world: int, stages: int, group: int, names: tuple[str, ...]
+) -> None:
+    run(ranks, names, world, group, stages=stages)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_any_number_of_micro_batches(ranks: Any, micro_batches: int) -> None:
+    run(ranks, SOME, micro_batches=micro_batches)
+
+
+def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> None:
+    run(ranks, ("2", "3"))
+
+
+@pytest.mark.parametrize(
+    "pipe",
+    [
+        {"zero": {**SMALL, "overlap_comm": True}},
+        {"zero": {**SMALL, "contiguous_gradients": False}},
+        {"zero": {**SMALL, "round_robin_gradients": True}},
+        {"zero": {}},
+        {"two": 2},
+        {"groups": 2, "method": "parameters"},
+        {"tied": False, "frozen": (3, 4)},
+        {"checkpointing": 1},
+        {"checkpointing": -2, "tied": False},
+        {"optimizer": "Adam", "clipping": 0.0},
+        {"config": {"wall_clock_breakdown": True}},
+    ],
+    ids=lambda pipe: " ".join(f"{k}={v}" for k, v in pipe.items()) if "zero" not in pipe else " ".join(pipe["zero"]),
+)
+def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
+    # DeepSpeed's own pipeline reduces nothing at stage 1 with overlap_comm, and stops at its timers.
+    oracles = ("torch",) if {"overlap_comm"} & set(pipe.get("zero", ())) or "config" in pipe else ("torch", "1")
+    run(ranks, SOME, oracles=oracles, **pipe)
+
+
+def test_a_first_stage_that_is_frozen(ranks: Any) -> None:
+    run(ranks, SOME, oracles=("torch",), tied=False, frozen=(0, 1, 2))  # DeepSpeed's own fails there
+
+
+def test_units_of_parameters(ranks: Any) -> None:
+    run(ranks, ("IIG", "GGG"), oracles=("torch",), zero={**SMALL, "stage3_leaf_bytes": True})
+
+
+def test_optimizer_offload(ranks: Any) -> None:
+    zero = {**SMALL, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_force_ds_cpu_optimizer": False}
+    run(ranks, SOME, oracles=("torch",), optimizer="Adam", zero=zero, config=config)
+
+
+@pytest.mark.parametrize("config", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["bf16", "fp32"])
+def test_bf16_with_gradients_accumulated_in(ranks: Any, config: dict[str, Any]) -> None:
+    # Within a few ulp of bf16, 4e-3 of a weight.
+    run(ranks, SOME, oracles=("1",), bound=4e-3, norms=2e-3, dtype="bf16", config=config)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> None:
+    for found in ranks(4).run(overflow_case):
+        assert found == [("NNG", True), ("NIG", True), ("IIG", True), ("III", True)]
+
+
+def overflow_case() -> list[tuple[str, bool]]:
+    """Strategies, and whether they took the decisions of ZeRO-1 and its weights."""
+    import pipelines
+
+    pipe = pipelines.Pipe(dtype="fp16", overflow=[(1, 3)], steps=4)
+    stock = pipelines.train_pipeline(pipe, {"stage": 1})
+    assert stock.applied == [True, False, True, True]
+    rows = []
+    for name in ("NNG", "NIG", "IIG", "III"):
+        ours = pipelines.train_pipeline(pipe, {"paro_strategy": name, "paro_group_size": 1})
+        row = pipelines.apart(name, ours, stock)
+        rows.append((name, ours.applied == stock.applied and ours.same and max(row[1:4]) < 1e-3))
+    return rows
+
+
+def test_compressed_gradients_leave_tied_weights_the_same_on_all_stages(ranks: Any) -> None:
+    for found in ranks(4).run(loco_case):
+        for name, same, weights in found:
+            assert same and weights < 0.05, (name, same, weights)
+
+
+def loco_case() -> list[tuple[str, bool, float]]:
+    """Strategies, whether all copies of all weights are the same bits, and how far they are from ZeRO-1's."""
+    import pipelines
+
+    pipe = pipelines.Pipe(steps=8)
+    stock = pipelines.train_pipeline(pipe, {"stage": 1})
+    rows = []
+    for name in ("NNI", "NIG", "III", "IIG"):
+        keys = {"paro_strategy": name, "paro_group_size": 1, "zeropp_loco_param": {}}
+        ours = pipelines.train_pipeline(pipe, keys)
+        rows.append((name, ours.same, pipelines.apart(name, ours, stock).weights))
+    return rows
+
+
+def test_evaluation_between_steps(ranks: Any) -> None:
+    for found in ranks(4).run(evaluation_case):
+        assert found["NIG"] == found["1"] and found["IIG"] == found["1"], found
+
+
+def evaluation_case() -> dict[str, list[float]]:
+    """Losses of training and evaluation in turns."""
+    import pipelines
+
+    found = {}
+    for name in ("1", "NIG", "IIG"):
+        keys = {"stage": 1} if name == "1" else {"paro_strategy": name, "paro_group_size": 1}
+        engine = pipelines.make_pipeline(pipelines.Pipe(), keys)
+        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        found[name] = []
+        for _ in range(2):
+            found[name] += [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch)]
+        engine.destroy()
+    return found

@@ -1,0 +1,163 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of pipelines: to go on with, for DeepSpeed's own ZeRO-1, and for another number of stages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STRATEGIES = ("NNG", "NIG", "III", "IIG")
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, tied: bool) -> None:
+    for rows in ranks(4).run(resume_case, str(tmp_path), tied, timeout=120):
+        for name, same_weights, same_losses in rows:
+            assert same_weights and same_losses, (name, same_weights, same_losses)
+
+
+def resume_case(folder: str, tied: bool) -> list[tuple[str, bool, bool]]:
+    """Strategies, and whether weights and losses after a load are to the bit those of the run that was saved."""
+    import pipelines
+    import torch
+
+    pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=pipelines.SMALL, frozen=(2,), groups=2)
+    rows = []
+    for name in STRATEGIES:
+        keys = {"paro_strategy": name, "paro_group_size": 1}
+        engine = pipelines.make_pipeline(pipe, keys)
+        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        for _ in range(2):
+            engine.train_batch(data)
+        engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
+        losses = [float(engine.train_batch(data)) for _ in range(2)]
+        weights, _ = pipelines.everybodys_weights(engine.module)
+        engine.destroy()
+
+        engine = pipelines.make_pipeline(pipe, keys)
+        engine.train_batch(pipelines.batches(7))  # something to be overwritten
+        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        for _ in range(2 * pipe.micro_batches):
+            next(data)
+        path, client_state = engine.load_checkpoint(f"{folder}/{name}")
+        assert path and client_state["epoch"] == 5
+        again = [float(engine.train_batch(data)) for _ in range(2)]
+        resumed, same = pipelines.everybodys_weights(engine.module)
+        equal = same and all(torch.equal(resumed[key], value) for key, value in weights.items())
+        rows.append((name, equal, again == losses))
+        engine.destroy()
+    return rows
+
+
+@pytest.mark.parametrize("saved, loaded", [("NIG", "1"), ("1", "NIG"), ("NIG", "NNG"), ("IIG", "GGG")])
+def test_what_cuts_alike_loads_without_conversion(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+    for weights, losses in ranks(4).run(crossing_case, str(tmp_path), saved, loaded):
+        assert weights == 0.0 and losses < 1e-6, (weights, losses)
+
+
+def crossing_case(folder: str, saved: str, loaded: str) -> tuple[float, float]:
+    """Largest difference of weights after a load, and of the next loss."""
+    import pipelines
+
+    pipe = pipelines.Pipe(optimizer="Adam")
+    engine = pipelines.make_pipeline(pipe, keys_of(saved))
+    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine.train_batch(data)
+    engine.save_checkpoint(folder)
+    weights, _ = pipelines.everybodys_weights(engine.module)
+    loss = float(engine.train_batch(data))
+    engine.destroy()
+    engine = pipelines.make_pipeline(pipe, keys_of(loaded))
+    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    for _ in range(pipe.micro_batches):
+        next(data)
+    engine.load_checkpoint(folder)
+    found, _ = pipelines.everybodys_weights(engine.module)
+    again = float(engine.train_batch(data))
+    engine.destroy()
+    return max(float((found[key] - weights[key]).abs().max()) for key in weights), abs(again - loss)
+
+
+def keys_of(name: str) -> dict[str, Any]:
+    """Keys of a strategy or a stage."""
+    return {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": 1}
+
+
+@pytest.mark.parametrize("saved, loaded", [("NIG", "NIG"), ("NIG", "NNI"), ("1", "NIG"), ("NIG", "1")])
+@pytest.mark.parametrize("stages", [4, 1])
+def test_another_number_of_stages_through_a_universal_checkpoint(
+    ranks: Any, tmp_path: Path, saved: str, loaded: str, stages: int
+) -> None:
+    for differing in ranks(4).run(universal_case, str(tmp_path), saved, loaded, stages, timeout=120):
+        assert differing == {}
+
+
+def universal_case(folder: str, saved: str, loaded: str, stages: int) -> dict[str, float]:
+    """What differs, weights and moments, in a pipeline of other stages that has loaded what was converted."""
+    import pipelines
+    import snapshots
+
+    pipe = pipelines.Pipe(optimizer="Adam", tied=False)
+    engine = pipelines.make_pipeline(pipe, keys_of(saved))
+    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    for _ in range(2):
+        engine.train_batch(data)
+    engine.save_checkpoint(folder)
+    before = whole_states(engine)
+    engine.destroy()
+    snapshots.convert(folder)
+    other = pipelines.Pipe(
+        optimizer="Adam", tied=False, stages=stages, config={"checkpoint": {"load_universal": True}}
+    )
+    engine = pipelines.make_pipeline(other, keys_of(loaded))
+    engine.train_batch(data)
+    engine.load_checkpoint(folder)
+    after = whole_states(engine)
+    engine.destroy()
+    return snapshots.difference(before, after)
+
+
+def whole_states(engine: Any) -> dict[str, Any]:
+    """Weights and moments of all stages, in fp32, by name."""
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    mine = {}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            mine[f"{name} fp32"] = safe_get_full_fp32_param(param).clone()
+            for moment in ("exp_avg", "exp_avg_sq"):
+                mine[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone()
+    everybody: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    torch.distributed.all_gather_object(everybody, mine)
+    return {name: value for one in everybody for name, value in one.items()}
+
+
+def test_a_layer_that_is_missing_is_named_before_anything_changes(ranks: Any, tmp_path: Path) -> None:
+    for message, changed in ranks(4).run(missing_case, str(tmp_path)):
+        assert "layer_03" in message and "is missing, which has layer 3" in message, message
+        assert not changed
+
+
+def missing_case(folder: str) -> tuple[str, bool]:
+    """The error of a load without one layer's file, and whether it has changed anything."""
+    import pipelines
+    import torch
+    from deepspeed import comm as dist
+    from snapshots import error_of
+
+    engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
+    data = pipelines.batches(engine.grid.get_data_parallel_rank())
+    engine.train_batch(data)
+    engine.save_checkpoint(folder, tag="a")
+    engine.train_batch(data)
+    before, _ = pipelines.everybodys_weights(engine.module)
+    if dist.get_rank() == 0:
+        next(Path(folder, "a").glob("layer_03-*")).unlink()
+    dist.barrier()
+    message = error_of(engine.load_checkpoint, folder, tag="a")
+    after, _ = pipelines.everybodys_weights(engine.module)
+    engine.destroy()
+    return message, not all(torch.equal(after[key], before[key]) for key in before)

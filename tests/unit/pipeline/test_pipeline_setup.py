@@ -1,0 +1,112 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a pipeline cannot do is refused on all ranks, before any of them waits for another."""
+
+from typing import Any
+
+import pytest
+
+DIFFERENT = {
+    "strategy": ({"paro_strategy": "NIG", "paro_group_size": 1}, {"paro_strategy": "NNG", "paro_group_size": 1}),
+    "stage": ({"paro_strategy": "NIG", "paro_group_size": 1}, {"stage": 1}),
+    "group": ({"paro_strategy": "NIG", "paro_group_size": 1}, {"paro_strategy": "NIG", "paro_group_size": 2}),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_stages_that_are_configured_differently(ranks: Any, what: str) -> None:
+    for message in ranks(4).run(different_case, *DIFFERENT[what]):
+        assert "All stages of a pipeline must have the same configuration" in message
+        assert "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, message
+
+
+def different_case(first: dict[str, Any], second: dict[str, Any]) -> str:
+    """The error of a pipeline whose stages have these sections."""
+    import pipelines
+    from deepspeed import comm as dist
+    from snapshots import error_of
+
+    return error_of(pipelines.make_pipeline, pipelines.Pipe(), first if dist.get_rank() < 2 else second)
+
+
+def test_stages_with_different_numbers_of_micro_batches(ranks: Any) -> None:
+    for message in ranks(4).run(micro_batches_case):
+        assert "gradient_accumulation_steps: 2 on ranks [0, 1], 3 on ranks [2, 3]" in message
+
+
+def micro_batches_case() -> str:
+    """The error of a pipeline whose stages disagree about the schedule."""
+    import pipelines
+    from deepspeed import comm as dist
+    from snapshots import error_of
+
+    pipe = pipelines.Pipe(micro_batches=2 if dist.get_rank() < 2 else 3)
+    return error_of(pipelines.make_pipeline, pipe, {"paro_strategy": "NIG", "paro_group_size": 1})
+
+
+def test_what_contradicts_a_plain_stage_is_refused_on_all_ranks(ranks: Any) -> None:
+    for message in ranks(4).run(contradiction_case):
+        assert "zero_hpz_partition_size cannot be combined with zero_optimization.stage 3 in a pipeline" in message, (
+            message
+        )
+
+
+def contradiction_case() -> str:
+    """The error of ZeRO-3 with hpZ in a pipeline."""
+    import pipelines
+    from snapshots import error_of
+
+    return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3, "zero_hpz_partition_size": 2})
+
+
+def test_a_pipeline_is_not_built_under_zero_init(ranks: Any) -> None:
+    for message in ranks(4).run(zero_init_case):
+        assert "cannot be built under deepspeed.zero.Init" in message, message
+
+
+def zero_init_case() -> str:
+    """The error."""
+    import deepspeed
+    import pipelines
+    from snapshots import error_of
+
+    with deepspeed.zero.Init():
+        return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3})
+
+
+@pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 0}], ids=["ZeRO-1", "none"])
+def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str, Any]) -> None:
+    assert set(ranks(4).run(stock_case, zero)) == {"PipelineEngine"}
+
+
+def stock_case(zero: dict[str, Any]) -> str:
+    """Class of the engine."""
+    import pipelines
+
+    engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
+    engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
+    name = type(engine).__name__
+    engine.destroy()
+    return name
+
+
+def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
+    lines = ranks(4).run(layout_case)[0]
+    found = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
+    assert len(found) == 1, lines
+    assert "ranks [0, 2]" in found[0] and "NIG means NNG" in found[0] and "PipeDataParallelTopology" in found[0]
+
+
+def layout_case() -> list[tuple[str, str]]:
+    """The log where the stages of a pipeline fill the nodes."""
+    import os
+    from unittest import mock
+
+    import pipelines
+    from deepspeed.runtime.pipe.topology import ProcessTopology
+    from logs import logged
+
+    topology = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
+    with logged() as lines, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        pipelines.train_pipeline(pipelines.Pipe(), {"paro_strategy": "NIG"}, topology=topology)
+    return lines
