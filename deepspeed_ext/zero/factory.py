@@ -59,6 +59,8 @@ def configure_with(
         engine.is_first_weights_partition_group = lambda: topology.rank < topology.cluster.group_size
     made: list[Any] = []
     with contextlib.ExitStack() as stack:
+        if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
+            stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
         for module, name, make in _replacements(strategy, topology, make_inter, engine._config.zero_config):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
@@ -83,13 +85,11 @@ def _replacements(
     placed = {"strategy": strategy, "topology": topology}
     trained = {**placed, "make_inter": make_inter}
     if strategy.p == Placement.N:
-        return [
-            (
-                deepspeed.runtime.engine,
-                "DeepSpeedZeroOptimizer",
-                functools.partial(ReplicatedOptimizer, **trained),
-            )
-        ]
+
+        def make(*args: Any, **kwargs: Any) -> ReplicatedOptimizer:
+            return ReplicatedOptimizer(*args, **kwargs | trained | {"overlap_comm": config.overlap_comm})
+
+        return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make)]
     gathers = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
     return [
         (

@@ -13,7 +13,7 @@ from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
 
 CLUSTER = Cluster(4, 2)  # of a stage
 MICRO_BATCHES = 4
-WIDTHS = (700, 500, 600, 800)
+WIDTHS = (2700, 2500, 2600, 2800)
 ZERO = {
     "reduce_bucket_size": 20_000,
     "allgather_bucket_size": 20_000,
