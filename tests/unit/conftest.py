@@ -32,3 +32,11 @@ def ranks() -> Iterator[rank_pools.RankPools]:
     pools = rank_pools.RankPools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def kernels(_build_locks: None) -> bool:
+    """The kernels of LoCo, built once: ranks then find them. Whether there are any; else its reference is tested."""
+    from deepspeed_ext.loco import ops
+
+    return ops.load_kernels()

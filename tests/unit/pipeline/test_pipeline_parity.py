@@ -13,7 +13,7 @@ SMALL = {
     "sub_group_size": 100,
     "stage3_param_persistence_threshold": 0,
 }
-SOME = ("NNG", "NIG", "IIG")
+SOME = ("NIG", "IIG")
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
 
 
@@ -43,8 +43,16 @@ def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], 
 
 
 @BOTH
-@pytest.mark.parametrize("world, stages, group", [(4, 2, 1), (4, 2, 2), (8, 2, 2), (6, 3, 1)])
-def test_every_strategy_at_every_shape(
+def test_every_strategy(ranks: Any, names: tuple[str, ...]) -> None:
+    run(ranks, names)
+
+
+@pytest.mark.parametrize(
+    "world, stages, group, names",
+    [(4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "NIG", "III", "IIG")), (6, 3, 1, ("NIG", "IIG"))],
+    ids=["2x2", "2x4", "3x2"],
+)
+def test_stages_and_groups_of_other_sizes(
     ranks: Any, world: int, stages: int, group: int, names: tuple[str, ...]
 ) -> None:
     run(ranks, names, world, group, stages=stages)
@@ -52,7 +60,7 @@ def test_every_strategy_at_every_shape(
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
 def test_any_number_of_micro_batches(ranks: Any, micro_batches: int) -> None:
-    run(ranks, SOME, micro_batches=micro_batches)
+    run(ranks, SOME, oracles=("torch",), micro_batches=micro_batches)
 
 
 def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> None:
@@ -77,9 +85,8 @@ def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> N
     ids=lambda pipe: " ".join(f"{k}={v}" for k, v in pipe.items()) if "zero" not in pipe else " ".join(pipe["zero"]),
 )
 def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
-    # DeepSpeed's own pipeline reduces nothing at stage 1 with overlap_comm, and stops at its timers.
-    oracles = ("torch",) if {"overlap_comm"} & set(pipe.get("zero", ())) or "config" in pipe else ("torch", "1")
-    run(ranks, SOME, oracles=oracles, **pipe)
+    names = ("NNG", *SOME) if "overlap_comm" in pipe.get("zero", ()) else SOME
+    run(ranks, names, oracles=("torch",), **pipe)
 
 
 def test_a_first_stage_that_is_frozen(ranks: Any) -> None:
@@ -104,7 +111,7 @@ def test_bf16_with_gradients_accumulated_in(ranks: Any, config: dict[str, Any]) 
 
 def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> None:
     for found in ranks(4).run(overflow_case):
-        assert found == [("NNG", True), ("NIG", True), ("IIG", True), ("III", True)]
+        assert found == [("NIG", True), ("IIG", True)]
 
 
 def overflow_case() -> list[tuple[str, bool]]:
@@ -115,14 +122,14 @@ def overflow_case() -> list[tuple[str, bool]]:
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
     assert stock.applied == [True, False, True, True]
     rows = []
-    for name in ("NNG", "NIG", "IIG", "III"):
+    for name in SOME:
         ours = pipelines.train_pipeline(pipe, {"paro_strategy": name, "paro_group_size": 1})
         row = pipelines.apart(name, ours, stock)
         rows.append((name, ours.applied == stock.applied and ours.same and max(row[1:4]) < 1e-3))
     return rows
 
 
-def test_compressed_gradients_leave_tied_weights_the_same_on_all_stages(ranks: Any) -> None:
+def test_compressed_gradients_leave_tied_weights_the_same_on_all_stages(ranks: Any, kernels: bool) -> None:
     for found in ranks(4).run(loco_case):
         for name, same, weights in found:
             assert same and weights < 0.05, (name, same, weights)
@@ -135,7 +142,7 @@ def loco_case() -> list[tuple[str, bool, float]]:
     pipe = pipelines.Pipe(steps=8)
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
     rows = []
-    for name in ("NNI", "NIG", "III", "IIG"):
+    for name in SOME:
         keys = {"paro_strategy": name, "paro_group_size": 1, "zeropp_loco_param": {}}
         ours = pipelines.train_pipeline(pipe, keys)
         rows.append((name, ours.same, pipelines.apart(name, ours, stock).weights))
