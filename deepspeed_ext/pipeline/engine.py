@@ -26,6 +26,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from deepspeed_ext.config import active_strategy
 from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN
 from deepspeed_ext.pipeline.tied import TiedGradients
 from deepspeed_ext.placement import Placement
@@ -51,8 +52,10 @@ class ShardedPipelineEngine(PipelineEngine):
         """Once the parent is initialized. Collective over all ranks."""
         self.enable_backward_allreduce = True  # at the end of each backward, as without a pipeline
         self._trains = NOTHING_TO_TRAIN not in dict(self.module.named_parameters())
+        self._cuts_parameters = active_strategy(self._config).p != Placement.N
         self._use_checkpointing_that_stops_early()
-        self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
+        if hasattr(self.optimizer, "complete_gradients"):  # there is none where nothing is trained
+            self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
 
     def _use_checkpointing_that_stops_early(self) -> None:
         """With parameters cut, have torch recompute where DeepSpeed's non-reentrant checkpointing would.
@@ -61,7 +64,7 @@ class ShardedPipelineEngine(PipelineEngine):
         backward has just begun: it fails in ZeRO-3, without a pipeline as well. torch's stops before that.
         """
         module = self.module
-        if self.optimizer.strategy.p == Placement.N:
+        if not self._cuts_parameters:
             return
         if module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint:
             return
@@ -131,7 +134,7 @@ class ShardedPipelineEngine(PipelineEngine):
         for _ in self._layers(modify=True):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
         tied = list(self.module.tied_modules.parameters())
-        if tied and self.optimizer.strategy.p != Placement.N:
+        if tied and self._cuts_parameters:
             with deepspeed.zero.GatheredParameters(tied, modifier_rank=0):
                 self.module._synchronize_tied_weights()
 
@@ -140,7 +143,7 @@ class ShardedPipelineEngine(PipelineEngine):
 
         All ranks of a stage visit all layers, in one order, whoever writes them.
         """
-        if self.optimizer.strategy.p == Placement.N:
+        if not self._cuts_parameters:
             yield
             return
         module, first = self.module, self.module._local_start

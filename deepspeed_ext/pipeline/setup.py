@@ -22,7 +22,7 @@ from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import data_parallel_ranks
 
 NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
-_TEXT_BYTES = 2048
+_TEXT_BYTES, _PROBLEM_LENGTH = 8192, 1000
 
 
 def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
@@ -121,6 +121,8 @@ def _with_something_to_train(module: nn.Module, parameters: Any) -> Any:
 def explain_layout(engine: Any) -> None:
     """Warn on rank 0 where nobody has chosen a group size, and a node has one rank of each stage: I means N then."""
     optimizer = engine.optimizer
+    if not hasattr(optimizer, "topology"):
+        return
     cluster, topology = optimizer.topology.cluster, engine.grid.topology()
     chosen = engine._config.zero_config.paro_group_size is not None
     if chosen or cluster.group_size > 1 or cluster.ranks == 1 or Placement.I not in _placements(optimizer.strategy):
@@ -168,7 +170,7 @@ def _require_agreement(settings: dict[str, Any], problem: str) -> None:
     Raises:
         ValueError: with the settings that differ, or the problem of the first rank that has one.
     """
-    everybody = _gather(json.dumps([problem, settings], default=str))
+    everybody = _gather(json.dumps([problem[:_PROBLEM_LENGTH], settings], default=str))
     for rank, (found, _) in enumerate(everybody):
         if found:
             raise ValueError(problem or f"rank {rank}: {found}")
@@ -193,8 +195,6 @@ def _gather(text: str) -> list[Any]:
     """What each rank has said, in JSON."""
     device = get_accelerator().current_device_name()
     content = text.encode()
-    if len(content) > _TEXT_BYTES:  # of a problem
-        content = json.dumps([text[: _TEXT_BYTES // 2], {}]).encode()[:_TEXT_BYTES]
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     everybody = torch.empty(dist.get_world_size() * _TEXT_BYTES, dtype=torch.uint8, device=device)

@@ -149,6 +149,29 @@ def loco_case() -> list[tuple[str, bool, float]]:
     return rows
 
 
+def test_beside_tensor_parallelism(ranks: Any) -> None:
+    for rows in ranks(8).run(tensor_parallel_case, timeout=120):
+        for row in rows:
+            assert row.same and max(row.weights, row.losses, row.norms) < 1e-6, row
+
+
+def tensor_parallel_case() -> list[Any]:
+    """How far strategies are from ZeRO-1 with 2 stages, 2 data-parallel and 2 tensor-parallel ranks of each.
+
+    The layers are not really cut; activations between stages are, as DeepSpeed does it.
+    """
+    import pipelines
+    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    pipe, topology = pipelines.Pipe(zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
+    rows = []
+    for name in SOME:
+        keys = {"paro_strategy": name, "paro_group_size": 1}
+        rows.append(pipelines.apart(name, pipelines.train_pipeline(pipe, keys, topology=topology), stock))
+    return rows
+
+
 def test_evaluation_between_steps(ranks: Any) -> None:
     for found in ranks(4).run(evaluation_case):
         assert found["NIG"] == found["1"] and found["IIG"] == found["1"], found

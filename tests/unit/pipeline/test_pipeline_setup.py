@@ -74,6 +74,27 @@ def zero_init_case() -> str:
         return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3})
 
 
+def test_another_schedule_is_refused(ranks: Any) -> None:
+    for message in ranks(2).run(schedule_case):
+        assert "NGG is not supported here: DualPipeVEngine runs another schedule than 1F1B" in message, message
+
+
+def schedule_case() -> str:
+    """The error of ZeRO-2 with DualPipeV."""
+    import deepspeed
+    import pipelines
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+    from snapshots import error_of
+
+    pipe = pipelines.Pipe(micro_batches=4, tied=False)
+    module = DualPipeVModule(
+        pipelines.layers_of(pipe), num_stages=2, loss_fn=pipelines.loss_of, partition_method="uniform"
+    )
+    config = pipelines.configuration(pipe, {"stage": 2})
+    parameters = list(module.parameters())
+    return error_of(deepspeed.initialize, model=module, model_parameters=parameters, config=config)
+
+
 @pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 0}], ids=["ZeRO-1", "none"])
 def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str, Any]) -> None:
     assert set(ranks(4).run(stock_case, zero)) == {"PipelineEngine"}

@@ -117,7 +117,6 @@ def test_one_line_says_what_runs(ranks: Any, name: str, group: int, words: str |
 
 
 UNSUPPORTED = {
-    "pipeline": "the model is a PipelineModule",
     "moe": "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
     "muon": "MuonWithAuxAdam needs whole gradients where its state is",
 }
@@ -138,7 +137,6 @@ def unsupported_case(what: str, name: str) -> None:
     import deepspeed
     import torch
     from deepspeed.moe.layer import MoE
-    from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     class Expert(torch.nn.Module):
@@ -147,9 +145,7 @@ def unsupported_case(what: str, name: str) -> None:
             self.moe = MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=2)
 
     model: torch.nn.Module = torch.nn.Linear(4, 4)
-    if what == "pipeline":
-        model = PipelineModule([torch.nn.Linear(4, 4)], num_stages=1)
-    elif what == "moe":
+    if what == "moe":
         model = Expert()
     parameters: Any = list(model.parameters())
     optimizer: Any = torch.optim.Adam(parameters)
