@@ -126,6 +126,9 @@ class _ProcessState:
         for live, saved in zip(self._objects, self._attributes, strict=True):
             live.clear()
             live.update({name: _copied(value) for name, value in saved.items()})
+        # ZeRO-3 numbers modules over all engines of the process, and compares the numbers: stages have different ones.
+        numbering = pkgutil.resolve_name("deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload")
+        numbering._register_deepspeed_module.__defaults__[0][0] = 0
         for cache in self._caches + _function_caches():
             cache.cache_clear()
         torch.set_default_dtype(torch.float32)

@@ -23,8 +23,9 @@ def run(ranks: Any, job: Job, world: int = 4, group: int = 2, **kwargs: Any) -> 
     return ranks(world).run(training.compare, job, group, **kwargs)[0]
 
 
-@pytest.mark.parametrize("world, group", [(4, 2), (4, 4), (4, 1), (6, 2), (6, 3)])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    "world, group, accumulation", [(4, 2, 1), (4, 4, 1), (6, 3, 1), (4, 2, 3), (4, 1, 3), (6, 2, 3)]
+)
 def test_parity_at_every_shape(ranks: Any, world: int, group: int, accumulation: int) -> None:
     check(run(ranks, Job(accumulation=accumulation, zero=SMALL_BUCKETS), world, group))
 

@@ -27,8 +27,10 @@ def run(
     return ranks(world).run(training.compare, job, group, strategies=strategies, stage=stage)[0]
 
 
-@pytest.mark.parametrize("world, group", [(4, 2), (4, 4), (4, 1), (6, 2), (6, 3)])
-@pytest.mark.parametrize("accumulation, steps, stage", [(1, 3, 2), (3, 2, 3)])
+@pytest.mark.parametrize(
+    "world, group, accumulation, steps, stage",
+    [(4, 2, 1, 3, 2), (4, 4, 1, 3, 2), (6, 3, 1, 3, 2), (4, 2, 3, 2, 3), (4, 1, 3, 2, 3), (6, 2, 3, 2, 3)],
+)
 def test_parity_at_every_shape(ranks: Any, world: int, group: int, accumulation: int, steps: int, stage: int) -> None:
     # Stock stage 3 fails with a parameter without elements.
     job = Job(accumulation=accumulation, steps=steps, empty=stage == 2, zero=SMALL)
