@@ -69,7 +69,9 @@ def loss(scores: Tensor, targets: Tensor) -> Tensor:
 def pipeline(dim: int, count: int, heads: int, sequence_length: int, stages: int, seed: int) -> PipelineModule:
     """The model, cut into stages. Each layer's weights follow from the seed and its number."""
     specs = layers(dim, count, heads, sequence_length)
-    return PipelineModule(specs, num_stages=stages, loss_fn=loss, seed_layers=True, base_seed=seed)
+    return PipelineModule(
+        specs, num_stages=stages, loss_fn=loss, seed_layers=True, seed_fn=torch.manual_seed, base_seed=seed
+    )
 
 
 def endless(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:

@@ -55,7 +55,10 @@ for _name in ("NNG", "NIG", "NGG", "IIG", "GGG"):
 ZERO: dict[str, Any] = {
     "reduce_bucket_size": 500_000,
     "allgather_bucket_size": 500_000,
+    # The formula gathers each parameter twice in a micro-batch: nothing may stay from forward to backward.
     "stage3_param_persistence_threshold": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_max_reuse_distance": 0,
 }
 SEQUENCE_LENGTH, ROWS = 32, 1
 CORPUS_BYTES = 500_000
