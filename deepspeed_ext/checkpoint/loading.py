@@ -71,7 +71,7 @@ def load_checkpoint(
         found = together(lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded")
         if from_universal:
             universal.load_untrained(engine, check.untrained)
-        with _weights_of(present, from_universal):
+        with _weights_of(engine, present, from_universal):
             loaded = load(engine, load_dir, present, **rest)
         together(engine.optimizer.memory.forget if found is None else found.load, f"{folder} was loaded but in part")
         return loaded
@@ -99,12 +99,15 @@ def _tag(engine: Any, load_dir: str, tag: str | None) -> str:
     return latest.read_text().strip() if latest.is_file() else ""
 
 
-def _weights_of(tag: str, from_universal: bool) -> AbstractContextManager[Any]:
+def _weights_of(engine: Any, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
     """Meanwhile the engine, where it takes weights from the shards of the optimizer, takes them from this tag's.
 
-    A universal checkpoint has no shards, and there the optimizer loads the weights.
+    A universal checkpoint has no shards, and there the optimizer loads the weights. A pipeline has them in files of
+    its layers, which it takes where there is nothing else.
     """
     name = "get_fp32_state_dict_from_zero_checkpoint"
     original = getattr(deepspeed.runtime.engine, name)
-    replacement = (lambda *_, **__: {}) if from_universal else functools.partial(original, tag=tag)
-    return mock.patch.object(deepspeed.runtime.engine, name, replacement)
+    if not engine.pipeline_parallelism and not from_universal:
+        return mock.patch.object(deepspeed.runtime.engine, name, functools.partial(original, tag=tag))
+    weights: Any = None if engine.pipeline_parallelism else {}
+    return mock.patch.object(deepspeed.runtime.engine, name, lambda *_, **__: weights)

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_ext.config import active_strategy
-from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN
-from deepspeed_ext.pipeline.tied import TiedGradients
+from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN, require_same_groups
+from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
 from deepspeed_ext.placement import Placement
 
 
@@ -51,11 +51,17 @@ class ShardedPipelineEngine(PipelineEngine):
     def connect(self) -> None:
         """Once the parent is initialized. Collective over all ranks."""
         self.enable_backward_allreduce = True  # at the end of each backward, as without a pipeline
-        self._trains = NOTHING_TO_TRAIN not in dict(self.module.named_parameters())
+        self._trains = any(
+            param.requires_grad
+            for name, param in self.module.named_parameters()
+            if not name.startswith(NOTHING_TO_TRAIN)
+        )
         self._cuts_parameters = active_strategy(self._config).p != Placement.N
         self._use_checkpointing_that_stops_early()
         if hasattr(self.optimizer, "complete_gradients"):  # there is none where nothing is trained
+            require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
             self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
+            self.optimizer.overlaps_micro_steps = True
 
     def _use_checkpointing_that_stops_early(self) -> None:
         """With parameters cut, have torch recompute where DeepSpeed's non-reentrant checkpointing would.

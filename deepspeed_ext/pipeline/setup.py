@@ -45,7 +45,7 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
             strategy = _strategy(config, module)
         except (ValueError, RuntimeError) as error:
             problem = str(error)
-        _require_agreement(_settings(config, strategy), problem)
+        _require_agreement(module, _settings(config, strategy), problem)
     if strategy is None:
         init(engine, *args, **kwargs)
         return
@@ -53,7 +53,7 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
 
     refuse_unsupported(strategy, engine, module)
     engine.__class__ = ShardedPipelineEngine
-    kwargs["model_parameters"] = _with_something_to_train(module, kwargs.get("model_parameters"))
+    _fill_groups(module, kwargs)
     # The parent's only refusal of ZeRO-2 and 3, an assertion that looks nothing else up under this name.
     no_limit = SimpleNamespace(gradients=float("inf"))
     with mock.patch.object(deepspeed.runtime.pipe.engine, "ZeroStageEnum", no_limit):
@@ -102,20 +102,35 @@ def refuse_zero_init() -> None:
         )
 
 
-def _with_something_to_train(module: nn.Module, parameters: Any) -> Any:
-    """The optimizer's parameters; a stage that has nothing to train takes part with a parameter that stays zero."""
-    if parameters is None:
-        return None
-    groups = list(parameters)
-    listed = [param for group in groups for param in (group["params"] if isinstance(group, dict) else [group])]
-    if any(param.requires_grad for param in listed):
-        return groups
-    filler = nn.Parameter(torch.zeros(1, device=get_accelerator().current_device_name()))
-    filler.ds_pipe_replicated = False
-    module.register_parameter(NOTHING_TO_TRAIN, filler)
-    if groups and isinstance(groups[0], dict):
-        return [{**groups[0], "params": [filler]}, *groups[1:]]
-    return [filler]
+def _fill_groups(module: Any, arguments: dict[str, Any]) -> None:
+    """Give each of the optimizer's parameter groups that has nothing to train on this stage a parameter that stays 0.
+
+    Args:
+        module: the pipeline.
+        arguments: the engine's, of which optimizer and model_parameters are looked at and changed.
+    """
+    optimizer = arguments.get("optimizer")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups: list[dict[str, Any]] = optimizer.param_groups
+    else:
+        listed = arguments.get("model_parameters")
+        listed = list(module.parameters() if listed is None else listed)
+        if listed and isinstance(listed[0], dict):
+            groups = [{**group, "params": list(group["params"])} for group in listed]
+        else:
+            groups = [{"params": listed}]
+        arguments["model_parameters"] = groups if listed and isinstance(listed[0], dict) else groups[0]["params"]
+    for number, group in enumerate(groups):
+        if not any(param.requires_grad for param in group["params"]):
+            filler = nn.Parameter(torch.zeros(1, device=_device(module)))
+            filler.ds_pipe_replicated = False
+            module.register_parameter(f"{NOTHING_TO_TRAIN}_{number}", filler)
+            group["params"].append(filler)
+
+
+def _device(module: Any) -> str:
+    """This rank's; DeepSpeed makes it the current one later."""
+    return str(get_accelerator().device_name(module.local_rank))
 
 
 def explain_layout(engine: Any) -> None:
@@ -164,13 +179,13 @@ def _settings(config: Any, strategy: Strategy | None) -> dict[str, Any]:
     }
 
 
-def _require_agreement(settings: dict[str, Any], problem: str) -> None:
+def _require_agreement(module: Any, settings: dict[str, Any], problem: str) -> None:
     """Raise on all ranks where one has a problem, or a strategy is used and stages differ. Collective.
 
     Raises:
         ValueError: with the settings that differ, or the problem of the first rank that has one.
     """
-    everybody = _gather(json.dumps([problem[:_PROBLEM_LENGTH], settings], default=str))
+    everybody = _gather(module, json.dumps([problem[:_PROBLEM_LENGTH], settings], default=str))
     for rank, (found, _) in enumerate(everybody):
         if found:
             raise ValueError(problem or f"rank {rank}: {found}")
@@ -191,9 +206,23 @@ def _by_rank(values: Iterable[Any]) -> str:
     return ", ".join(f"{value} on ranks {found}" for value, found in ranks.items())
 
 
-def _gather(text: str) -> list[Any]:
+def require_same_groups(module: Any, optimizer: Any, tied: bool) -> None:
+    """Refuse groups of different sizes where stages exchange what ranks of a group hold. Collective over all ranks.
+
+    Raises:
+        ValueError: the launcher's node size makes groups of different sizes on different stages.
+    """
+    sizes = _gather(module, json.dumps(optimizer.topology.cluster.group_size))
+    if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
+        raise ValueError(
+            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but by the "
+            f"ranks on each node they are {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
+        )
+
+
+def _gather(module: Any, text: str) -> list[Any]:
     """What each rank has said, in JSON."""
-    device = get_accelerator().current_device_name()
+    device = _device(module)
     content = text.encode()
     mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
     mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)

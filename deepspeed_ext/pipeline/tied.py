@@ -81,7 +81,9 @@ class _Exchange:
         self._spans = [spans[i : i + len(weights)] for i in range(0, len(spans), len(weights))]
 
     def run(self) -> None:
-        held = [self._optimizer.owned_gradient(weight) for weight in self._weights]
+        device = get_accelerator().current_device_name()
+        owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # of an offloaded one on the host
+        held = [part.to(device) for part in owned]
         sent = [self._part(held, rank) for rank in range(len(self._stages))]
         splits = [part.numel() for part in sent]
         received = torch.empty_like(message := torch.cat(sent))
@@ -93,7 +95,7 @@ class _Exchange:
             stage_part.copy_(part)
         for rank, content in enumerate(received.split(splits)):
             self._place(totals[self._stages[rank]], rank, content)
-        for number, part in enumerate(held):
+        for number, part in enumerate(owned):
             part.copy_(sum(totals[stage][number] for stage in sorted(totals)))
 
     def _common(self, rank: int) -> Iterable[tuple[int, slice]]:
@@ -119,7 +121,7 @@ class _Exchange:
 def _make_groups(module: PipelineModule, optimizer: Any) -> list[tuple[list[int], Any, list[Any]]]:
     """For this rank's tied weights: (ranks, process group, weights). All ranks make all groups, in one order."""
     grid, made = module._grid, []
-    for stages, keys in _tied_stages(module).items():
+    for stages, keys in tied_stages(module).items():
         weights = [
             weight
             for key in keys
@@ -140,7 +142,7 @@ def _make_groups(module: PipelineModule, optimizer: Any) -> list[tuple[list[int]
     return made
 
 
-def _tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
+def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
     """Keys of tied layers by the stages that they are on; those on one stage only are like others."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):

@@ -21,6 +21,10 @@ class ModelParallel:
     """Called at the accumulation boundary, when gradients are where the optimizer's states are: adds what else belongs
     to them."""
 
+    overlaps_micro_steps = False
+    """Whether the last buckets of a micro-step may stay on the wire under the next one: where nobody reads gradients
+    between the two, and the host need not wait for the device."""
+
     _put_off: bool | None = None  # whether a sum over the parts was asked for; None where it is taken at once
 
     def _model_parallel_all_reduce(self, tensor: Tensor, op: Any) -> None:
@@ -59,13 +63,13 @@ def is_replica(param: Any) -> bool:
 
 
 @contextmanager
-def ordered_by_streams() -> Iterator[None]:
-    """In this context DeepSpeed does not have the host wait for the device at the end of a micro-step.
+def ordered_by_streams(enough: bool) -> Iterator[None]:
+    """In this context, if that is enough, DeepSpeed does not have the host wait for the device.
 
-    It does so before buffers that a stream of reductions reads are given back. Ours are recorded on that stream, and
-    what has been reduced is read behind it.
+    It does so at the end of a micro-step, before buffers that a stream of reductions reads are given back. Ours are
+    recorded on that stream, and what has been reduced is read behind it.
     """
-    if get_accelerator().resolves_data_dependency():
+    if not enough or get_accelerator().resolves_data_dependency():
         yield
         return
     with mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: True):

@@ -14,19 +14,16 @@ Note [What runs when, parameters cut]
     - After the step, updated parameters move os -> p (``gather_updates``).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.utils import combine_grad_norm_groups
-from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
@@ -34,19 +31,17 @@ from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
-from deepspeed_ext.zero.checkpoint import check_groups, cut_otherwise, regroup
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.leaf_gradients import end_of_backward, zero_gradients
 from deepspeed_ext.zero.model_parallel import ModelParallel, is_replica, ordered_by_streams
+from deepspeed_ext.zero.movable import MovableStates
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.remembering import Remembering, Whereabouts
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
 
-_HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
-
-class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_Stage3):
+class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters cut].
 
     Args:
@@ -89,7 +84,8 @@ class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_St
             **kwargs,
         )
         # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
-        self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
+        if self.model_parallel_group is not None:
+            self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
 
     # Parameters #######################################################################################
 
@@ -249,15 +245,14 @@ class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_St
     # The accumulation boundary: g -> os ###############################################################
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os.
-
-        Before the boundary the last buckets may stay on the wire while the next micro-step computes.
-        """
+        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         end_of_backward(self)
         for dtype in sort_dtypes(self.ipg_buckets):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
-        with ordered_by_streams():
+        with ordered_by_streams(self.overlaps_micro_steps):
             super().independent_gradient_partition_epilogue()
+        if not self.overlaps_micro_steps:
+            self._finish_buckets()
         self._waiting = True
         if self.is_gradient_accumulation_boundary():
             self._sync_gradients()
@@ -279,6 +274,8 @@ class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_St
         self._waiting = False
         if self._gradient_stream is not None:
             get_accelerator().current_stream().wait_stream(self._gradient_stream)
+            if self.offload_optimizer:
+                self._gradient_stream.synchronize()  # gradients may be in host memory
         self.complete_gradients()
         if not self.offload_optimizer:
             self._show_gradients()
@@ -310,6 +307,8 @@ class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_St
     def _finish_buckets(self) -> None:
         with self._reduction_stream():
             self.gradients.drain()
+        if self._gradient_stream is not None:
+            get_accelerator().current_stream().wait_stream(self._gradient_stream)
 
     def _refuse_unfinished_gradients(self) -> None:
         self._finish_buckets()
@@ -366,88 +365,7 @@ class PartitionedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer_St
         start, end = self.owned_span(param)
         return self._gradient_shards[param.ds_id][: end - start]
 
-    # Checkpoints, offloaded states, the end ###########################################################
-
-    def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is cut otherwise, but for sub-groups, which are cut anew.
-
-        Raises:
-            ValueError: it is of another stage, cut over another number of ranks, or of other parameter groups.
-        """
-        stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
-        if (stage, saved) != (3, self.partition_count):
-            raise cut_otherwise(
-                f"of stage {stage} and cut over {saved} ranks", f"are of stage 3 and cut over {self.partition_count}"
-            )
-        check_groups(state, self._sub_group_numels())
-
-    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
-        """Also refuse states that are cut otherwise, and cut sub-groups anew.
-
-        Raises:
-            ValueError: see ``check_states``.
-        """
-        if not kwargs.get("checkpoint_folder"):
-            rank = dist.get_rank(group=self.dp_process_group)
-            self.check_states(state_dict_list[rank])
-            state_dict_list[rank] = regroup(state_dict_list[rank], self._sub_group_numels())
-        super().load_state_dict(state_dict_list, *args, **kwargs)
-
-    def _sub_group_numels(self) -> list[list[int]]:
-        """For each parameter group the elements of this rank's sub-groups."""
-        numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]
-        for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):
-            numels[self.sub_group_to_group_id[sub_group]].append(flat.numel())
-        return numels
-
-    def checkpoint_event_prologue(self) -> None:
-        """Before a checkpoint is saved or loaded."""
-        self.parameters.drain()
-        super().checkpoint_event_prologue()
-
-    def checkpoint_event_epilogue(self) -> None:
-        """After it: what was loaded is in this rank's rows only."""
-        self.parameters.complete()
-        super().checkpoint_event_epilogue()
-
-    def offload_states(
-        self, include: Any = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True, **kwargs: Any
-    ) -> None:
-        """DeepSpeed's, for parameters and gradients as we hold them."""
-        self.parameters.drain()
-        self._finish_buckets()
-        wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
-        super().offload_states(wanted - _HELD_BY_US, device, pin_memory, **kwargs)
-
-        def move(tensor: Tensor) -> Tensor:
-            moved = tensor.to(device.value)
-            return get_accelerator().pin_memory(moved) if pin_memory else moved
-
-        if OffloadStateTypeEnum.lp_params in wanted:
-            self._hold_parameters(move(self.lp_param_buffer))
-            self.fp16_partitioned_groups_flat.clear()
-            self.parameters.forget_blocks()
-        if OffloadStateTypeEnum.lp_grads in wanted:
-            self._place_gradients(move(self.gradients.held))
-            self.averaged_gradients = {}
-        self.offloaded_states |= wanted & _HELD_BY_US
-
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Brings back what ``offload_states`` has moved."""
-        device = get_accelerator().current_device_name()
-        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
-            self._hold_parameters(self.lp_param_buffer.to(device))
-            self._set_fp16_partitioned_groups_flat()
-        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self._place_gradients(self.gradients.held.to(device))
-            self._show_gradients()
-        self.offloaded_states -= _HELD_BY_US
-        super().reload_states(*args, **kwargs)
-
-    def _hold_parameters(self, buffer: Tensor) -> None:
-        self.lp_param_buffer = buffer
-        for tensor, offset, numel in get_mapping_to_flat_buffer(self._get_parameter_partitions()):
-            tensor.data = buffer.narrow(0, offset, numel)
+    # The end ##########################################################################################
 
     def destroy(self) -> None:
         """Also give the parameters back to DeepSpeed, and drop gradients of an unfinished accumulation."""

@@ -190,17 +190,16 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
     # The accumulation boundary: g -> os ###########################################################
 
     def independent_gradient_partition_epilogue(self) -> None:
-        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os.
-
-        Before the boundary the last buckets may stay on the wire while the next micro-step computes.
-        """
+        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         boundary = self.is_gradient_accumulation_boundary()
         self.reduce_ipg_grads()
         if boundary:
             if self.strategy.g == Placement.N:
                 self._reduce_left_over()
             self._sync_gradients()
-        with ordered_by_streams():
+        elif not self.overlaps_micro_steps:
+            self._finish_buckets()
+        with ordered_by_streams(self.overlaps_micro_steps):
             super().independent_gradient_partition_epilogue()
         if boundary:
             # All is in the shards now. Kept, as the parent does, it would be reduced again by another backward.
@@ -253,6 +252,7 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
     def _finish_buckets(self) -> None:
         with self._reduction_stream():
             self._in_flight.drain()
+        self._wait_for_reductions()
 
     def _sync_window(self, group: int, gradients: Tensor, start: int, width: int) -> Transfer:
         target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]

@@ -90,7 +90,6 @@ def bytes_case(
             engine.step()
             if STRATEGIES[name].stage == 3:
                 engine.optimizer.parameters.drain()  # or slices are completed during the next forward
-            engine.optimizer._finish_buckets()  # or the last ones are on the wire still
             dist.barrier()
             meter.stop()
         splits = [meter.split(group) for meter in meters]

@@ -35,7 +35,6 @@ def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
                 training.micro_step(engine, job, number, *next(data))
                 if offload:
                     optimizer = engine.optimizer
-                    optimizer._finish_buckets()
                     # All is host memory here; so see that nothing is left in the memory it was in.
                     before = [optimizer.lp_param_buffer.clone(), optimizer.gradients.held.clone()]
                     engine.offload_states(states, pin_memory=False)
