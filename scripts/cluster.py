@@ -16,10 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 LINK = "internode"  # each node's end of its link
 _PORT = 29500  # a namespace has all ports to itself
@@ -122,6 +124,22 @@ class Network:
             _SWITCH: self.switch,
             _NODE: str(node),
         }
+
+
+def collect(nodes: int, ranks_per_node: int, script: str, log: Path, timeout: float) -> Any:
+    """Run the ranks of this script in a network, with its own arguments; what the first one has written, from JSON.
+
+    A rank is told where to write by ``--worker``. Exits with status 2 if a rank fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        try:
+            with Network(nodes) as network:
+                network.run([script, "--worker", str(report), *sys.argv[1:]], ranks_per_node, log, timeout)
+        except RuntimeError as failure:
+            print(failure, file=sys.stderr)
+            sys.exit(2)
+        return json.loads(report.read_text())
 
 
 class Link:

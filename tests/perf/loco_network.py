@@ -22,7 +22,6 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ import deepspeed
 import records
 import torch
 import torch.distributed as dist
-from cluster import Link, Network, missing
+from cluster import Link, collect, missing
 from launching import exit_on_sigterm, start_rank
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -258,20 +257,6 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-def measure(args: argparse.Namespace) -> list[Result]:
-    """Build the network, and run the ranks in it; exits with status 2 if that fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        try:
-            with Network(NODES) as network:
-                script = [__file__, "--worker", str(report), *sys.argv[1:]]
-                network.run(script, RANKS_PER_NODE, args.log, args.timeout)
-        except RuntimeError as failure:
-            print(failure, file=sys.stderr)
-            sys.exit(2)
-        return [Result.of(values) for values in json.loads(report.read_text())]
-
-
 def print_table(results: list[Result], args: argparse.Namespace) -> None:
     """Two lines a result, and the ratio."""
     print(
@@ -364,7 +349,7 @@ def main() -> int:
         print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
         return 2
     exit_on_sigterm()
-    results = measure(args)
+    results = [Result.of(values) for values in collect(NODES, RANKS_PER_NODE, __file__, args.log, args.timeout)]
     print_table(results, args)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")

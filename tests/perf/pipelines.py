@@ -23,7 +23,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -34,7 +33,7 @@ import deepspeed
 import records
 import torch
 import torch.distributed as dist
-from cluster import Link, Network, missing
+from cluster import Link, collect, missing
 from deepspeed.runtime.pipe import schedule
 from launching import exit_on_sigterm, start_rank
 from strategies import held
@@ -236,20 +235,6 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-def measure(args: argparse.Namespace) -> list[Row]:
-    """Build the network, and run the ranks in it; exits with status 2 if that fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        try:
-            with Network(NODES) as network:
-                script = [__file__, *sys.argv[1:], "--worker", str(report)]
-                network.run(script, RANKS_PER_NODE, args.log, args.timeout)
-        except RuntimeError as failure:
-            print(failure, file=sys.stderr)
-            sys.exit(2)
-        return [Row(**values) for values in json.loads(report.read_text())]
-
-
 def print_table(rows: list[Row], args: argparse.Namespace) -> None:
     """A line a row."""
     print(
@@ -313,7 +298,7 @@ def main() -> int:
         print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
         return 2
     exit_on_sigterm()
-    rows = measure(args)
+    rows = [Row(**values) for values in collect(NODES, RANKS_PER_NODE, __file__, args.log, args.timeout)]
     print_table(rows, args)
     stock = {row.mbit: row for row in rows if row.case == STOCK}
     records.append_rows(args.csv, [csv_row(row, stock[row.mbit], args) for row in rows])

@@ -191,7 +191,7 @@ def groups_of(parameters: Sequence[nn.Parameter], groups: int) -> list[dict[str,
     if groups == 1:
         return [{"params": trained}]
     kinds = ([p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2])
-    return [{"params": params, "lr": lr} for params, lr in zip(kinds, (0.5, 0.25), strict=True) if params]
+    return [{"params": params, "lr": lr} for params, lr in zip(kinds, (0.5, 0.25), strict=True)]
 
 
 def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any:

@@ -89,8 +89,9 @@ def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
     run(ranks, names, oracles=("torch",), **pipe)
 
 
-def test_a_first_stage_that_is_frozen(ranks: Any) -> None:
-    run(ranks, SOME, oracles=("torch",), tied=False, frozen=(0, 1, 2))  # DeepSpeed's own fails there
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_first_stage_that_is_frozen(ranks: Any, groups: int) -> None:
+    run(ranks, SOME, oracles=("torch",), tied=False, frozen=(0, 1, 2), groups=groups)  # DeepSpeed's own fails there
 
 
 def test_units_of_parameters(ranks: Any) -> None:
