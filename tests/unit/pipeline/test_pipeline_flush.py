@@ -13,7 +13,7 @@ from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
 
 CLUSTER = Cluster(4, 2)  # of a stage
 MICRO_BATCHES = 4
-WIDTHS = (2700, 2500, 2600, 2800)
+WIDTHS = (1700, 1500, 1600, 1800)
 ZERO = {
     "reduce_bucket_size": 20_000,
     "allgather_bucket_size": 20_000,
@@ -24,9 +24,9 @@ ZERO = {
 RELATIVE, ABSOLUTE = 0.02, 4000  # of what is due; bytes of norms, losses, and ZeRO-3's compared records
 
 
-@pytest.mark.parametrize("names", [("NNG", "NIG", "NGG"), ("III", "IIG", "GGG")], ids=["p=N", "p-cut"])
+@pytest.mark.parametrize("names", [("NNG", "NIG"), ("IIG", "GGG")], ids=["p=N", "p-cut"])
 def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
-    results = ranks(8).run(flush_case, names, timeout=120)
+    results = ranks(8).run(flush_case, names, timeout=300)
     for index, name in enumerate(names):
         strategy = STRATEGIES[name]
         for rank, found in enumerate(results):
@@ -95,7 +95,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
 
 @pytest.mark.parametrize("name", ["NIG", "IIG", "III", "NNN"])
 def test_tied_weights_cross_between_stages_as_shards(ranks: Any, name: str) -> None:
-    found = ranks(8).run(tied_case, name)
+    found = ranks(8).run(tied_case, name, timeout=180)
     shards = CLUSTER.shards(STRATEGIES[name].os)
     numel = found[0][1]
     assert all(messages == 1 for messages, _, _ in found)
@@ -135,7 +135,7 @@ def exchanges() -> Iterator[list[tuple[str, int]]]:
 
 
 def test_groups_are_crossed_once_a_step_and_buckets_stay_on_the_wire(ranks: Any) -> None:
-    for found in ranks(8).run(collectives_case):
+    for found in ranks(8).run(collectives_case, timeout=180):
         inside, between, before_flush, open_transfers = found
         assert inside > 0 and between > 0
         assert before_flush == 0  # between groups
