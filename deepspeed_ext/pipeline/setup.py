@@ -72,7 +72,7 @@ def refuse_unsupported(strategy: Strategy, engine: PipelineEngine, module: Any) 
     """Refuse what cannot work with the schedule; the same on all ranks.
 
     Raises:
-        ValueError: the schedule is another one, parameters are cut already, or the boundary is the caller's.
+        ValueError: the schedule is another one, or parameters are cut already.
     """
     reasons = (
         (type(engine) is not PipelineEngine, f"{type(engine).__name__} runs another schedule than 1F1B"),

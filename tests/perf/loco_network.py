@@ -335,8 +335,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="append a row a result here")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
     args = parser.parse_args()
-    if args.blocks < 1 or args.block_steps < 1 or min(args.rates) <= 0:
-        parser.error("--blocks, --block-steps and --rates must be positive")
+    if args.blocks < 1 or args.block_steps < 2 or min(args.rates) <= 0:
+        parser.error("--blocks and --rates must be positive, and --block-steps at least 2 (their spread is shown)")
     return args
 
 

@@ -36,8 +36,7 @@ import torch.distributed as dist
 from cluster import Link, collect, missing
 from deepspeed.runtime.pipe import schedule
 from launching import exit_on_sigterm, start_rank
-from strategies import held
-from torch import Tensor
+from strategies import held, largest, whole_weights
 from tqdm import tqdm
 from train import Batches, read_corpus
 from train_pipeline import endless, pipeline
@@ -156,12 +155,6 @@ class Case:
         dist.barrier()
         return time.perf_counter() - begin
 
-    def weights(self) -> Tensor:
-        """1D: those of this stage."""
-        parameters = list(self.engine.module.parameters())
-        with deepspeed.zero.GatheredParameters(parameters):
-            return torch.cat([p.detach().flatten() for p in parameters])
-
 
 def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     """A row for each rate and case."""
@@ -182,11 +175,12 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
                 rows[name].seconds.append([case.step() for _ in range(args.steps)])
                 meter.stop()
                 _count(rows[name], meter.read(), args.rounds * args.steps)
-        stock = cases[STOCK].weights()
+        stock = whole_weights(cases[STOCK].engine.module)
         for name, case in cases.items():
             row = rows[name]
-            row.difference = _largest((case.weights() - stock).abs().max() / stock.abs().max())
-            row.parameters, row.gradients = (int(_largest(torch.tensor(float(n)))) for n in case.bytes_held)
+            difference = (whole_weights(case.engine.module) - stock).abs().max() / stock.abs().max()
+            row.difference = largest(difference.item())
+            row.parameters, row.gradients = (int(largest(float(n))) for n in case.bytes_held)
             _expect(row, case, args.micro_batches)
             yield row
 
@@ -214,13 +208,6 @@ def _expect(row: Row, case: Case, micro_batches: int) -> None:
     found = torch.tensor([volume.intra, volume.inter], dtype=torch.float64)
     dist.all_reduce(found)
     row.intra_formula, row.inter_formula = (found / dist.get_world_size()).tolist()
-
-
-def _largest(value: Tensor) -> float:
-    """Of all ranks."""
-    found = value.double()
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
 
 
 def work(args: argparse.Namespace) -> None:

@@ -20,13 +20,6 @@ from torch.nn import functional
 from training import DTYPES
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 23, 13, 2, 3
-ALL = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG", "INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
-SMALL = {
-    "reduce_bucket_size": 300,
-    "allgather_bucket_size": 300,
-    "sub_group_size": 100,
-    "stage3_param_persistence_threshold": 0,
-}
 
 
 @dataclass(frozen=True)
@@ -328,7 +321,7 @@ def apart(name: str, one: Trained, other: Trained) -> Apart:
 
 
 def compare_pipelines(
-    pipe: Pipe, strategies: Sequence[str] = ALL, group: int = 2, oracles: Sequence[str] = ("torch", "1")
+    pipe: Pipe, strategies: Sequence[str], group: int = 2, oracles: Sequence[str] = ("torch", "1")
 ) -> list[Apart]:
     """Each strategy against each oracle: plain torch, or DeepSpeed's pipeline with ZeRO-1."""
     replicas = dist.get_world_size() // pipe.stages

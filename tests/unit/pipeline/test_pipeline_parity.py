@@ -5,14 +5,8 @@
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED
+from training import PARTITIONED, REPLICATED, SMALL
 
-SMALL = {
-    "reduce_bucket_size": 300,
-    "allgather_bucket_size": 300,
-    "sub_group_size": 100,
-    "stage3_param_persistence_threshold": 0,
-}
 SOME = ("NIG", "IIG")
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from training import SMALL
 
 STRATEGIES = ("NNG", "NIG", "III", "IIG")
 
@@ -22,7 +23,7 @@ def resume_case(folder: str, tied: bool) -> list[tuple[str, bool, bool]]:
     import pipelines
     import torch
 
-    pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=pipelines.SMALL, frozen=(2,), groups=2)
+    pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2)
     rows = []
     for name in STRATEGIES:
         keys = {"paro_strategy": name, "paro_group_size": 1}
