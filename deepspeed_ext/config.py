@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 STRATEGY = "paro_strategy"
 GROUP_SIZE = "paro_group_size"
+FASTEST = "fastest"  # as a strategy: decide when the model is known
+MEMORY = "paro_memory_gb"
+DECISION = "paro_decision_file"
 KEYS = (STRATEGY, GROUP_SIZE)
+_OF_FASTEST = (MEMORY, DECISION)
 MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
 MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)  # DeepSpeed's own until 0.19.6
@@ -31,7 +35,9 @@ MOST_LIVE = "stage3_max_live_parameters"  # as well
 QUANTIZED = "zero_quantized_gradients"  # DeepSpeed's, for stage 3; with a strategy ours
 _REMOVED = (*MICS_KEYS, LOCO)
 _OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
+DECISION_FILE = "paro_decision.json"
 _PREFIXES = ("paro", "stage3_leaf")
+_OURS = (*KEYS, *_OF_FASTEST, LEAF_BYTES)
 
 
 def our_keys(section: Any) -> list[str]:
@@ -165,32 +171,37 @@ def check_top_level(config: Mapping[str, Any]) -> None:
         raise ValueError(f"{key!r} is at the top level of the configuration; it belongs into {SECTION}.")
 
 
-def check_section(section: Mapping[str, Any]) -> Strategy:
-    """Validate our keys of a raw ``zero_optimization`` section and return the strategy.
+def check_section(section: Mapping[str, Any]) -> Strategy | None:
+    """Validate our keys of a raw ``zero_optimization`` section and return the strategy; None if it is the fastest.
 
     Raises:
         ValueError: unknown, missing, mistyped or contradicting values; one paragraph with what was expected, what
             was given and the key to change.
     """
     for key in our_keys(section):
-        if key not in (*KEYS, LOCO, LEAF_BYTES):
-            close = difflib.get_close_matches(str(key).lower(), (*KEYS, LEAF_BYTES), n=1)
+        if key not in (*_OURS, LOCO):
+            close = difflib.get_close_matches(str(key).lower(), _OURS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            known = ", ".join((*KEYS, LEAF_BYTES))
-            raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {known}.{hint}")
+            raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {', '.join(_OURS)}.{hint}")
     if STRATEGY not in section:
+        alone = next(key for key in (GROUP_SIZE, *_OF_FASTEST) if key in section)
         raise ValueError(
-            f"{SECTION}.{GROUP_SIZE} is set ({section[GROUP_SIZE]!r}) without {SECTION}.{STRATEGY}: "
-            f"add a strategy, one of {', '.join(STRATEGIES)}, or remove the group size."
+            f"{SECTION}.{alone} is set ({section[alone]!r}) without {SECTION}.{STRATEGY}: "
+            f"add a strategy, one of {', '.join(STRATEGIES)}, or remove {alone}."
         )
-    strategy = parse_strategy(section[STRATEGY])
+    strategy = _parse_strategy(section)
     size = section.get(GROUP_SIZE)
     if GROUP_SIZE in section and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(
             f"{SECTION}.{GROUP_SIZE} must be an integer of at least 1 (ranks in a group), "
             f"got {size!r} of type {type(size).__name__}. Leave it out for the number of ranks per node."
         )
-    stage = section.get("stage", strategy.stage)
+    stage = section.get("stage")
+    if strategy is None:
+        if isinstance(stage, bool) or stage not in (None, 0, *_OF_STAGE):
+            raise ValueError(f"{SECTION}.stage must be 1, 2 or 3 (or absent) with {STRATEGY} fastest, got {stage!r}.")
+        return None
+    stage = strategy.stage if stage is None else stage
     if stage not in (0, strategy.stage):
         raise ValueError(
             f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy.name} places p = {strategy.p.name}, "
@@ -211,30 +222,99 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
     from deepspeed import comm as dist
     from deepspeed.utils import log_dist
 
+    size = getattr(config.zero_config, GROUP_SIZE, None)
+    if size is not None and dist.is_initialized():
+        Cluster(data_parallel_size, size)
+    if undecided(config):
+        possible_strategies(config)
+        return
     strategy = active_strategy(config)
     if strategy is None:
         return
-    given = _given(config._param_dict[SECTION])
-    names = {STRATEGY: f"{STRATEGY} {strategy.name}", "stage": f"stage {strategy.stage} in a pipeline"}
-    given = names.get(given, given)
-    for key, find, why, applies in REFUSED:
-        if applies(strategy) and find(config):
-            raise ValueError(f"{key} cannot be combined with {SECTION}.{given}: {why}. Remove one of the two.")
+    refuse_beside(config, strategy)
     if strategy.p == Placement.N and not config.zero_config.use_multi_rank_bucket_allreduce:
         log_dist(
             f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: a bucket is "
             f"reduced to the owners of its parts either way",
             ranks=[0],
         )
-    size = config.zero_config.paro_group_size
-    if size is not None and dist.is_initialized():
-        Cluster(data_parallel_size, size)
+
+
+def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
+    """Refuse what a strategy's optimizer does not do.
+
+    Raises:
+        ValueError: something of that is configured.
+    """
+    given = _given(config._param_dict[SECTION])
+    names = {STRATEGY: f"{STRATEGY} {strategy.name}", "stage": f"stage {strategy.stage} in a pipeline"}
+    given = names.get(given, given)
+    for key, find, why, applies in REFUSED:
+        if applies(strategy) and find(config):
+            raise ValueError(f"{key} cannot be combined with {SECTION}.{given}: {why}. Remove one of the two.")
 
 
 def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:
-    """The strategy that a parsed configuration asks for; None without our keys, or with stage 0."""
+    """The strategy that a parsed configuration asks for; None without our keys, with stage 0, or while undecided."""
     name = getattr(config.zero_config, STRATEGY, None)
-    return STRATEGIES[name] if name is not None and config.zero_config.stage != 0 else None
+    return STRATEGIES.get(name) if name is not None and config.zero_config.stage != 0 else None
+
+
+def undecided(config: "DeepSpeedConfig") -> bool:
+    """Whether a parsed configuration asks for the fastest strategy."""
+    return getattr(config.zero_config, STRATEGY, None) == FASTEST and config.zero_config.stage != 0
+
+
+def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
+    """What a parsed configuration that asks for the fastest leaves to choose from.
+
+    Raises:
+        ValueError: nothing; with the reason for each.
+    """
+    section, found, reasons = config._param_dict[SECTION], [], {}
+    for name, strategy in STRATEGIES.items():
+        try:
+            parse_section(_decided(section, name))
+            refuse_beside(config, strategy)
+            found.append(strategy)
+        except ValueError as error:
+            reasons.setdefault(str(error).replace(name, "it"), []).append(name)
+    if not found:
+        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {why}")
+    return found
+
+
+def decide(config: "DeepSpeedConfig", strategy: Strategy) -> dict[str, Any]:
+    """The raw configuration, with this strategy where it asks for the fastest."""
+    return {**config._param_dict, SECTION: _decided(config._param_dict[SECTION], strategy.name)}
+
+
+def _decided(section: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {**{key: value for key, value in section.items() if key not in _OF_FASTEST}, STRATEGY: name}
+
+
+def _parse_strategy(section: Mapping[str, Any]) -> Strategy | None:
+    """None for the fastest."""
+    fastest = section[STRATEGY] == FASTEST
+    for key in _OF_FASTEST:
+        if key in section and not fastest:
+            raise ValueError(
+                f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {section[STRATEGY]!r}. Remove {key}."
+            )
+    if not fastest:
+        return parse_strategy(section[STRATEGY], f", or {FASTEST}")
+    memory, file = section.get(MEMORY), section.get(DECISION)
+    if MEMORY in section and (isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0):
+        raise ValueError(
+            f"{SECTION}.{MEMORY} must be a number above 0 (GB of each rank for model states), got {memory!r} of type "
+            f"{type(memory).__name__}. Leave it out for a part of the device's free memory."
+        )
+    if DECISION in section and not (isinstance(file, str) and file):
+        raise ValueError(
+            f"{SECTION}.{DECISION} must be the path of a file, got {file!r} of type {type(file).__name__}."
+        )
+    return None
 
 
 def use_strategy_of_stage(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
@@ -268,6 +348,17 @@ def zero_config_class() -> type["DeepSpeedZeroConfig"]:
         paro_group_size: int | None = None
         """
         Data-parallel ranks in a group; must divide the data-parallel size. By default the ranks per node.
+        """
+
+        paro_memory_gb: float | None = None
+        """
+        GB (10^9 bytes) that each rank has for model states, for the strategy "fastest". By default a part of the
+        device's free memory.
+        """
+
+        paro_decision_file: str = DECISION_FILE
+        """
+        Where the strategy "fastest" keeps what it has decided, and finds it again.
         """
 
         stage3_leaf_bytes: bool | int | None = None
@@ -315,4 +406,5 @@ def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
         from deepspeed.utils import log_dist
 
         log_dist(f"deepspeed_ext: {SECTION}.{given} does nothing at stage 0", ranks=[0])
-    return zero_config_class()(**{"stage": strategy.stage, **section})
+    # An undecided stage: any that is not 0, for it is parsed again.
+    return zero_config_class()(**{"stage": strategy.stage if strategy else 1, **section})

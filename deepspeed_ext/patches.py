@@ -61,6 +61,12 @@ PATCHES: tuple[Patch, ...] = (
         replacements.keep_in_zero,
     ),
     Patch(
+        f"{_ENGINE}._configure_distributed_model",
+        "decide on a strategy when the model is known and nothing of it depends on the stage yet",
+        "(self, model)",
+        replacements.decide_on_a_strategy,
+    ),
+    Patch(
         f"{_ENGINE}._configure_zero_optimizer",
         "make our subclass of ZeRO's optimizer, which has the name DeepSpeedZeroOptimizer in the engine meanwhile",
         "(self, optimizer)",

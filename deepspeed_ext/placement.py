@@ -18,8 +18,9 @@ Note [Placements, moves and strategies]
     order. Source: PaRO, arXiv:2310.06003; formulas checked against its appendix tables.
 """
 
+import functools
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 
 class Placement(IntEnum):
@@ -93,6 +94,34 @@ def move_volume(cluster: Cluster, source: Placement, target: Placement, nbytes: 
     intra = a * nbytes if coarse == Placement.N < fine else 0.0
     inter = b * nbytes if fine == Placement.G > coarse else 0.0
     return Volume(intra, inter)
+
+
+class Kind(Enum):
+    """Of a move: towards N, or towards G."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One of the moves that a step is made of, as one rank sees it.
+
+    Attributes:
+        name: what it is for.
+        kind: of the move.
+        volume: bytes that a rank receives each time.
+        each_micro_step: how often in a micro-step; 0 for once a step.
+    """
+
+    name: str
+    kind: Kind
+    volume: Volume
+    each_micro_step: int = 0
+
+    def times(self, accumulation: int) -> int:
+        """How often in a step of so many micro-steps."""
+        return self.each_micro_step * accumulation or 1
 
 
 @dataclass(frozen=True)
@@ -176,28 +205,27 @@ class Strategy:
             return 3
         return 2 if self.g > Placement.N else 1
 
-    def gather_parameters(self, cluster: Cluster, states: ModelStates) -> Volume:
-        """Before forward and again before backward of each micro-step: p -> N."""
-        return move_volume(cluster, self.p, Placement.N, states.parameters) * 2
+    def phases(self, cluster: Cluster, states: ModelStates) -> tuple[Phase, ...]:
+        """What moves in a step, in order; empty moves included.
 
-    def reduce_gradients(self, cluster: Cluster, states: ModelStates) -> Volume:
-        """After each micro-step: N -> g."""
-        return move_volume(cluster, Placement.N, self.g, states.gradients)
-
-    def sync_gradients(self, cluster: Cluster, states: ModelStates) -> Volume:
-        """Once, at the accumulation boundary: g -> G -> os (a reduce; an all-reduce where os is coarser than G)."""
-        reduce = move_volume(cluster, self.g, Placement.G, states.gradients)
-        return reduce + move_volume(cluster, Placement.G, self.os, states.gradients)
-
-    def gather_updates(self, cluster: Cluster, states: ModelStates) -> Volume:
-        """Once, after the optimizer step: os -> p."""
-        return move_volume(cluster, self.os, self.p, states.updated)
+        An all-reduce, where optimizer states are coarser than G, is a reduce to G and a gather back.
+        """
+        move = functools.partial(move_volume, cluster)
+        n, g = Placement.N, Placement.G
+        gradients, updated = states.gradients, states.updated
+        return (
+            # For forward, and again for backward.
+            Phase("gather parameters", Kind.GATHER, move(self.p, n, states.parameters), each_micro_step=2),
+            Phase("reduce gradients", Kind.REDUCE, move(n, self.g, gradients), each_micro_step=1),
+            Phase("reduce at the boundary", Kind.REDUCE, move(self.g, g, gradients)),
+            Phase("gather at the boundary", Kind.GATHER, move(g, self.os, gradients)),
+            Phase("gather updates", Kind.GATHER, move(self.os, self.p, updated)),
+        )
 
     def volume(self, cluster: Cluster, states: ModelStates, accumulation: int = 1) -> Volume:
         """Bytes one rank receives in an optimizer step of ``accumulation`` micro-steps."""
-        micro_step = self.gather_parameters(cluster, states) + self.reduce_gradients(cluster, states)
-        step = self.sync_gradients(cluster, states) + self.gather_updates(cluster, states)
-        return micro_step * accumulation + step
+        phases = self.phases(cluster, states)
+        return sum((phase.volume * phase.times(accumulation) for phase in phases), Volume())
 
     def memory(self, cluster: Cluster, states: ModelStates) -> Memory:
         """Bytes one rank holds of each state: the whole divided by the number of its shards."""
@@ -233,8 +261,12 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def parse_strategy(name: object) -> Strategy:
+def parse_strategy(name: object, besides: str = "") -> Strategy:
     """The strategy of that name.
+
+    Args:
+        name: the three letters.
+        besides: what else would be accepted, for the message.
 
     Raises:
         ValueError: not a string of that set. The message names the 14; for one of the 13 other combinations of the
@@ -249,5 +281,5 @@ def parse_strategy(name: object) -> Strategy:
         except ValueError as error:
             why = f" {error}"
     raise ValueError(
-        f"paro_strategy must be one of {', '.join(STRATEGIES)} (placements of p, g, os), got {name!r}.{why}"
+        f"paro_strategy must be one of {', '.join(STRATEGIES)} (placements of p, g, os){besides}, got {name!r}.{why}"
     )

@@ -72,6 +72,20 @@ def keep_in_zero(sanity_check: Callable[..., Any]) -> Callable[..., Any]:
     return _do_optimizer_sanity_check
 
 
+def decide_on_a_strategy(configure: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(configure)
+    def _configure_distributed_model(self: Any, model: Any) -> None:
+        from deepspeed_ext.config import undecided
+
+        if undecided(self._config):
+            from deepspeed_ext.planner.fastest import decide_for
+
+            decide_for(self, model)
+        configure(self, model)
+
+    return _configure_distributed_model
+
+
 def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(configure)
     def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:

@@ -69,6 +69,18 @@ class LocoSettings:
                 raise ValueError(f"{KEY} has no key {name!r}: its keys are {', '.join(_NAMES)}.{hint}")
         return cls(**section)
 
+    @property
+    def wire_bits(self) -> float:
+        """Bits that a gradient takes on the wire: its own, and its part of the 16 bits of its block's scale."""
+        return self.bits + 16 / self.block_size
+
+    @property
+    def kept_bits(self) -> float:
+        """Bits that are kept of a gradient's error, that of a scale included."""
+        if not self.error_feedback:
+            return 0.0
+        return self.error_bits + (16 / self.block_size if self.error_bits == 8 else 0)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for checkpoints and logs."""
         return asdict(self)

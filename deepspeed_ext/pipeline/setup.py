@@ -17,7 +17,16 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import log_dist
 from torch import nn
 
-from deepspeed_ext.config import GROUP_SIZE, LOCO, SECTION, STRATEGY, active_strategy, use_strategy_of_stage
+from deepspeed_ext.config import (
+    FASTEST,
+    GROUP_SIZE,
+    LOCO,
+    SECTION,
+    STRATEGY,
+    active_strategy,
+    undecided,
+    use_strategy_of_stage,
+)
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import data_parallel_ranks
 
@@ -63,6 +72,11 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
 
 
 def _strategy(config: Any, module: Any) -> Strategy | None:
+    if undecided(config):
+        raise ValueError(
+            f"{SECTION}.{STRATEGY} {FASTEST} does not know pipelines, whose stages have different models. Set one of "
+            f"the strategies; `python -m deepspeed_ext plan` compares them."
+        )
     if active_strategy(config) is None and config.zero_config.stage > 1:
         use_strategy_of_stage(config, module._grid.data_parallel_size)
     return active_strategy(config)

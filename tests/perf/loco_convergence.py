@@ -160,8 +160,8 @@ class Worker:
         cluster = Cluster(self._args.ranks, self._args.group_size)
         states = ModelStates.of(count, parameter_bytes=4, gradient_bytes=4)
         strategy = parse_strategy(STRATEGY)
-        gradients = strategy.sync_gradients(cluster, states).inter
-        return gradients / (received - strategy.gather_updates(cluster, states).inter)
+        sent = {phase.name: phase.volume.inter for phase in strategy.phases(cluster, states)}
+        return sent["reduce at the boundary"] / (received - sent["gather updates"])
 
     def _configuration(self, optimizer: str, method: str) -> dict[str, Any]:
         zero: dict[str, Any] = {"paro_strategy": STRATEGY, "paro_group_size": self._args.group_size}

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from train import record
 
+from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.placement import Cluster, ModelStates, parse_strategy
 from deepspeed_ext.traffic import TrafficMeter
 
@@ -45,7 +46,6 @@ STRATEGY = "NIG"
 NODES, RANKS_PER_NODE = 2, 2
 CLUSTER = Cluster(NODES * RANKS_PER_NODE, RANKS_PER_NODE)
 METHODS: dict[str, dict[str, Any] | None] = {"plain": None, "LoCo": {"bits": 4, "block_size": 128}}
-WIRE_BITS = 4 + 16 / 128  # of a gradient under LoCo: a scale of 16 bits a block
 WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a parameter, and of a gradient
 WIDTH, HIDDEN = 1024, 2048  # of the model: many parameters, on which this machine computes for a short time
 ACCUMULATION = 4
@@ -111,10 +111,10 @@ class Result:
         width = WIDTHS[self.dtype]
         states = ModelStates.of(self.parameters, parameter_bytes=width, gradient_bytes=width)
         strategy = parse_strategy(STRATEGY)
-        gradients = strategy.sync_gradients(CLUSTER, states).inter
-        if METHODS[method] is not None:
-            gradients *= WIRE_BITS / (8 * width)
-        return strategy.gather_updates(CLUSTER, states).inter, gradients
+        sent = {phase.name: phase.volume.inter for phase in strategy.phases(CLUSTER, states)}
+        loco = METHODS[method]
+        ratio = 1.0 if loco is None else LocoSettings(**loco).wire_bits / (8 * width)
+        return sent["gather updates"], sent["reduce at the boundary"] * ratio
 
     def floor(self, method: str) -> float:
         """Seconds that the link takes for these bytes alone; all ranks of a node share it."""

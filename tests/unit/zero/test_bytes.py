@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training import PARTITIONED, REPLICATED
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates, Volume
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
@@ -25,8 +25,10 @@ def check(rows: list[Row], cluster: Cluster, states: ModelStates, accumulation: 
     """Compare each micro-step with the formula, so that what is due once a step comes at the boundary, not before."""
     for name, counted in rows:
         strategy = STRATEGIES[name]
-        micro_step = strategy.gather_parameters(cluster, states) + strategy.reduce_gradients(cluster, states)
-        rest = strategy.sync_gradients(cluster, states) + strategy.gather_updates(cluster, states)
+        micro_step, rest = Volume(), Volume()
+        for phase in strategy.phases(cluster, states):
+            micro_step += phase.volume * phase.each_micro_step
+            rest += Volume() if phase.each_micro_step else phase.volume
         due = [micro_step] * (accumulation - 1) + [micro_step + rest]
         for number, (have, want) in enumerate(zip(counted, due, strict=True)):
             assert have == pytest.approx((want.intra, want.inter), rel=RELATIVE, abs=ABSOLUTE), (name, number)

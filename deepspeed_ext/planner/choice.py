@@ -1,0 +1,117 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which strategy to use, and why. Pure."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.placement import STRATEGIES, Cluster, Strategy
+from deepspeed_ext.planner.cost import Model, Prediction, predict
+from deepspeed_ext.planner.rates import Rates
+
+# Predictions that are closer than this are the same: then the one that needs less memory is better.
+TIE = 0.03
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All strategies for one model and cluster, fastest first.
+
+    Attributes:
+        cluster, model, rates: what was given.
+        budget: bytes that a rank has for model states and what a step holds besides; None for no limit.
+        predictions: the fastest first.
+        choice: the one to use; None if none fits.
+    """
+
+    cluster: Cluster
+    model: Model
+    rates: Rates
+    budget: float | None
+    predictions: tuple[Prediction, ...]
+    choice: Prediction | None
+
+    def fits(self, prediction: Prediction) -> bool:
+        return self.budget is None or prediction.total_memory <= self.budget
+
+    @property
+    def reason(self) -> str:
+        """One sentence, for the choice; without one, what is missing."""
+        least = min(self.predictions, key=lambda one: one.total_memory)
+        limit = "" if self.budget is None else f" of {self.budget / 1e9:.3g}"
+        if self.choice is None:
+            return (
+                f"none fits: {least.name} needs least, {least.total_memory / 1e9:.3g} GB{limit} GB on each rank. Use "
+                f"more ranks, or offload."
+            )
+        chosen = self.choice
+        said = (
+            f"{chosen.name}: {chosen.total_seconds:.3g} s a step by prediction, of which "
+            f"{chosen.seconds['within']:.3g} s within groups and {chosen.seconds['between']:.3g} s between; "
+            f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
+        )
+        close = [one for one in self.predictions if self.fits(one) and one is not chosen and self._ties(one)]
+        if close:
+            said += f"; as fast within {TIE:.0%}, with more memory: {', '.join(one.name for one in close)}"
+        faster = [one for one in self.predictions if not self.fits(one) and one.total_seconds < chosen.total_seconds]
+        if faster:
+            best = faster[0]
+            said += (
+                f"; faster, but too large: {best.name} ({best.total_seconds:.3g} s, {best.total_memory / 1e9:.3g} GB)"
+            )
+        return said
+
+    def _ties(self, one: Prediction) -> bool:
+        assert self.choice is not None
+        return abs(one.total_seconds - self.choice.total_seconds) <= TIE * self.choice.total_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "ranks": self.cluster.ranks,
+            "group_size": self.cluster.group_size,
+            "accumulation": self.model.accumulation,
+            "budget": self.budget,
+            "rates": self.rates.as_dict(),
+            "choice": None if self.choice is None else self.choice.as_dict(),
+            "reason": self.reason,
+            "predictions": [one.as_dict() | {"fits": self.fits(one)} for one in self.predictions],
+        }
+
+
+def plan(
+    cluster: Cluster,
+    model: Model,
+    rates: Rates,
+    budget: float | None = None,
+    loco: Iterable[LocoSettings | None] = (None,),
+    allowed: Callable[[Strategy], bool] = lambda _: True,
+) -> Plan:
+    """Predict all strategies, and choose the fastest that fits; among those as fast, the smallest.
+
+    Args:
+        cluster: ranks and groups.
+        model: what is trained.
+        rates: of the hops.
+        budget: bytes on each rank; None for no limit.
+        loco: with each of these settings (None: without LoCo). The choice is made among them all.
+        allowed: which strategies to look at.
+
+    Raises:
+        ValueError: none is allowed.
+    """
+    settings = tuple(loco)
+    predictions = [
+        predict(row, cluster, model, rates, one) for one in settings for row in STRATEGIES.values() if allowed(row)
+    ]
+    if not predictions:
+        raise ValueError("none of the strategies is allowed.")
+    predictions.sort(key=lambda one: (one.total_seconds, one.total_memory))
+    fitting = [one for one in predictions if budget is None or one.total_memory <= budget]
+    choice = None
+    if fitting:
+        close = [one for one in fitting if one.total_seconds <= (1 + TIE) * fitting[0].total_seconds]
+        choice = min(close, key=lambda one: (one.total_memory, one.total_seconds))
+    return Plan(cluster, model, rates, budget, tuple(predictions), choice)

@@ -1,0 +1,134 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs under a strategy. Pure.
+
+Note [Cost model]
+    seconds of a step = s * compute  +  sum over phases of times * (messages * latency + bytes / bandwidth)  +  update
+
+    after the guideline of PaRO (arXiv:2310.06003: 1/T with T the sum of the times of its four moves), with latencies
+    and the two terms that it leaves out. Nothing is taken to overlap: where gathers and reductions hide behind compute
+    the step is faster by at most the compute time, for all strategies that do so alike. It ranks strategies; it
+    does not promise their times.
+
+    An Adam update reads and writes its 12 bytes a parameter (master copy and two moments in fp32), reads the gradient
+    and writes the parameter: 2.5 times the bytes of its states, in the rank's memory.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.placement import Cluster, Kind, Memory, ModelStates, Phase, Placement, Strategy, Volume
+from deepspeed_ext.planner.rates import Rates
+
+UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
+BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Attributes:
+        states: bytes, not cut.
+        gradient_bytes: of one gradient.
+        accumulation: micro-steps of a step.
+        compute: seconds of forward and backward of a micro-step.
+        fetches: messages in which all parameters are gathered: modules that have some.
+        largest_layer: bytes of parameters that a module has by itself, the most that is gathered at once for it.
+        bucket: elements that are reduced at once.
+    """
+
+    states: ModelStates
+    gradient_bytes: int = 2
+    accumulation: int = 1
+    compute: float = 0.0
+    fetches: int = 1
+    largest_layer: float = 0.0
+    bucket: int = BUCKET
+
+    def messages(self, phase: Phase) -> int:
+        """In how many a phase goes, each time."""
+        if phase.kind == Kind.GATHER and phase.each_micro_step:
+            return self.fetches
+        return max(1, round(self.states.gradients / self.gradient_bytes / self.bucket))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A strategy, and what it costs each rank.
+
+    Attributes:
+        strategy: the three letters.
+        loco: whether gradients cross between groups in few bits.
+        memory: bytes of model states.
+        transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, the largest
+            layer gathered, LoCo's errors. No activations, no buckets.
+        volume: bytes received in a step.
+        seconds: of a step, by part: compute, within groups, between groups, update.
+    """
+
+    strategy: str
+    loco: bool
+    memory: Memory
+    transient: float
+    volume: Volume
+    seconds: dict[str, float]
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy} + LoCo" if self.loco else self.strategy
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def total_memory(self) -> float:
+        return self.memory.total + self.transient
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        totals = {"total_memory": self.total_memory, "total_seconds": self.total_seconds}
+        return asdict(self) | totals
+
+
+def predict(
+    strategy: Strategy, cluster: Cluster, model: Model, rates: Rates, loco: LocoSettings | None = None
+) -> Prediction:
+    """See Note [Cost model].
+
+    LoCo shrinks what reductions send between groups; gathers are whole, also those at the boundary where the
+    optimizer's states are coarser than G.
+    """
+    shrunk = 1.0 if loco is None else loco.wire_bits / (8 * model.gradient_bytes)
+    total, within, between = Volume(), 0.0, 0.0
+    for phase in strategy.phases(cluster, model.states):
+        inter = phase.volume.inter * (shrunk if phase.kind == Kind.REDUCE else 1.0)
+        volume, times = Volume(phase.volume.intra, inter), phase.times(model.accumulation)
+        hops, messages = rates.of(phase.kind), model.messages(phase)
+        total += volume * times
+        within += times * hops.intra.seconds(volume.intra, messages)
+        between += times * hops.inter.seconds(volume.inter, messages)
+    memory = strategy.memory(cluster, model.states)
+    seconds = {
+        "compute": model.compute * model.accumulation,
+        "within": within,
+        "between": between,
+        "update": UPDATE_TOUCHES * memory.optimizer / rates.memory,
+    }
+    return Prediction(
+        strategy.name, loco is not None, memory, _transient(strategy, cluster, model, loco), total, seconds
+    )
+
+
+def _transient(strategy: Strategy, cluster: Cluster, model: Model, loco: LocoSettings | None) -> float:
+    trainable = model.states.gradients / model.gradient_bytes
+    total = 0.0
+    if model.gradient_bytes < 4:
+        total += 4 * trainable / cluster.shards(strategy.os)
+    if strategy.p != Placement.N:
+        total += model.largest_layer
+    if loco is not None:
+        total += loco.kept_bits / 8 * trainable / cluster.shards(Placement.I)
+    return total

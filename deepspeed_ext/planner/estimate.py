@@ -1,0 +1,106 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Memory estimates in the manner of DeepSpeed's ``estimate_zero{2,3}_model_states_mem_needs``: same arguments, same
+table, with a row for each strategy. NGG without offload has the figures of ZeRO-2 there, and GGG those of ZeRO-3.
+
+DeepSpeed counts, in bytes for each parameter, 2 of a 16-bit parameter, 2 of its gradient, and of the optimizer 12
+(fp32 parameter and two moments) and the fp32 gradient that it updates from: 4 at stage 2, and 2 at stage 3.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates, Placement, Strategy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_UPDATED_FROM = {False: 4, True: 2}  # bytes of the fp32 gradient, by whether parameters are cut
+
+
+def estimate_paro_model_states_mem_needs(
+    strategy: Strategy,
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    group_size: int | None = None,
+    additional_buffer_factor: float = 1.5,
+) -> tuple[int, int, int]:
+    """Memory of a strategy without offload.
+
+    Args:
+        strategy: one of the table.
+        total_params: of the model.
+        largest_layer_params: of the module that has most by itself.
+        num_gpus_per_node, num_nodes: of the cluster.
+        group_size: ranks in a group; by default the GPUs of a node.
+        additional_buffer_factor: DeepSpeed's, for host memory.
+
+    Returns:
+        Bytes of a node's host memory, of a GPU's, and of those of the GPU the largest layer gathered (0 with p = N).
+
+    Raises:
+        ValueError: the group size does not divide the number of GPUs.
+    """
+    cluster = Cluster(num_gpus_per_node * num_nodes, group_size or num_gpus_per_node)
+    cut = strategy.p != Placement.N
+    states = ModelStates.of(total_params, optimizer_bytes=12 + _UPDATED_FROM[cut])
+    largest = 4 * largest_layer_params if cut else 0
+    # What the host holds while the model is made: as under zero.Init where parameters are cut.
+    host = (largest_layer_params if cut else total_params) * 4 * num_gpus_per_node * additional_buffer_factor
+    memory = strategy.memory(cluster, states)
+    # In DeepSpeed's order of rounding: what is whole, and the cut rest rounded down.
+    whole = memory.parameters if strategy.p == Placement.N else 0.0
+    return int(host), int(largest + whole) + int(memory.total - whole), int(largest)
+
+
+def estimate_paro_model_states_mem_needs_all_live(
+    model: "nn.Module",
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    group_size: int | None = None,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print a table of all strategies for a model; see ``estimate_paro_model_states_mem_needs``."""
+    from deepspeed_ext.planner.models import describe
+
+    described = describe(model, parameter_bytes=1)
+    estimate_paro_model_states_mem_needs_all_cold(
+        int(described.states.parameters),
+        int(described.largest_layer),
+        num_gpus_per_node,
+        num_nodes,
+        group_size,
+        additional_buffer_factor,
+    )
+
+
+def estimate_paro_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    group_size: int | None = None,
+    additional_buffer_factor: float = 1.5,
+) -> None:
+    """Print a table of all strategies for a model of that size; see ``estimate_paro_model_states_mem_needs``."""
+    hardware: dict[str, Any] = {
+        "num_gpus_per_node": num_gpus_per_node,
+        "num_nodes": num_nodes,
+        "group_size": group_size,
+        "additional_buffer_factor": additional_buffer_factor,
+    }
+    rows = [
+        (name, *estimate_paro_model_states_mem_needs(row, total_params, largest_layer_params, **hardware))
+        for name, row in STRATEGIES.items()
+    ]
+    nodes, gpus = "nodes" if num_nodes > 1 else "node", "GPUs" if num_gpus_per_node > 1 else "GPU"
+    print(
+        f"Estimated memory needed for params, optim states and gradients for a:\n"
+        f"HW: Setup with {num_nodes} {nodes}, {num_gpus_per_node} {gpus} per node.\n"
+        f"SW: Model with {int(total_params / 1e6)}M total params, {int(largest_layer_params / 1e6)}M largest layer "
+        f"params, groups of {group_size or num_gpus_per_node}."
+    )
+    print("  per CPU  |  per GPU |   Options")
+    for name, host, gpu, _ in rows:
+        print(f" {host / 2**30:7.2f}GB | {gpu / 2**30:6.2f}GB | paro_strategy={name}, offload_optimizer=none")

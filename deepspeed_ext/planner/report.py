@@ -1,0 +1,112 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a table, and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_ext.placement import STRATEGIES
+from deepspeed_ext.planner.choice import Plan
+from deepspeed_ext.planner.cost import Prediction
+from deepspeed_ext.planner.rates import Rate
+
+_COLUMNS = (
+    ("GB: p", 8),
+    ("g", 8),
+    ("os", 8),
+    ("besides", 9),
+    ("sum", 8),
+    ("GB in group", 13),
+    ("between", 9),
+    ("s: compute", 12),
+    ("in group", 10),
+    ("between", 9),
+    ("update", 8),
+    ("sum", 8),
+)
+
+
+def table(plans: Sequence[Plan]) -> str:
+    """The strategies of all plans, fastest first; what each rank holds and receives in a step, and seconds.
+
+    Args:
+        plans: of the same model and cluster.
+    """
+    first = plans[0]
+    n, m, k = first.cluster.ranks, first.cluster.group_size, first.cluster.groups
+    limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
+    lines = [
+        f"{n} ranks in {k} group(s) of {m}, {first.model.accumulation} micro-step(s) a step, a rank's memory: {limit}",
+        *(f"  {line}" for line in rates(first)),
+        "",
+        f"{'':<12}" + "".join(f"{title:>{width}}" for title, width in _COLUMNS) + "  known as",
+    ]
+    rows = [(one, plan) for plan in plans for one in plan.predictions]
+    rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
+    lines += [_line(one, plan) for one, plan in rows]
+    lines += ["", *(("with LoCo, " if plan.predictions[0].loco else "") + plan.reason for plan in plans)]
+    return "\n".join(lines)
+
+
+def rates(plan: Plan) -> list[str]:
+    """A line for each kind of hop."""
+    lines = []
+    for kind, hops in (("all-gather", plan.rates.gather), ("reduce-scatter", plan.rates.reduce)):
+        lines.append(f"{kind:<15}within groups {_rate(hops.intra)}, between groups {_rate(hops.inter)}")
+    if plan.rates.memory != float("inf"):
+        lines.append(f"{'memory':<15}{plan.rates.memory / 1e9:.3g} GB/s")
+    return lines
+
+
+def _rate(rate: Rate) -> str:
+    if rate.bandwidth == float("inf"):
+        return "nothing to move"
+    return f"{rate.bandwidth / 1e9:.3g} GB/s a rank + {rate.latency * 1e6:.3g} us"
+
+
+def _line(one: Prediction, plan: Plan) -> str:
+    memory, mark = one.memory, "" if plan.fits(one) else "  (too large)"
+    if one is plan.choice:
+        mark = "  <-- choice"
+    figures = [f"{part / 1e9:.2f}" for part in (memory.parameters, memory.gradients, memory.optimizer, one.transient)]
+    figures += [f"{part / 1e9:.2f}" for part in (one.total_memory, one.volume.intra, one.volume.inter)]
+    figures += [f"{part:.3g}" for part in (*one.seconds.values(), one.total_seconds)]
+    cells = "".join(f"{figure:>{width}}" for figure, (_, width) in zip(figures, _COLUMNS, strict=True))
+    return f"{one.name:<12}{cells}  {STRATEGIES[one.strategy].known_as}{mark}"
+
+
+def picture(plans: Sequence[Plan], path: Path) -> None:
+    """Memory against time, a point a strategy, with the Pareto front of each plan.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import figure
+    except ImportError as error:
+        raise ValueError(f"a picture needs matplotlib: pip install matplotlib ({error}).") from error
+    drawing = figure.Figure(figsize=(8, 5), layout="constrained")
+    axes = drawing.subplots()
+    for plan, color in zip(plans, ("#d9622b", "#7a8ba6"), strict=False):
+        points = [(one.total_memory / 1e9, one.total_seconds, one.name) for one in plan.predictions]
+        label = "with LoCo" if plan.predictions[0].loco else "exact"
+        axes.scatter([x for x, *_ in points], [y for _, y, _ in points], color=color, label=label, s=18)
+        front = pareto([(x, y) for x, y, _ in points])
+        axes.step([x for x, _ in front], [y for _, y in front], where="post", color=color, alpha=0.5)
+        for x, y, name in points:
+            if (x, y) in front:
+                axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
+    if plans[0].budget is not None:
+        axes.axvline(plans[0].budget / 1e9, color="black", linestyle=":", label="memory of a rank")
+    axes.set(xlabel="GB on each rank", ylabel="predicted seconds a step", xscale="log", yscale="log")
+    axes.legend()
+    drawing.savefig(path, dpi=150)
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those to which no other is better in one coordinate and as good in the other, by ascending first coordinate."""
+    front: list[tuple[float, float]] = []
+    for x, y in sorted(set(points)):
+        if not front or y < front[-1][1]:
+            front.append((x, y))
+    return front
