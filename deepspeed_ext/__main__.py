@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
 """``python -m deepspeed_ext``: versions, patches and groups, for a look or a bug report; ``leaf-modules``: what ZeRO-3
-would fetch as one of a model."""
+would fetch as one of a model; ``plan``: what each strategy costs."""
 
 import argparse
 import importlib
@@ -12,6 +12,7 @@ import deepspeed_ext
 from deepspeed_ext import patches
 from deepspeed_ext.config import LEAF_BYTES, THRESHOLD
 from deepspeed_ext.placement import Cluster
+from deepspeed_ext.planner import command
 from deepspeed_ext.topology import default_group_size, inter_ranks, intra_ranks, ranks_per_node
 
 
@@ -58,6 +59,15 @@ def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="PKG:FN", help="makes the model's arguments: train with them and measure")
 
 
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.command == "plan":
+        command.run(arguments)
+        return
+    from deepspeed_ext.zero import leaf_command
+
+    leaf_command.run(arguments)
+
+
 def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
@@ -66,12 +76,11 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", title="commands")
     leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
     add_leaf_arguments(leaves)
+    command.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
     arguments = parser.parse_args()
-    if arguments.command == "leaf-modules":
-        from deepspeed_ext.zero import leaf_command
-
+    if arguments.command:
         try:
-            leaf_command.run(arguments)
+            _run(arguments)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
         return

@@ -3,9 +3,7 @@
 """``python -m deepspeed_ext leaf-modules``: what would be fetched as one, for a model without training it."""
 
 import argparse
-import importlib
 import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed_ext.config import LEAF_BYTES, SECTION, THRESHOLD, parse_section
+from deepspeed_ext.naming import named
 from deepspeed_ext.zero import leaf_report
 from deepspeed_ext.zero.leaf_modules import choose
 from deepspeed_ext.zero.leaf_setup import settings_and_live
@@ -38,25 +37,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.threshold is None or arguments.bytes is not None:
         section[LEAF_BYTES] = True if arguments.bytes is None else arguments.bytes
     config = parse_section(section)
-    model = _named(arguments.model)()
+    model = named(arguments.model)()
     settings, live = settings_and_live(config, model)
     found = choose(model, settings)
     print(leaf_report.text(found, model, settings, live))
     if arguments.batch:
-        measured = _measure(model, _named(arguments.batch), section)
+        measured = _measure(model, named(arguments.batch), section)
         print("  measured on one rank: " + ", ".join(f"{key} {value:,}" for key, value in measured.items()))
-
-
-def _named(text: str) -> Callable[..., Any]:
-    module, _, name = text.partition(":")
-    if not module or not name:
-        raise ValueError(f"expected PACKAGE.MODULE:FUNCTION, got {text!r}.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{text!r} cannot be imported: {error}.") from error
-    return found
 
 
 def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[str, Any]) -> dict[str, int]:
