@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m deepspeed_ext plan``: what each strategy would cost, and which to use.
 
-Under a launcher (torchrun, deepspeed) the ranks are those of the launch, and without rates of links theirs are measured.
+Under a launcher (torchrun, deepspeed) the ranks are those of the launch; where no rates are given theirs are measured.
 """
 
 import argparse
@@ -143,7 +143,7 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    width, extra = BYTES[arguments.dtype], {}
+    width = BYTES[arguments.dtype]
     extra = {"accumulation": arguments.accumulation, "compute": arguments.micro_step_seconds}
     if arguments.model is not None:
         from deepspeed_ext.planner.models import describe
