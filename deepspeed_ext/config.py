@@ -24,7 +24,7 @@ FASTEST = "fastest"  # as a strategy: decide when the model is known
 MEMORY = "paro_memory_gb"
 DECISION = "paro_decision_file"
 KEYS = (STRATEGY, GROUP_SIZE)
-_OF_FASTEST = (MEMORY, DECISION)
+OF_FASTEST = (MEMORY, DECISION)
 MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
 MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)  # DeepSpeed's own until 0.19.6
@@ -37,7 +37,7 @@ _REMOVED = (*MICS_KEYS, LOCO)
 _OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
 DECISION_FILE = "paro_decision.json"
 _PREFIXES = ("paro", "stage3_leaf")
-_OURS = (*KEYS, *_OF_FASTEST, LEAF_BYTES)
+_OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES)
 
 
 def our_keys(section: Any) -> list[str]:
@@ -184,7 +184,7 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {', '.join(_OURS)}.{hint}")
     if STRATEGY not in section:
-        alone = next(key for key in (GROUP_SIZE, *_OF_FASTEST) if key in section)
+        alone = next(key for key in (GROUP_SIZE, *OF_FASTEST) if key in section)
         raise ValueError(
             f"{SECTION}.{alone} is set ({section[alone]!r}) without {SECTION}.{STRATEGY}: "
             f"add a strategy, one of {', '.join(STRATEGIES)}, or remove {alone}."
@@ -291,13 +291,13 @@ def decide(config: "DeepSpeedConfig", strategy: Strategy) -> dict[str, Any]:
 
 
 def _decided(section: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {**{key: value for key, value in section.items() if key not in _OF_FASTEST}, STRATEGY: name}
+    return {**{key: value for key, value in section.items() if key not in OF_FASTEST}, STRATEGY: name}
 
 
 def _parse_strategy(section: Mapping[str, Any]) -> Strategy | None:
     """None for the fastest."""
     fastest = section[STRATEGY] == FASTEST
-    for key in _OF_FASTEST:
+    for key in OF_FASTEST:
         if key in section and not fastest:
             raise ValueError(
                 f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {section[STRATEGY]!r}. Remove {key}."

@@ -146,9 +146,10 @@ def _model(arguments: argparse.Namespace) -> Model:
     width = BYTES[arguments.dtype]
     extra = {"accumulation": arguments.accumulation, "compute": arguments.micro_step_seconds}
     if arguments.model is not None:
+        make = named(arguments.model)
         from deepspeed_ext.planner.models import describe
 
-        return describe(named(arguments.model)(), parameter_bytes=width, **extra)
+        return describe(make(), parameter_bytes=width, **extra)
     states = ModelStates.of(arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width)
     return Model(states, width, **extra, fetches=max(1, arguments.params // FETCHED), bucket=BUCKET)
 

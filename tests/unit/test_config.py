@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.config import KEYS, MICS_KEYS, check_section, our_keys
+from deepspeed_ext.config import KEYS, MICS_KEYS, OF_FASTEST, check_section, our_keys
 from deepspeed_ext.placement import STRATEGIES
 from deepspeed_ext.refusals import REFUSED as KEYS_REFUSED
 
@@ -38,6 +38,15 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"paro_strategy": "NIG", "paro_groupsize": 2}, "no key 'paro_groupsize'.*Did you mean 'paro_group_size'"),
     ({"PaRO": "auto"}, "no key 'PaRO'"),
+    ({"paro_strategy": "fast"}, "GGG .*, or fastest, got 'fast'"),
+    ({"paro_memory_gb": 4}, r"paro_memory_gb is set \(4\) without zero_optimization.paro_strategy"),
+    ({"paro_strategy": "NIG", "paro_memory_gb": 4}, "paro_memory_gb is for paro_strategy fastest, got .* 'NIG'"),
+    ({"paro_strategy": "NIG", "paro_decision_file": "f"}, "paro_decision_file is for paro_strategy fastest"),
+    ({"paro_strategy": "fastest", "paro_memory_gb": 0}, "number above 0 .*got 0 of type int"),
+    ({"paro_strategy": "fastest", "paro_memory_gb": "4"}, "got '4' of type str"),
+    ({"paro_strategy": "fastest", "paro_memory_gb": True}, "got True of type bool"),
+    ({"paro_strategy": "fastest", "paro_decision_file": ""}, "path of a file, got ''"),
+    ({"paro_strategy": "fastest", "stage": 4}, r"must be 1, 2 or 3 \(or absent\) with .* fastest, got 4"),
 ]
 
 
@@ -51,9 +60,10 @@ def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the README."""
     assert KEYS == ("paro_strategy", "paro_group_size")
+    assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file")
     assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{key}`" in readme for key in (*KEYS, *MICS_KEYS))
+    assert all(f"`{key}`" in readme for key in (*KEYS, *OF_FASTEST, *MICS_KEYS))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

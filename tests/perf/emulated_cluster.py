@@ -1,0 +1,422 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""All 14 strategies, with and without LoCo, beside their peers, on clusters that this machine emulates.
+
+A node is a network namespace with some CPU ranks (``scripts/cluster.py``); what it exchanges with others goes over a
+link of a limited rate and is counted by the link's own interface. All methods train the same model on the same data
+from the same seed in the same processes, and take turns, a step each, in rounds whose order alternates: so whatever
+else this machine does falls on all of them. A step's time is that of the slowest rank.
+
+For each method: seconds of a step, bytes between nodes, bytes of model states that a rank holds, and the *floor*: the
+time of compute alone (forward and backward of all micro-batches on all ranks at once, and an update of 1/n of the
+parameters), plus the method's own bytes over the link's rate.
+
+For the strategies also what the planner predicts, from rates that its probe has measured on the same links.
+
+Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting; all of them take about an hour on 2 cores.
+
+Exit status 0 if weights agree and the strategies' bytes are those of the formula, 1 if not, 2 if it could not run.
+"""
+
+import argparse
+import functools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import records
+import torch
+import torch.distributed as dist
+import verdict
+from cluster import collect
+from launching import exit_on_sigterm, start_rank
+from network import Link, missing
+from peers import ADAMW, PEERS, Batch, Method, Ours
+from peers import Setting as Job
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from deepspeed_ext import hops
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.placement import STRATEGIES, Cluster
+from deepspeed_ext.planner import probe
+from deepspeed_ext.planner.choice import plan
+from deepspeed_ext.planner.cost import Model
+from deepspeed_ext.planner.models import describe
+from deepspeed_ext.topology import get_topology
+
+SIZES = {"large": (512, 2048), "small": (256, 1024)}  # width and hidden width of 4 blocks: 8.4 and 2.1 M parameters
+BLOCKS, ROWS = 4, 8
+WARM_UP_STEPS = 2
+CALIBRATION = 1_000_000  # elements of fp32
+NATIVE = " (gloo's reduce-scatter)"
+COMPUTE = "compute"
+LOCO = " + LoCo"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One launch."""
+
+    nodes: int
+    ranks_per_node: int
+    size: str
+    accumulation: int
+    mbit: tuple[float | None, ...] = (100, 500, None)
+
+    @property
+    def name(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}-{self.size}-{self.accumulation}"
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(self.nodes * self.ranks_per_node, self.ranks_per_node)
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Setting(2, 2, "large", 4),
+        Setting(2, 2, "small", 1),
+        Setting(2, 2, "small", 4),
+        Setting(2, 2, "small", 16),
+        Setting(4, 2, "small", 4),
+    )
+}
+
+
+@dataclass
+class Row:
+    """One method at one rate.
+
+    Attributes:
+        seconds: of each step.
+        link_bytes: that a node sent to others in a step, by its interface.
+        headers: how many bytes the interface counts for one of a known transfer.
+        formula_bytes: that a node must receive from others; None for a peer.
+        held: bytes of parameters, gradients and optimizer states on the rank that holds most.
+        difference: of the weights to DDP's in the end, relative to the largest.
+        predicted: seconds of a step, by the planner; None for a peer.
+    """
+
+    setting: str
+    mbit: float | None
+    method: str
+    setup: str
+    seconds: list[float] = field(default_factory=list)
+    link_bytes: float = 0.0
+    headers: float = 1.0
+    formula_bytes: float | None = None
+    held: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    difference: float = 0.0
+    predicted: float | None = None
+    compute: float = 0.0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def memory(self) -> float:
+        return sum(self.held)
+
+    @property
+    def bytes_between(self) -> float:
+        """Payload that a node received from others in a step."""
+        return self.link_bytes / self.headers
+
+    @property
+    def floor(self) -> float:
+        link = 0.0 if self.mbit is None else self.bytes_between * 8 / (self.mbit * 1e6)
+        return self.compute + link
+
+
+# What runs in the ranks ###########################################################################
+
+
+class Blocks(nn.Module):
+    """Residual blocks of two layers, which return their own loss."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden, bias=False), nn.GELU(), nn.Linear(hidden, width, bias=False))
+            for _ in range(BLOCKS)
+        )
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        for block in self.blocks:
+            inputs = inputs + block(inputs)
+        return (inputs - targets).square().mean()
+
+
+class Compute(Method):
+    """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(COMPUTE, "no communication")
+        self._model, self._accumulation = job.make_model(), job.accumulation
+        flat = torch.cat([p.detach().flatten() for p in self._model.parameters()])
+        self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
+        self._share.grad = torch.zeros_like(self._share)
+        self._optimizer = torch.optim.AdamW([self._share], **ADAMW)
+
+    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
+        (self._model(inputs, targets) / self._accumulation).backward()
+        if last:
+            self._optimizer.step()
+            self._model.zero_grad()
+
+    def _states(self) -> Any:
+        raise NotImplementedError
+
+    def weights(self) -> Tensor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._model = self._optimizer = None  # type: ignore[assignment]
+
+
+def methods(names: list[str], job: Job) -> Iterator[Method]:
+    """What is asked for, in a fixed order."""
+    for name, make in PEERS.items():
+        if name in names:
+            yield make(job)
+    for name in STRATEGIES:
+        zero: dict[str, Any] = {"paro_strategy": name, "paro_group_size": job.group_size}
+        if name in names:
+            yield Ours(job, zero, name)
+        if name + LOCO in names:
+            yield Ours(job, {**zero, "zeropp_loco_param": {}}, name + LOCO)
+        if name + NATIVE in names:
+            # As on other backends: the hop takes the backend's own reduce-scatter.
+            with mock.patch.object(hops, "_backend", lambda group: "native"):
+                yield Ours(job, zero, name + NATIVE)
+
+
+class Worker:
+    """What a rank needs to measure one setting."""
+
+    def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
+        self._setting, self._args = setting, args
+        self._link = Link()
+        self._topology = get_topology(None, setting.ranks_per_node)
+        width, hidden = SIZES[setting.size]
+        self._width = width
+        job = Job(setting.accumulation, setting.ranks_per_node, functools.partial(self._model, width, hidden))
+        self._link.limit(None)
+        dist.barrier()
+        self._described = replace(describe(job.make_model(), accumulation=setting.accumulation), bucket=job.bucket)
+        self._compute = Compute(job)
+        self._methods = {method.name: method for method in methods(args.methods, job)}
+        self._steps = dict.fromkeys([COMPUTE, *self._methods], 0)
+        self._setups = {name: method.setup for name, method in self._methods.items()}
+
+    @staticmethod
+    def _model(width: int, hidden: int) -> nn.Module:
+        torch.manual_seed(0)
+        return Blocks(width, hidden)
+
+    def rows(self) -> list[Row]:
+        """All rates."""
+        held = self._warm_up()
+        rows = []
+        rounds = len(self._setting.mbit) * self._args.rounds
+        bar = tqdm(total=rounds * (len(self._methods) + 1), desc=self._setting.name, disable=dist.get_rank() != 0)
+        for mbit in self._setting.mbit:
+            rows += self._at(mbit, held, bar)
+        self._compare(rows)
+        return rows
+
+    def _warm_up(self) -> dict[str, tuple[float, float, float]]:
+        """Connections are opened, modules recorded, moments made; what is held."""
+        held = {}
+        for method in [self._compute, *self._methods.values()]:
+            for number in range(WARM_UP_STEPS):
+                method.step(self._batches(method), watch=number > 0 and method is not self._compute)
+                method.finish()
+            if method is not self._compute:
+                states = asdict(method.held())
+                held[method.name] = tuple(_over_ranks(list(states.values()), dist.ReduceOp.MAX))
+        return held
+
+    def _at(self, mbit: float | None, held: dict[str, Any], bar: Any) -> list[Row]:
+        self._link.limit(mbit)
+        dist.barrier()
+        headers = self._headers()
+        rates = probe.measure(self._topology)
+        rows = {name: Row(self._setting.name, mbit, name, self._setups[name]) for name in self._methods}
+        compute: list[float] = []
+        for number in range(self._args.rounds):
+            order = list(self._methods)
+            random.Random(number).shuffle(order)
+            for name in order:
+                seconds, sent = self._timed(self._methods[name])
+                rows[name].seconds.append(seconds)
+                rows[name].link_bytes += sent / self._args.rounds
+                bar.update()
+            compute.append(self._timed(self._compute)[0])
+            bar.update()
+        alone = statistics.median(compute)
+        model = replace(self._described, compute=alone / self._setting.accumulation)
+        for row in rows.values():
+            row.headers, row.compute, row.held = headers, alone, held[row.method]
+        self._predict(rows, model, rates)
+        return list(rows.values())
+
+    def _predict(self, rows: dict[str, Row], model: Model, rates: Any) -> None:
+        for suffix, loco in (("", None), (LOCO, LocoSettings())):
+            for one in plan(self._setting.cluster, model, rates, None, [loco]).predictions:
+                row = rows.get(one.strategy + suffix)
+                if row is not None:
+                    row.predicted = one.total_seconds
+                    row.formula_bytes = one.volume.inter * self._setting.ranks_per_node
+        for name in STRATEGIES:
+            if name in rows and name + NATIVE in rows:
+                rows[name + NATIVE].formula_bytes = rows[name].formula_bytes
+
+    def _timed(self, method: Method) -> tuple[float, float]:
+        """Seconds of a step, and bytes that a node sent in it by its interface, on average."""
+        batches = self._batches(method)
+        dist.barrier()
+        before = self._link.sent()
+        dist.barrier()
+        begin = time.perf_counter()
+        method.step(batches)
+        method.finish()
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        (sent,) = _over_ranks([self._link.sent() - before], dist.ReduceOp.SUM)
+        return seconds, sent / self._setting.nodes
+
+    def _headers(self) -> float:
+        """Bytes that the interfaces count for each of a known transfer."""
+        shard = torch.zeros(CALIBRATION)
+        gathered = shard.new_empty(shard.numel() * self._setting.nodes)
+        dist.barrier()
+        before = self._link.sent()
+        dist.barrier()
+        dist.all_gather_into_tensor(gathered, shard, group=self._topology.inter)
+        dist.barrier()
+        (sent,) = _over_ranks([self._link.sent() - before], dist.ReduceOp.SUM)
+        return sent / (4 * CALIBRATION * (self._setting.nodes - 1) * dist.get_world_size())
+
+    def _batches(self, method: Method) -> list[Batch]:
+        """Of a method's next step: those that every other method has in that step."""
+        step = self._steps[method.name]
+        self._steps[method.name] += 1
+        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+        rows = torch.randn(self._setting.accumulation, 2, ROWS, self._width, generator=generator)
+        return [(inputs, targets) for inputs, targets in rows]
+
+    def _compare(self, rows: list[Row]) -> None:
+        first = next(iter(self._methods.values())).weights()
+        scale = first.abs().max()
+        for name, method in self._methods.items():
+            (difference,) = _over_ranks([((method.weights() - first).abs().max() / scale).item()], dist.ReduceOp.MAX)
+            for row in rows:
+                if row.method == name:
+                    row.difference = difference
+
+
+def _over_ranks(values: list[float], op: Any) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, op=op)
+    return found.tolist()
+
+
+def work(args: argparse.Namespace) -> None:
+    """The life of a rank."""
+    first = start_rank()
+    rows = Worker(SETTINGS[args.setting], args).rows()
+    if first:
+        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
+    dist.destroy_process_group()
+
+
+# What starts them #################################################################################
+
+
+def csv_row(row: Row) -> dict[str, Any]:
+    """What identifies a result, and the result."""
+    setting = SETTINGS[row.setting]
+    low, high = min(row.seconds), max(row.seconds)
+    return {
+        "setting": row.setting,
+        "nodes": setting.nodes,
+        "ranks_per_node": setting.ranks_per_node,
+        "size": setting.size,
+        "accumulation": setting.accumulation,
+        "link_mbit": "unlimited" if row.mbit is None else row.mbit,
+        "method": row.method,
+        "setup": row.setup,
+        "steps": len(row.seconds),
+        "seconds_median": round(row.median, 5),
+        "seconds_min": round(low, 5),
+        "seconds_max": round(high, 5),
+        "compute_seconds": round(row.compute, 5),
+        "floor_seconds": round(row.floor, 5),
+        "predicted_seconds": "" if row.predicted is None else round(row.predicted, 5),
+        "link_bytes": round(row.link_bytes),
+        "header_factor": round(row.headers, 5),
+        "formula_bytes": "" if row.formula_bytes is None else round(row.formula_bytes),
+        "parameter_bytes": round(row.held[0]),
+        "gradient_bytes": round(row.held[1]),
+        "optimizer_bytes": round(row.held[2]),
+        "weights_difference": f"{row.difference:.2e}",
+    }
+
+
+def all_methods() -> list[str]:
+    return [
+        *PEERS,
+        *(name + suffix for name in STRATEGIES for suffix in ("", LOCO)),
+        *(name + NATIVE for name in ("NIG", "IIG")),
+    ]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time all strategies and their peers on emulated clusters.")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
+    parser.add_argument("--methods", nargs="+", choices=all_methods(), default=all_methods(), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each method at each rate")
+    parser.add_argument("--log", type=Path, default=Path("emulated_cluster.log"), help="what the ranks print")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
+    parser.add_argument("--csv", type=Path, help="append a row a result here")
+    parser.add_argument("--setting", choices=SETTINGS, help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.worker is not None:
+        work(args)
+        return 0
+    if lacks := missing():
+        print("this emulates a cluster, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
+        return 2
+    exit_on_sigterm()
+    failed = False
+    for name in args.settings:
+        setting, more = SETTINGS[name], ["--setting", name]
+        found = collect(setting.nodes, setting.ranks_per_node, __file__, args.log, args.timeout, more)
+        rows = [Row(**values | {"held": tuple(values["held"])}) for values in found]
+        failed |= verdict.print_all(rows, setting.cluster)
+        if args.csv is not None:
+            records.append_rows(args.csv, [csv_row(row) for row in rows])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``"paro_strategy": "fastest"``: decided once, the same on all ranks, kept, and bounded by what is configured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.placement import STRATEGIES
+from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+
+# Between groups a tenth of what is within, and no latencies.
+SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
+
+
+def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_LINKS, zero_init: bool = False) -> Any:
+    """Strategy and stage of an engine where the links are as given (None: they must not be measured), and our lines of
+    the log; each rank may be given rates of its own."""
+    from unittest import mock
+
+    import torch.distributed as dist
+    from logs import logged
+    from zero.test_factory import make_engine
+
+    from deepspeed_ext.planner import probe
+
+    mine = rates[dist.get_rank()] if isinstance(rates, list) else rates
+
+    def measure(*_: Any) -> Rates:
+        assert mine is not None, "the links were measured"
+        return mine
+
+    section = {"paro_strategy": "fastest", "paro_group_size": 2, **zero}
+    with mock.patch.object(probe, "measure", measure), logged() as lines:
+        engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
+    found = engine._config.zero_config.paro_strategy, engine.zero_optimization_stage(), type(engine.optimizer).__name__
+    engine.destroy()
+    return found, [text for _, text in lines if "fastest" in text or "deci" in text]
+
+
+def train_case(folder: str) -> tuple[list[float], list[float]]:
+    """Losses under what is decided, and under the same strategy by its name."""
+    from unittest import mock
+
+    from training import Job, train
+
+    from deepspeed_ext.planner import probe
+
+    job = Job(accumulation=2)
+    with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
+        keys = {"paro_group_size": 2, "paro_decision_file": f"{folder}/d.json"}
+        fastest = train(job, {"paro_strategy": "fastest", **keys})
+    name = json.loads(Path(folder, "d.json").read_text())["strategy"]
+    return fastest.losses, train(job, {"paro_strategy": name, "paro_group_size": 2}).losses
+
+
+def probe_case() -> list[dict[str, Any]]:
+    """What is measured on this machine, on each rank."""
+    import torch.distributed as dist
+
+    from deepspeed_ext.planner import probe
+    from deepspeed_ext.topology import get_topology
+
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, probe.measure(get_topology(None, 2)).as_dict())
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return str(tmp_path / "folder" / "decision.json")
+
+
+def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
+    zero = {"paro_decision_file": file}
+    decided = ranks(4).run(engine_case, zero, {})
+    assert {found for found, _ in decided} == {("NNG", 1, "ReplicatedOptimizer")}
+    (said,) = decided[0][1]
+    assert '"fastest" is NNG: ' in said and "s a step by prediction" in said and "GB on each rank" in said
+    written = json.loads(Path(file).read_text())
+    assert written["strategy"] == "NNG" and len(written["plan"]["predictions"]) == 14
+    # The same again: not measured, the strategy stays. It would even if another were faster now.
+    written["strategy"] = "NIG"
+    Path(file).write_text(json.dumps(written))
+    kept = ranks(4).run(engine_case, zero, {}, None)
+    assert {found for found, _ in kept} == {("NIG", 2, "ReplicatedOptimizer")}
+    assert "stays NIG, as decided on 20" in kept[0][1][0] and not any(lines for _, lines in kept[1:])
+
+
+@pytest.mark.parametrize(
+    "change", [{"gradient_accumulation_steps": 3}, {"bf16": {"enabled": True}}, {"paro_memory_gb": 1}, {"stage": 2}]
+)
+def test_it_is_decided_anew_for_another_run(ranks: Any, file: str, change: dict[str, Any]) -> None:
+    zero, config = {"paro_decision_file": file}, {}
+    ranks(2).run(engine_case, zero, config)
+    before = json.loads(Path(file).read_text())["inputs"]
+    (zero if next(iter(change)) in ("paro_memory_gb", "stage") else config).update(change)
+    decided = ranks(2).run(engine_case, zero, config)
+    assert "was decided for another run: deciding anew" in decided[0][1][0]
+    assert json.loads(Path(file).read_text())["inputs"] != before
+
+
+def test_a_broken_file_or_folder_costs_no_run(ranks: Any, tmp_path: Path) -> None:
+    broken = tmp_path / "decision.json"
+    broken.write_text('{"strategy": "NI')
+    lines = ranks(2).run(engine_case, {"paro_decision_file": str(broken)}, {})[0][1]
+    assert "cannot be read (JSONDecodeError" in lines[0]
+    assert json.loads(broken.read_text())["strategy"] in STRATEGIES
+    impossible = str(broken / "below" / "decision.json")
+    lines = ranks(2).run(engine_case, {"paro_decision_file": impossible}, {})[0][1]
+    assert "the decision is not kept" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "zero, config, zero_init, expected",
+    [
+        ({"stage": 2}, {}, False, {"NII", "NIG", "NGG"}),
+        ({"stage": 3}, {}, False, {n for n, row in STRATEGIES.items() if row.stage == 3}),
+        ({}, {}, True, {n for n, row in STRATEGIES.items() if row.stage == 3}),
+        ({"stage3_leaf_bytes": 10**6}, {}, False, {n for n, row in STRATEGIES.items() if row.stage == 3}),
+        ({"offload_param": {"device": "cpu"}}, {}, False, {"INI", "III", "GNG", "GIG", "GGG"}),
+        ({"zeropp_loco_param": {}}, {}, False, set(STRATEGIES)),
+    ],
+)
+def test_what_is_configured_bounds_the_choice(
+    ranks: Any, file: str, zero: dict[str, Any], config: dict[str, Any], zero_init: bool, expected: set[str]
+) -> None:
+    decided = ranks(4).run(engine_case, {**zero, "paro_decision_file": file}, config, SLOW_LINKS, zero_init)
+    (name,) = {found[0] for found, _ in decided}
+    written = json.loads(Path(file).read_text())
+    assert set(written["inputs"]["strategies"]) == expected
+    assert name in expected
+    assert {one["loco"] for one in written["plan"]["predictions"]} == {"zeropp_loco_param" in zero}
+
+
+def test_memory_bounds_the_choice(ranks: Any, file: str) -> None:
+    """Whole, the model has 40 + 24 + 72 kB; on 4 ranks in groups of 2 NNG holds 82, NIG 70, NGG 64, and IIG 50, but
+    gathers a layer of 24."""
+    zero = {"paro_decision_file": file}
+    for kilobytes, name in ((1000, "NNG"), (75, "NIG"), (65, "NGG")):
+        decided = ranks(4).run(engine_case, {**zero, "paro_memory_gb": kilobytes * 1e-6}, {})
+        assert {found[0] for found, _ in decided} == {name}
+    message = r"\"fastest\"|fastest: none fits: GGG needs least, .* of 1e-05 GB on each rank.* Raise paro_memory_gb"
+    ranks(4).run_expect_error(engine_case, {**zero, "paro_memory_gb": 1e-5}, {}, match=message)
+
+
+def test_ranks_that_measure_differently_decide_alike(ranks: Any, file: str) -> None:
+    quick = Rates(*[HopRates(Rate(0.0, 1e6), Rate(0.0, 1e12))] * 2)
+    rates = [SLOW_LINKS, quick, quick, SLOW_LINKS]
+    decided = ranks(4).run(engine_case, {"paro_decision_file": file, "stage": 3}, {}, rates)
+    assert len({found for found, _ in decided}) == 1
+
+
+def test_training_is_that_of_the_strategy(ranks: Any, tmp_path: Path) -> None:
+    for fastest, by_name in ranks(4).run(train_case, str(tmp_path)):
+        assert fastest == by_name
+
+
+def test_the_probe_gives_all_ranks_the_same_rates(ranks: Any) -> None:
+    found = ranks(4).run(probe_case, timeout=100)[0]
+    assert all(one == found[0] for one in found)
+    rates = Rates.from_dict(found[0])
+    for hops in (rates.gather, rates.reduce):
+        assert 1e6 < hops.intra.bandwidth < 1e12 and 1e6 < hops.inter.bandwidth < 1e12
+    assert 1e8 < rates.memory < 1e13
+
+
+def estimate_case(total: int, largest: int, gpus: int, nodes: int) -> dict[str, Any]:
+    """DeepSpeed's estimates, and ours of the same strategies; (host, GPU)."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+
+    from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs as ours
+
+    hardware = {"num_gpus_per_node": gpus, "num_nodes": nodes}
+    return {
+        "NGG": (
+            zero2(total, **hardware, cpu_offload=False),
+            ours(STRATEGIES["NGG"], total, largest, **hardware)[:2],
+        ),
+        "GGG": (
+            zero3(total, largest, **hardware, cpu_offload=False, cpu_offload_params=False)[:2],
+            ours(STRATEGIES["GGG"], total, largest, **hardware)[:2],
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "total, largest, gpus, nodes", [(7 * 10**9, 10**8, 8, 4), (123_457, 991, 3, 5), (10**6, 1, 1, 1)]
+)
+def test_estimates_are_those_of_deepspeed(ranks: Any, total: int, largest: int, gpus: int, nodes: int) -> None:
+    for name, (stock, ours) in ranks(1).run(estimate_case, total, largest, gpus, nodes)[0].items():
+        assert ours == stock, name
+
+
+def table_case() -> tuple[str, str]:
+    """What DeepSpeed prints for a model, and what we do."""
+    import contextlib
+    import io
+
+    import torch
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as stock
+
+    from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs_all_live as ours
+
+    model = torch.nn.Sequential(torch.nn.Linear(2000, 3000), torch.nn.Linear(3000, 1000))
+    printed = []
+    for estimate in (stock, ours):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            estimate(model, num_gpus_per_node=8, num_nodes=2)
+        printed.append(out.getvalue())
+    return printed[0], printed[1]
+
+
+def test_the_table_looks_like_deepspeeds(ranks: Any) -> None:
+    stock, ours = (text.splitlines() for text in ranks(1).run(table_case)[0])
+    assert ours[:2] == stock[:2]
+    assert ours[2] == stock[2].replace("layer params.", "layer params, groups of 8.")
+    assert ours[3] == stock[3]
+    (last,) = (line for line in stock if "offload_optimizer=none, zero_init=1" in line)
+    (mine,) = (line for line in ours if "GGG" in line)
+    assert mine.rpartition("|")[0] == last.rpartition("|")[0]
+    assert len(ours) == 4 + 14

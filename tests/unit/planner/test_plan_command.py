@@ -1,0 +1,112 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m deepspeed_ext plan``: what it prints, writes and refuses."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext import __main__
+
+LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
+NODES = ["--nodes", "4", "--ranks-per-node", "8"]
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "plan", *arguments])
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    __main__.main()
+
+
+def test_a_table_of_all_strategies_and_a_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(monkeypatch, "--params", "7B", *NODES, *LINKS, "--memory-gb", "40", "--accumulation", "4")
+    said = capsys.readouterr().out
+    rows = [line for line in said.splitlines() if line[:3] in {"NNG", "IIG", "GGG"} and ":" not in line]
+    assert len(rows) == 6  # with and without LoCo
+    assert "32 ranks in 4 group(s) of 8, 4 micro-step(s) a step, a rank's memory: 40 GB" in said
+    assert said.count("<-- choice") == 2 and said.count("(too large)") > 0
+    # NNG: parameters 14 GB, gradients 14 GB, optimizer 84/32 GB; received between groups 2 b M = 2 x 3/32 x 14 GB.
+    (row,) = (line.split() for line in rows if line.startswith("NNG") and "LoCo" not in line)
+    assert row[1:4] == ["14.00", "14.00", "2.62"] and row[7] == "2.62"
+
+
+def test_json_and_picture_and_estimate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    size = ["--params", "1e9", "--trainable", "1e6", "--dtype", "fp32", "--group-size", "4"]
+    plan(monkeypatch, *size, *NODES, *LINKS, "--json", str(tmp_path / "plan.json"), "--estimate")
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["exact"]["group_size"] == 4 and len(written["loco"]["predictions"]) == 14
+    assert written["exact"]["choice"]["memory"]["optimizer"] == pytest.approx(12e6 / 32)
+    assert "paro_strategy=IIG, offload_optimizer=none" in capsys.readouterr().out
+    plan(monkeypatch, *size, *NODES, *LINKS, "--json", "-")
+    assert json.loads(capsys.readouterr().out) == written
+    pytest.importorskip("matplotlib")
+    plan(monkeypatch, *size, *NODES, *LINKS, "--picture", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([*NODES, *LINKS], "expected either --model PKG:FN or --params N"),
+        (["--params", "7B", "--model", "a:b", *NODES, *LINKS], "expected either --model PKG:FN or --params N"),
+        (["--params", "7B", *LINKS], "expected --nodes and --ranks-per-node"),
+        (["--params", "7B", *NODES], "expected --intra-gbps and --inter-gbps"),
+        (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps and --inter-gbps go together"),
+        (
+            ["--params", "7B", *NODES, "--intra-gbps", "8", "--inter-gbps", "0"],
+            "--inter-gbps must be above 0, got 0",
+        ),
+        (["--params", "0", *NODES, *LINKS], "--params must be above 0, got 0"),
+        (["--params", "7B", "--trainable", "8B", *NODES, *LINKS], "--trainable 8000000000 is more than --params 7000"),
+        (["--params", "7B", "--accumulation", "0", *NODES, *LINKS], "--accumulation must be above 0, got 0"),
+        (["--params", "7B", "--memory-gb", "-1", *NODES, *LINKS], "--memory-gb must be above 0, got -1.0"),
+        (["--params", "7B", "--latency-us", "-1", *NODES, *LINKS], "--latency-us must be at least 0, got -1.0"),
+        (
+            ["--params", "7B", "--group-size", "5", *NODES, *LINKS],
+            "must divide the data-parallel size, got .* 5 w",
+        ),
+        (["--params", "seven", *NODES, *LINKS], "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
+        (["--model", "no_such_module:f", *NODES, *LINKS], "'no_such_module:f' cannot be imported"),
+        (["--model", "no_such_module", *NODES, *LINKS], "expected PACKAGE.MODULE:FUNCTION, got 'no_such_module'"),
+    ],
+)
+def test_bad_arguments_get_clear_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(monkeypatch, *arguments)
+    assert ended.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "environment, more, message",
+    [
+        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, [], "6 ranks, of which 4 are on this node"),
+        (
+            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
+            ["--nodes", "3"],
+            r"started 2 node\(s\) of 2 .*got --nodes 3",
+        ),
+    ],
+)
+def test_a_launch_that_contradicts_the_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    environment: dict[str, str],
+    more: list[str],
+    message: str,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "plan", "--params", "7B", *LINKS, *more])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert re.search(message, capsys.readouterr().err)

@@ -1,0 +1,142 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The planner's figures against the formulas, what it chooses, and why. Pure."""
+
+from dataclasses import replace
+
+import pytest
+
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.placement import STRATEGIES, Cluster, Kind, ModelStates
+from deepspeed_ext.planner.choice import TIE, plan
+from deepspeed_ext.planner.cost import Model, predict
+from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
+
+GIGA = 1e9
+CLUSTER = Cluster(16, 4)
+STATES = ModelStates.of(10**9, 6 * 10**8)
+RATES = Rates.of_links(CLUSTER, 4, intra_gbps=800, inter_gbps=80)
+MODEL = Model(STATES, accumulation=4)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n, m, s", [(4, 2, 1), (16, 4, 4), (64, 8, 16), (8, 8, 2), (8, 1, 2)])
+def test_bytes_and_memory_are_those_of_the_formulas(name: str, n: int, m: int, s: int) -> None:
+    row, cluster = STRATEGIES[name], Cluster(n, m)
+    found = predict(row, cluster, replace(MODEL, accumulation=s), Rates.of_links(cluster, m, 100, 10))
+    assert found.volume == pytest.approx(row.volume(cluster, STATES, s))
+    assert found.memory == row.memory(cluster, STATES)
+    assert found.total_memory == pytest.approx(found.memory.total + 4 * 6e8 / cluster.shards(row.os))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_loco_shrinks_what_reductions_send_between_groups_and_nothing_else(name: str) -> None:
+    row, settings = STRATEGIES[name], LocoSettings(bits=4, block_size=32)
+    plain, loco = predict(row, CLUSTER, MODEL, RATES), predict(row, CLUSTER, MODEL, RATES, settings)
+    reduced = sum(p.volume.inter * p.times(4) for p in row.phases(CLUSTER, STATES) if p.kind == Kind.REDUCE)
+    assert reduced > 0
+    assert plain.volume.inter - loco.volume.inter == pytest.approx(reduced * (1 - 4.5 / 16))
+    assert plain.volume.intra == loco.volume.intra and plain.memory == loco.memory
+    # Errors of 8 bits with a scale of 16 bits a block, of the rank's 1/m of the gradients.
+    assert loco.transient - plain.transient == pytest.approx(6e8 / 4 * (1 + 2 / 32))
+
+
+def test_seconds_of_a_strategy_by_hand() -> None:
+    """IIG: parameters 2 GB, gradients 1.2 GB, n = 16, m = 4, s = 4; a = 3/4, b = 3/16."""
+    hops = HopRates(Rate(1e-3, 10e9), Rate(1e-2, 2e9))
+    slow = HopRates(Rate(2e-3, 5e9), Rate(2e-2, 1e9))
+    model = Model(STATES, accumulation=4, compute=0.5, fetches=10, bucket=10**8)
+    found = predict(STRATEGIES["IIG"], CLUSTER, model, Rates(hops, slow, memory=100e9)).seconds
+    gather = 10 * 1e-3 + 0.75 * 2e9 / 10e9
+    reduce = 6 * 2e-3 + 0.75 * 1.2e9 / 5e9
+    assert found["compute"] == pytest.approx(2.0)
+    assert found["within"] == pytest.approx(4 * (2 * gather + reduce))
+    boundary = 6 * 2e-2 + 3 / 16 * 1.2e9 / 1e9
+    update = 6 * 1e-2 + 3 / 16 * 1.2e9 / 2e9
+    assert found["between"] == pytest.approx(boundary + update)
+    assert found["update"] == pytest.approx(2.5 * 12 * 6e8 / 16 / 100e9)
+
+
+@pytest.mark.parametrize(
+    "n, m, per_node, intra, inter",
+    [
+        (16, 4, 4, 100, 10),  # groups are nodes: four ranks share a link
+        (16, 2, 4, 100, 20),  # two groups on a node: its link carries one flow for each number in a group
+        (16, 8, 4, 40, 10),  # a group over two nodes: one ring goes through each link, and four between groups
+        (4, 2, 4, 100, 100),  # all on one node
+        (16, 16, 4, 40, 10),  # one group
+        (12, 3, 4, 40, 40 / 3),  # groups that reach over nodes
+    ],
+)
+def test_rates_of_links_share_them(n: int, m: int, per_node: int, intra: float, inter: float) -> None:
+    rates = Rates.of_links(Cluster(n, m), per_node, intra_gbps=800, inter_gbps=320).gather
+    assert (rates.intra.bandwidth / GIGA, rates.inter.bandwidth / GIGA) == pytest.approx((intra, inter))
+
+
+@pytest.mark.parametrize("figure", ["intra_gbps", "inter_gbps", "ranks_per_node"])
+def test_figures_of_links_must_be_positive(figure: str) -> None:
+    given = {"ranks_per_node": 4, "intra_gbps": 800, "inter_gbps": 320} | {figure: 0}
+    with pytest.raises(ValueError, match=f"{figure} must be above 0, got 0"):
+        Rates.of_links(CLUSTER, **given)
+
+
+def test_fit_finds_latency_and_bandwidth() -> None:
+    sizes = [2**16, 2**20, 2**22, 2**24]
+    exact = fit([(x, 3e-4 + x / 5e9) for x in sizes])
+    assert (exact.latency, exact.bandwidth) == pytest.approx((3e-4, 5e9))
+    # A link that passes 128 KiB at once, and the rest at its rate.
+    burst = fit([(x, 1e-4 + max(0, x - 2**17) / 12.5e6) for x in sizes])
+    assert burst.bandwidth == pytest.approx(12.5e6)
+    assert burst.latency == 0.0
+    upside_down = fit([(1000, 1e-3), (2000, 2e-3), (4000, 1.9e-3)])
+    assert upside_down.bandwidth == pytest.approx(4000 / 1.9e-3)
+    with pytest.raises(ValueError, match="at least 2 sizes"):
+        fit([(1000, 1e-3), (1000, 2e-3)])
+
+
+def test_rates_survive_json() -> None:
+    rates = replace(RATES, memory=3e10)
+    assert Rates.from_dict(rates.as_dict()) == rates
+
+
+def test_the_fastest_that_fits_is_chosen() -> None:
+    free = plan(CLUSTER, MODEL, RATES)
+    assert free.choice is not None and free.choice.strategy == "NNG"  # as fast as NNN and NNI, and smaller
+    assert [one.total_seconds for one in free.predictions] == sorted(one.total_seconds for one in free.predictions)
+    assert len(free.predictions) == 14
+    assert "as fast within 3%, with more memory: NNI, NNN" in free.reason
+    tight = plan(CLUSTER, MODEL, RATES, budget=2.9e9)
+    assert tight.choice is not None and tight.choice.total_memory <= 2.9e9
+    fitting = [one for one in tight.predictions if tight.fits(one)]
+    assert len(fitting) < 14
+    assert tight.choice.total_seconds <= (1 + TIE) * fitting[0].total_seconds
+    assert "faster, but too large: " in tight.reason
+
+
+def test_nothing_fits() -> None:
+    none = plan(CLUSTER, MODEL, RATES, budget=1e8)
+    assert none.choice is None
+    assert "none fits: GGG needs least" in none.reason and "of 0.1 GB" in none.reason
+    assert none.as_dict()["choice"] is None
+
+
+def test_only_what_is_allowed_is_looked_at() -> None:
+    some = plan(CLUSTER, MODEL, RATES, allowed=lambda row: row.stage == 3)
+    assert {one.strategy for one in some.predictions} == {n for n, row in STRATEGIES.items() if row.stage == 3}
+    with pytest.raises(ValueError, match="none of the strategies is allowed"):
+        plan(CLUSTER, MODEL, RATES, allowed=lambda row: False)
+
+
+def test_slow_links_and_accumulation_move_the_order() -> None:
+    """The orderings of the paper: NIG before ZeRO-2, IIG before ZeRO-3 and the more so the slower the link; with few
+    trainable parameters ING before ZeRO-3."""
+    order = {}
+    for inter in (800, 8):
+        found = plan(CLUSTER, MODEL, Rates.of_links(CLUSTER, 4, 800, inter)).predictions
+        order[inter] = {one.strategy: one.total_seconds for one in found}
+        assert order[inter]["NIG"] < order[inter]["NGG"]
+        assert order[inter]["IIG"] < order[inter]["IGG"] < order[inter]["GGG"]
+    assert order[8]["GGG"] / order[8]["IIG"] > 2 * order[800]["GGG"] / order[800]["IIG"]
+    few = replace(MODEL, states=ModelStates.of(65 * 10**9, 195 * 10**6))
+    seconds = {one.strategy: one.total_seconds for one in plan(CLUSTER, few, RATES).predictions}
+    assert seconds["ING"] < seconds["GGG"] / 4
