@@ -1,129 +1,153 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster on one Linux machine: a network namespace for each node, and links of a limited rate between them.
+"""Run a script on a cluster that this machine emulates: nodes with links of a limited rate between them.
 
-A veth pair connects each node with a bridge, in a namespace of its own, as a cable would with a switch; ``tc`` limits
-the rate at both ends of it, so in both directions. What ranks of one node send one another goes through its own
-loopback, without a limit. No traffic leaves the machine. The namespaces are removed at the end of the context, also
-on SIGTERM where the script turns that into an exception (``launching.exit_on_sigterm``).
+    python scripts/cluster.py --nodes 2 --ranks-per-node 2 --rate 100 script.py arguments...
 
-Needs root, and ``ip`` and ``tc`` of iproute2. Imports neither torch nor DeepSpeed.
+Each node is a network namespace, see ``network.py``, in which the launcher is started as it would be on a node of a
+real cluster: ``torchrun``, or what the ``deepspeed`` runner starts on each of its hosts. Ranks of one node talk
+through its loopback, without a limit. At the end it prints the bytes between nodes, by the counters of their
+interfaces: all of them, those with which ranks meet included.
+
+A script that is to change the rate or to read the counters uses ``network.Link``.
+
+Exit status: that of the first node that failed, 128 and the signal's number where a signal ended it or this script;
+2 if it could not run.
+
+The benchmarks on emulated networks use ``collect``. Imports neither torch nor DeepSpeed.
 """
 
+import argparse
+import base64
+import contextlib
 import json
-import os
-import shutil
+import math
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
-LINK = "internode"  # each node's end of its link
-_PORT = 29500  # a namespace has all ports to itself
-_BURST = "128kb"  # what passes at once: more than the 64 KiB of an offloaded segment, little against a message
-_LATENCY = "100ms"  # of the queue, beyond which packets are dropped: long enough that few are
-_SWITCH, _NODE = "EMULATED_SWITCH", "EMULATED_NODE"  # environment of a rank: the switch's namespace, its number
+from launching import environment
+from network import MAX_NODES, PORT, Network, Traffic, address, missing, undisturbed
 
-
-def missing() -> list[str]:
-    """What this needs and this machine does not give."""
-    found = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
-    return found + [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
+LAUNCHERS = ("torchrun", "deepspeed", "none")
+_GRACE_SECONDS = 3  # that processes get to end by themselves when another one has failed
+_POLL_SECONDS = 0.05
 
 
-class Network:
-    """The namespaces and links, as a context.
+class Job(NamedTuple):
+    """A process to start in a node."""
 
-    Args:
-        nodes: number of them, at most 250.
-    """
+    node: int
+    command: list[str]
+    variables: dict[str, str]  # of its environment, beside ours
 
-    def __init__(self, nodes: int) -> None:
-        self.names = [f"node{os.getpid()}-{node}" for node in range(nodes)]
-        self.switch = f"switch{os.getpid()}"
 
-    def __enter__(self) -> "Network":
-        try:
-            for name in (self.switch, *self.names):
-                _ip("netns", "add", name)
-                _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", self.switch, "link", "set", "bridge", "up")
-            for node, name in enumerate(self.names):
-                port = _port(node)
-                _ip("link", "add", LINK, "netns", name, "type", "veth", "peer", "name", port, "netns", self.switch)
-                _ip("-n", self.switch, "link", "set", port, "master", "bridge", "up")
-                _ip("-n", name, "address", "add", f"{_address(node)}/24", "dev", LINK)
-                _ip("-n", name, "link", "set", LINK, "up")
-                for command in _limits(name, self.switch, node, 1000):  # fails here if the kernel cannot
-                    _run(command)
-        except BaseException:
-            self.__exit__()
-            raise
+class Failure(NamedTuple):
+    """Of the first process that failed."""
+
+    node: int
+    status: int
+
+
+def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[Job]:
+    """The ranks themselves, each with what a launcher sets."""
+    size = {"WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
+    master = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
+    return [
+        Job(
+            rank // ranks_per_node,
+            [sys.executable, *script],
+            {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node), **size, **master},
+        )
+        for rank in range(nodes * ranks_per_node)
+    ]
+
+
+def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[Job]:
+    """A launcher for each node; with ``none`` its ranks, which begin seconds earlier."""
+    if launcher == "none":
+        return rank_jobs(nodes, ranks_per_node, script)
+    if launcher == "torchrun":
+        options = ["torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks_per_node}"]
+        options += [f"--master-addr={address(0)}", f"--master-port={PORT}"]
+        rank_option = "--node-rank"
+    else:
+        hosts = {f"node{node}": list(range(ranks_per_node)) for node in range(nodes)}
+        world = base64.urlsafe_b64encode(json.dumps(hosts).encode()).decode()
+        options = ["deepspeed.launcher.launch", f"--world_info={world}"]
+        options += [f"--master_addr={address(0)}", f"--master_port={PORT}"]
+        rank_option = "--node_rank"
+    command = [sys.executable, "-m", *options]
+    return [Job(node, [*command, f"{rank_option}={node}", *script], {}) for node in range(nodes)]
+
+
+class Processes:
+    """Processes in the nodes of a network, as a context: when it ends none is left, nor any that they have started."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._started: list[tuple[int, subprocess.Popen[bytes]]] = []
+        self._readers: list[threading.Thread] = []
+
+    def __enter__(self) -> "Processes":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in (*self.names, self.switch):  # the links go with them
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+        with undisturbed():
+            for _, process in self._started:
+                process.terminate()  # does nothing where it has ended
+            deadline = time.monotonic() + _GRACE_SECONDS
+            for _, process in self._started:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0, deadline - time.monotonic()))
+            self._network.kill()
+            for _, process in self._started:
+                process.kill()  # one that was yet to enter its namespace
+                process.wait()
+            for reader in self._readers:
+                reader.join(_GRACE_SECONDS)  # all that could write has ended
 
-    def run(self, script: Sequence[str], ranks_per_node: int, log: Path, timeout: float) -> None:
-        """Run a script once for each rank, until all have ended; the first one's bar is for the terminal.
+    def start(self, job: Job, output: IO[bytes] | None, read: Callable[[IO[bytes]], None] | None = None) -> None:
+        """Start a process with this output, by default ours; or have another thread read its output."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self._network.names[job.node], *job.command],
+            env=environment() | self._network.environment(job.node) | job.variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if read else output,
+            stderr=subprocess.STDOUT if read or output else None,
+            start_new_session=True,  # Ctrl-C is for this script, which then ends them
+        )
+        self._started.append((job.node, process))
+        if read:
+            self._readers.append(threading.Thread(target=read, args=(process.stdout,), daemon=True))
+            self._readers[-1].start()
+
+    def wait(self, timeout: float = math.inf) -> Failure | None:
+        """Wait until all have ended, or one has failed.
 
         Raises:
-            RuntimeError: one failed, or they did not end in time. None is left.
+            TimeoutError: neither happened within ``timeout`` seconds.
         """
-        from compare import split_output  # for the parent alone: it draws pictures, which takes seconds to import
-
-        ranks: list[subprocess.Popen[bytes]] = []
         deadline = time.monotonic() + timeout
-        with log.open("wb", buffering=0) as file:
-            try:
-                for rank in range(len(self.names) * ranks_per_node):
-                    ranks.append(
-                        subprocess.Popen(
-                            ["ip", "netns", "exec", self.names[rank // ranks_per_node], sys.executable, *script],
-                            env=self._environment(rank, ranks_per_node),
-                            stdout=file if rank else subprocess.PIPE,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,
-                        )
-                    )
-                threading.Thread(target=split_output, args=(ranks[0].stdout, file), daemon=True).start()
-                while any(process.poll() is None for process in ranks):
-                    if any(process.returncode for process in ranks):
-                        raise RuntimeError(f"a rank failed; see {log}")
-                    if time.monotonic() > deadline:
-                        raise RuntimeError(f"not finished after {timeout:.0f} s; see {log}")
-                    time.sleep(0.5)
-                if any(process.returncode for process in ranks):
-                    raise RuntimeError(f"a rank failed; see {log}")
-            finally:
-                for process in ranks:
-                    if process.poll() is None:
-                        os.killpg(process.pid, signal.SIGKILL)
-                        process.wait()
+        running = True
+        while running:
+            running = any([process.poll() is None for _, process in self._started])  # a list: polls all of them
+            for node, process in self._started:
+                if process.returncode:
+                    return Failure(node, process.returncode)
+            if running and time.monotonic() > deadline:
+                raise TimeoutError(f"not finished after {timeout:.0f} s")
+            time.sleep(_POLL_SECONDS if running else 0)
+        return None
 
-    def _environment(self, rank: int, ranks_per_node: int) -> dict[str, str]:
-        """What a launcher sets, and the interface that gloo shall use."""
-        from compare import environment
 
-        node, local = divmod(rank, ranks_per_node)
-        return environment() | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local),
-            "WORLD_SIZE": str(len(self.names) * ranks_per_node),
-            "LOCAL_WORLD_SIZE": str(ranks_per_node),
-            "MASTER_ADDR": _address(0),
-            "MASTER_PORT": str(_PORT),
-            "GLOO_SOCKET_IFNAME": LINK,
-            _SWITCH: self.switch,
-            _NODE: str(node),
-        }
+# For scripts whose ranks take part in the emulation ################################################
 
 
 def collect(nodes: int, ranks_per_node: int, script: str, log: Path, timeout: float) -> Any:
@@ -134,63 +158,131 @@ def collect(nodes: int, ranks_per_node: int, script: str, log: Path, timeout: fl
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         try:
+            jobs = rank_jobs(nodes, ranks_per_node, [script, "--worker", str(report), *sys.argv[1:]])
             with Network(nodes) as network:
-                network.run([script, "--worker", str(report), *sys.argv[1:]], ranks_per_node, log, timeout)
+                _run_logged(network, jobs, log, timeout)
         except RuntimeError as failure:
             print(failure, file=sys.stderr)
             sys.exit(2)
         return json.loads(report.read_text())
 
 
-class Link:
-    """A rank's view of its node's link. The ranks change the rate themselves: so one launch measures all rates."""
-
-    def __init__(self) -> None:
-        self._first = int(os.environ["LOCAL_RANK"]) == 0
-        self._node, self._switch = int(os.environ[_NODE]), os.environ[_SWITCH]
-
-    def limit(self, mbit: float) -> None:
-        """Limit both directions. To be followed by a barrier."""
-        if self._first:
-            for command in _limits("", self._switch, self._node, mbit):
-                _run(command)
-
-    def sent(self) -> int:
-        """Bytes that this node has sent so far, headers included; 0 on its other ranks."""
-        if not self._first:
-            return 0
-        return int(json.loads(_run(["tc", "-s", "-j", "qdisc", "show", "dev", LINK]))[0]["bytes"])
-
-
-def _limits(name: str, switch: str, node: int, mbit: float) -> list[list[str]]:
-    """The commands that limit what a node sends and what it is sent; without a name, run inside its namespace."""
-    shape = ["root", "tbf", "rate", f"{mbit:g}mbit", "burst", _BURST, "latency", _LATENCY]
-    within = ["-n", name] if name else []
-    return [
-        ["tc", *within, "qdisc", "replace", "dev", LINK, *shape],
-        ["tc", "-n", switch, "qdisc", "replace", "dev", _port(node), *shape],
-    ]
-
-
-def _port(node: int) -> str:
-    return f"port{node}"
-
-
-def _address(node: int) -> str:
-    return f"10.213.0.{node + 1}"
-
-
-def _ip(*arguments: str) -> None:
-    _run(["ip", *arguments])
-
-
-def _run(command: Sequence[str]) -> str:
-    """What a command prints.
+def _run_logged(network: Network, jobs: list[Job], log: Path, timeout: float) -> None:
+    """Run the jobs until all have ended; the first one's bar is for the terminal, all else for the log.
 
     Raises:
-        RuntimeError: with what it said.
+        RuntimeError: one failed, or they did not end in time. None is left.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    from compare import split_output  # not for the command: it draws pictures, which takes seconds to import
+
+    with log.open("wb", buffering=0) as file:
+        try:
+            with Processes(network) as processes:
+                for job in jobs:
+                    processes.start(job, file, None if job != jobs[0] else lambda stream: split_output(stream, file))
+                if processes.wait(timeout) is not None:
+                    raise RuntimeError(f"a rank failed; see {log}")
+        except TimeoutError as late:
+            raise RuntimeError(f"{late}; see {log}") from None
+
+
+# The command ######################################################################################
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the launchers, wait for them, and print what was sent; the exit status."""
+    jobs = launcher_jobs(args.launcher, args.nodes, args.ranks_per_node, [args.script, *args.arguments])
+    with _output_of_others(args.log) as output, Network(args.nodes, args.rate) as network:
+        with Processes(network) as processes:
+            for job in jobs:
+                processes.start(job, None, _reader(job.node, output) if job.node else None)
+            failure = processes.wait()
+        print(traffic_table(network.traffic()), flush=True)
+    if failure is None:
+        return 0
+    status = failure.status if failure.status > 0 else 128 - failure.status
+    print(f"node {failure.node} failed with status {status}; the others were ended", file=sys.stderr)
+    return status
+
+
+def traffic_table(traffic: list[Traffic]) -> str:
+    """A line for each node."""
+    lines = [f"  node {node}: {sent} sent, {received} received" for node, (sent, received) in enumerate(traffic)]
+    return "\n".join(["bytes between nodes, headers included:", *lines])
+
+
+@contextlib.contextmanager
+def _output_of_others(log: Path | None) -> Iterator[IO[bytes]]:
+    """Where nodes other than the first print."""
+    if log is None:
+        yield sys.stdout.buffer
+    else:
+        with log.open("wb") as file:
+            yield file
+
+
+def _reader(node: int, output: IO[bytes]) -> Callable[[IO[bytes]], None]:
+    """Passes on what a node prints, a line at a time, so that nodes do not cut one another's lines."""
+
+    def read(stream: IO[bytes]) -> None:
+        for line in stream:
+            output.write(f"[node {node}] ".encode() + line.rstrip(b"\r\n") + b"\n")
+            output.flush()
+
+    return read
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run a script on an emulated cluster.", allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, default=2, help=f"at most {MAX_NODES}")
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--rate", type=_rate, metavar="MBIT", help="of the links, in Mbit/s; unlimited by default")
+    parser.add_argument(
+        "--launcher",
+        choices=LAUNCHERS,
+        default=LAUNCHERS[0],
+        help="that runs in each node; none: the ranks are started without one, with the same environment",
+    )
+    parser.add_argument("--log", type=Path, help="file for what nodes other than the first print")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    args = parser.parse_args(arguments)
+    if not 1 <= args.nodes <= MAX_NODES:
+        parser.error(f"--nodes must be 1 to {MAX_NODES}, not {args.nodes}")
+    if args.ranks_per_node < 1:
+        parser.error(f"--ranks-per-node must be at least 1, not {args.ranks_per_node}")
+    if not Path(args.script).is_file():
+        parser.error(f"there is no script {args.script}")
+    if args.log is not None and not args.log.absolute().parent.is_dir():
+        parser.error(f"there is no folder for --log {args.log}")
+    return args
+
+
+def _rate(text: str) -> float | None:
+    """Mbit/s; ``None`` for no limit."""
+    try:
+        mbit = 0.0 if text == "unlimited" else float(text)
+    except ValueError:
+        mbit = math.nan
+    if not 0 <= mbit < math.inf:
+        raise argparse.ArgumentTypeError(f"must be more than 0 Mbit/s, or 0 or 'unlimited' for no limit, not {text!r}")
+    return mbit or None
+
+
+def main() -> int:
+    args = parse_arguments()
+    if lacks := missing():
+        print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
+        return 2
+    # SIGINT, too: a shell that starts this in the background would have it ignored, and then end without it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        return run(args)
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,7 +29,7 @@ from typing import IO, Any
 import matplotlib
 
 matplotlib.use("Agg")
-from launching import exit_on_sigterm
+from launching import environment, exit_on_sigterm
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -128,19 +128,6 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
-
-
-def environment() -> dict[str, str]:
-    """The caller's environment, made fit for several CPU ranks on one machine."""
-    env = dict(os.environ)
-    env["OMP_NUM_THREADS"] = "1"  # more threads than cores make every rank wait for the others
-    env["DS_ACCELERATOR"] = "cpu"
-    # DeepSpeed's default folder for compiled operators is shared by all environments of a user, which then rebuild
-    # one another's files, and wait forever for a lock that a killed build left behind.
-    env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-    # The launcher and ninja lie beside this Python, also where the environment was not activated.
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
-    return env
 
 
 def split_output(stream: IO[bytes], log: IO[bytes]) -> None:

@@ -3,6 +3,7 @@
 """What the scripts that start their own ranks have in common; imports neither torch nor DeepSpeed by itself."""
 
 import argparse
+import os
 import shutil
 import signal
 import sys
@@ -37,6 +38,19 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+def environment() -> dict[str, str]:
+    """The caller's environment, made fit for several CPU ranks on one machine."""
+    env = dict(os.environ)
+    env["OMP_NUM_THREADS"] = "1"  # more threads than cores make every rank wait for the others
+    env["DS_ACCELERATOR"] = "cpu"
+    # DeepSpeed's default folder for compiled operators is shared by all environments of a user, which then rebuild
+    # one another's files, and wait forever for a lock that a killed build left behind.
+    env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    # The launcher and ninja lie beside this Python, also where the environment was not activated.
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    return env
+
+
 def launch(script: str, ranks: int, worker: Path, log: Path, timeout: float, more: Sequence[str] = ()) -> None:
     """Run a script's ranks under the stock launcher.
 
@@ -45,7 +59,7 @@ def launch(script: str, ranks: int, worker: Path, log: Path, timeout: float, mor
     """
     import compare  # for the parent alone: it draws pictures, and drawing takes seconds to import
 
-    launcher = shutil.which("deepspeed", path=compare.environment()["PATH"]) or "deepspeed"
+    launcher = shutil.which("deepspeed", path=environment()["PATH"]) or "deepspeed"
     command = [launcher, "--num_accelerators", str(ranks), "--master_port", str(compare.free_port())]
     compare.launch([*command, script, "--worker", str(worker), *more], log.resolve(), timeout)
 

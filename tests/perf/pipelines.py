@@ -4,7 +4,7 @@
 
     python tests/perf/pipelines.py
 
-Four network namespaces are four nodes, with two CPU ranks each; see ``scripts/cluster.py``. A byte-level GPT, with
+Four network namespaces are four nodes, with two CPU ranks each; see ``scripts/network.py``. A byte-level GPT, with
 embedding and head tied, is cut into two stages of two nodes each: four data-parallel ranks in two groups. All cases
 run in the same processes, on the same data, and take turns. Of each:
 
@@ -33,9 +33,10 @@ import deepspeed
 import records
 import torch
 import torch.distributed as dist
-from cluster import Link, collect, missing
+from cluster import collect
 from deepspeed.runtime.pipe import schedule
 from launching import exit_on_sigterm, start_rank
+from network import Link, missing
 from strategies import held, largest, whole_weights
 from tqdm import tqdm
 from train import Batches, read_corpus
