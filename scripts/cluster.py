@@ -11,6 +11,8 @@ interfaces: all of them, those with which ranks meet included.
 
 A script that is to change the rate or to read the counters uses ``network.Link``.
 
+There is no name server in a node; where torch warns that it cannot retrieve a hostname, it goes on with the address.
+
 Exit status: that of the first node that failed, 128 and the signal's number where a signal ended it or this script;
 2 if it could not run.
 

@@ -121,7 +121,7 @@ def start(emulation: None, tmp_path: Path) -> Iterator[Start]:
     yield run
     for process in processes:
         process.terminate()
-        process.communicate()
+        process.wait(30)  # not for its pipes to close, which ranks may hold that a failed test has left
 
 
 def namespaces(pid: int) -> set[str]:
