@@ -95,11 +95,12 @@ class Hop(ABC):
     scale: Callable[[], float] = staticmethod(lambda: 1.0)  # what gradients are multiplied with: the loss scale
 
     def __init__(self, group: Any, name: str = "hop") -> None:
-        self.group = group
+        self.group = dist.get_world_group() if group is None else group
         self.name = name  # in the records of DeepSpeed's comms logger: intra_all_gather, inter_reduce_scatter, ...
         self.size: int = dist.get_world_size(group=group)
         self.rank: int = dist.get_rank(group=group)
         self.memory = Memory()
+        self._swaps = _backend(group) == "gloo"
 
     def _options(self, operation: str) -> dict[str, Any]:
         return {"group": self.group, "async_op": True, "log_name": f"{self.name}_{operation}"}
@@ -143,8 +144,64 @@ class Hop(ABC):
         if self.size == 1 or not shard.numel():
             return shard
         gathered = shard.new_empty(self.size * shard.numel()) if out is None else out
-        yield dist.all_gather_into_tensor(gathered, shard.contiguous(), **self._options("all_gather"))
+        shard = shard.contiguous()
+        if self._swaps:
+            yield swap(self.group, gathered.split(shard.numel()), [shard] * self.size, f"{self.name}_all_gather")
+        else:
+            yield dist.all_gather_into_tensor(gathered, shard, **self._options("all_gather"))
         return gathered
+
+    def _exchange(self, received: Tensor, sent: Tensor, splits: Sequence[int], operation: str) -> Any:
+        """Start an all-to-all; its handle.
+
+        Args:
+            received: 1D, ``size`` parts of equal length, one from each rank.
+            sent: 1D, a part for each rank.
+            splits: lengths of the parts of ``sent``, the same on all ranks.
+            operation: for the records.
+        """
+        mine = [splits[self.rank]] * self.size
+        if self._swaps:
+            return swap(self.group, received.split(mine), sent.split(list(splits)), f"{self.name}_{operation}")
+        return dist.all_to_all_single(received, sent, mine, list(splits), **self._options(operation))
+
+
+class _All:
+    """Several started communications as one handle."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self._handles = list(handles)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+def swap(group: Any, received: Sequence[Tensor], sent: Sequence[Tensor], log_name: str) -> _All:
+    """Start an all-to-all of messages between pairs of ranks; its handle.
+
+    For gloo, whose collectives send before they say that they are ready to receive. Then the rank that comes last
+    puts its whole message before these words, and the other one waits for it: the link is used in one direction at a
+    time (measured: up to twice the time). Here all receives are posted first.
+
+    Args:
+        group: process group.
+        received: from each rank, contiguous.
+        sent: to each rank, contiguous.
+        log_name: for the records of the comms logger.
+    """
+    rank, size = dist.get_rank(group=group), len(sent)
+    received[rank].copy_(sent[rank])
+    # Each rank begins with the one behind it, so that not all begin with the same.
+    others = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
+    receives = [(dist.irecv, received[source], source) for _, source in others]
+    sends = [(dist.isend, sent[target], target) for target, _ in others]
+    started = [
+        dist.P2POp(operation, part, dist.get_global_rank(group, peer), group)
+        for operation, part, peer in receives + sends
+        if part.numel()
+    ]
+    return _All(dist.batch_isend_irecv(started, log_name=log_name) if started else ())
 
 
 class ExchangeHop(Hop):
@@ -159,22 +216,11 @@ class ExchangeHop(Hop):
             return flat
         mine = splits[self.rank]
         parts = flat.new_empty(self.size * mine)
-        yield dist.all_to_all_single(parts, flat, [mine] * self.size, list(splits), **self._options("reduce_scatter"))
+        yield self._exchange(parts, flat, splits, "reduce_scatter")
         total = parts[:mine].float()
         for part in range(1, self.size):
             total += parts[part * mine : (part + 1) * mine]
         return total.to(flat.dtype)
-
-
-class _All:
-    """Several started communications as one handle."""
-
-    def __init__(self, handles: Iterable[Any]) -> None:
-        self._handles = list(handles)
-
-    def wait(self) -> None:
-        for handle in self._handles:
-            handle.wait()
 
 
 class NativeHop(Hop):
@@ -239,6 +285,11 @@ def _backend(group: Any) -> str:
     return backends.get(device, torch.distributed.get_backend(group))
 
 
+# Messages that are under way for nobody. A connection breaks if one arrives that was announced and is not taken, so
+# they are kept.
+_abandoned: list[Any] = []
+
+
 class InFlight:
     """Runs transfers. Overlapped, each submitted transfer moves all earlier ones on by one hop first.
 
@@ -263,7 +314,8 @@ class InFlight:
             self._advance()
 
     def drop(self) -> None:
-        """Leave all transfers where they are: nobody will read what they bring."""
+        """Leave all transfers where they are: nobody will read what they bring. Does not wait for other ranks."""
+        _abandoned.extend(handle for _, handle in self._open)
         self._open.clear()
 
     def _advance(self) -> None:

@@ -152,15 +152,16 @@ class Processes:
 # For scripts whose ranks take part in the emulation ################################################
 
 
-def collect(nodes: int, ranks_per_node: int, script: str, log: Path, timeout: float) -> Any:
-    """Run the ranks of this script in a network, with its own arguments; what the first one has written, from JSON.
+def collect(nodes: int, ranks_per_node: int, script: str, log: Path, timeout: float, more: Sequence[str] = ()) -> Any:
+    """Run the ranks of this script in a network, with its own arguments, and more; what the first has written, from
+    JSON.
 
     A rank is told where to write by ``--worker``. Exits with status 2 if a rank fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         try:
-            jobs = rank_jobs(nodes, ranks_per_node, [script, "--worker", str(report), *sys.argv[1:]])
+            jobs = rank_jobs(nodes, ranks_per_node, [script, "--worker", str(report), *sys.argv[1:], *more])
             with Network(nodes) as network:
                 _run_logged(network, jobs, log, timeout)
         except RuntimeError as failure:

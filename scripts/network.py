@@ -30,7 +30,7 @@ PORT = 29500  # where ranks meet: a namespace has all ports to itself
 MAX_NODES = 250  # addresses end in one byte
 _OURS = re.compile(r"emulated-([1-9]\d*)-(switch|node\d+)")  # names carry the pid of the script that made them
 _BURST = "128kb"  # what passes at once: more than the 64 KiB of an offloaded segment, little against a message
-_LATENCY = "100ms"  # of the queue, beyond which packets are dropped: long enough that few are
+_LATENCY = "30ms"  # of the queue, beyond which packets are dropped: a long one keeps acknowledgments waiting
 _SWITCH, _NODE = "EMULATED_SWITCH", "EMULATED_NODE"  # environment of a rank: the switch's namespace, its number
 _KILL_SECONDS = 5  # after which processes that do not even die of SIGKILL are left alone
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 
@@ -81,7 +80,7 @@ class LocoHop(Hop):
         dtype, width, mine = flat.dtype, splits[self.rank], sizes[self.rank]
         del flat  # the caller's, which may be freed meanwhile
         pieces = wire.new_empty(self.size * mine)
-        yield dist.all_to_all_single(pieces, wire, [mine] * self.size, sizes, **self._options("loco_reduce_scatter"))
+        yield self._exchange(pieces, wire, sizes, "loco_reduce_scatter")
         out = torch.empty(width, dtype=dtype, device=pieces.device)
         self.timers(DECOMPRESS_TIMER).start()
         if width:

@@ -12,7 +12,7 @@ each is set up as its documentation proposes for gradient accumulation, which ``
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -318,7 +318,8 @@ class Ours(Engine):
             self._engine.optimizer.parameters.drain()
 
     def _states(self) -> Memory:
-        return held(self._engine)
+        states, errors = held(self._engine), getattr(self._engine.optimizer.memory, "nbytes", lambda: 0)
+        return replace(states, optimizer=states.optimizer + errors())  # LoCo's errors are kept from step to step, too
 
 
 # All of them ######################################################################################

@@ -87,8 +87,9 @@ if how == "is killed":
 
 SHOW = """
 import os
-print(*(os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")),
-      os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE"), flush=True)
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+known = [os.environ[name] for name in names] + [os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")]
+os.write(1, (" ".join(known) + "\\n").encode())  # at once: the ranks of a node share a pipe
 """
 
 Start = Callable[..., "subprocess.Popen[str]"]
