@@ -267,3 +267,32 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert cluster.main() == 2
     err = capsys.readouterr().err
     assert "root: run it as root" in err and "ip: install iproute2" in err and "tc: install iproute2" in err
+
+
+PROBE = """
+import json
+import deepspeed
+import deepspeed.comm as dist
+from deepspeed_ext.planner import probe
+from deepspeed_ext.topology import get_topology
+
+deepspeed.init_distributed("gloo")
+for _ in range(3):  # whatever else the machine does may slow a measurement down
+    rates = probe.measure(get_topology(None, 2))
+    if dist.get_rank() == 0:
+        print(json.dumps(rates.as_dict()), flush=True)
+"""
+
+
+def test_the_planners_probe_finds_the_rate(start: Start) -> None:
+    """That of the payload, of which two ranks share a link: TCP's and Ethernet's headers take 5 %."""
+    mbit = 200
+    process = start(PROBE, "--launcher", "none", "--rate", str(mbit))
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    found = [json.loads(line) for line in out.splitlines() if line.startswith('{"gather"')]
+    assert len(found) == 3
+    for kind in ("gather", "reduce"):
+        measured = [2 * 8 * rates[kind]["inter"]["bandwidth"] / 1e6 for rates in found]
+        assert min(abs(rate / mbit - 1) for rate in measured) < 0.15, (kind, measured)
+        assert max(rates[kind]["intra"]["bandwidth"] for rates in found) > 4 * found[0][kind]["inter"]["bandwidth"]
