@@ -5,6 +5,7 @@
 A section in which ``our_keys`` finds none is not read here: DeepSpeed parses it with its own class.
 """
 
+import copy
 import difflib
 import functools
 from collections.abc import Mapping
@@ -271,13 +272,13 @@ def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
     Raises:
         ValueError: nothing; with the reason for each.
     """
-    section, found, reasons = config._param_dict[SECTION], [], {}
+    found: list[Strategy] = []
+    reasons: dict[str, list[str]] = {}
     for name, strategy in STRATEGIES.items():
         try:
-            parse_section(_decided(section, name))
-            refuse_beside(config, strategy)
+            decided(config, strategy)
             found.append(strategy)
-        except ValueError as error:
+        except (ValueError, AssertionError) as error:
             reasons.setdefault(str(error).replace(name, "it"), []).append(name)
     if not found:
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
@@ -285,9 +286,23 @@ def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
     return found
 
 
-def decide(config: "DeepSpeedConfig", strategy: Strategy) -> dict[str, Any]:
-    """The raw configuration, with this strategy where it asks for the fastest."""
-    return {**config._param_dict, SECTION: _decided(config._param_dict[SECTION], strategy.name)}
+def decided(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
+    """A parsed configuration that asks for the fastest, with this strategy instead.
+
+    Raises:
+        ValueError: what is configured beside it contradicts it.
+        AssertionError: DeepSpeed's own checks find such a thing.
+    """
+    section = _decided(config._param_dict[SECTION], strategy.name)
+    # Not parsed as a whole: batch sizes were settled with the number of ranks that was known then.
+    found = copy.copy(config)
+    found._param_dict = {**config._param_dict, SECTION: section}
+    found.zero_config = parse_section(section)
+    found.zero_optimization_stage = found.zero_config.stage
+    found.zero_enabled = True
+    refuse_beside(found, strategy)
+    found._do_error_check()
+    return found
 
 
 def _decided(section: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Note [Hops and transfers]
 """
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -100,7 +101,8 @@ class Hop(ABC):
         self.size: int = dist.get_world_size(group=group)
         self.rank: int = dist.get_rank(group=group)
         self.memory = Memory()
-        self._swaps = _backend(group) == "gloo"
+        # gloo's own messages are for tensors of the host only, its collectives also for others.
+        self._swaps = _backend(self.group) == "gloo" and get_accelerator().device_name() == "cpu"
 
     def _options(self, operation: str) -> dict[str, Any]:
         return {"group": self.group, "async_op": True, "log_name": f"{self.name}_{operation}"}
@@ -167,7 +169,7 @@ class Hop(ABC):
 
 
 class _All:
-    """Several started communications as one handle."""
+    """Several started communications as one handle; may be waited for again."""
 
     def __init__(self, handles: Iterable[Any]) -> None:
         self._handles = list(handles)
@@ -177,7 +179,26 @@ class _All:
             handle.wait()
 
 
-def swap(group: Any, received: Sequence[Tensor], sent: Sequence[Tensor], log_name: str) -> _All:
+# A connection breaks if a message that was announced is not taken. So whoever drops a transfer does not drop its
+# messages: they are kept until somebody has waited for them, or the group is gone.
+_under_way: "weakref.WeakKeyDictionary[Any, set[_Swap]]" = weakref.WeakKeyDictionary()
+
+
+class _Swap(_All):
+    """The messages of a swap."""
+
+    def __init__(self, group: Any, handles: Iterable[Any]) -> None:
+        super().__init__(handles)
+        self._others = _under_way.setdefault(group, set())
+        self._others.add(self)
+
+    def wait(self) -> None:
+        super().wait()
+        self._handles.clear()  # a second wait for such a message would block
+        self._others.discard(self)
+
+
+def swap(group: Any, received: Sequence[Tensor], sent: Sequence[Tensor], log_name: str) -> _Swap:
     """Start an all-to-all of messages between pairs of ranks; its handle.
 
     For gloo, whose collectives send before they say that they are ready to receive. Then the rank that comes last
@@ -201,7 +222,7 @@ def swap(group: Any, received: Sequence[Tensor], sent: Sequence[Tensor], log_nam
         for operation, part, peer in receives + sends
         if part.numel()
     ]
-    return _All(dist.batch_isend_irecv(started, log_name=log_name) if started else ())
+    return _Swap(group, dist.batch_isend_irecv(started, log_name=log_name) if started else ())
 
 
 class ExchangeHop(Hop):
@@ -285,11 +306,6 @@ def _backend(group: Any) -> str:
     return backends.get(device, torch.distributed.get_backend(group))
 
 
-# Messages that are under way for nobody. A connection breaks if one arrives that was announced and is not taken, so
-# they are kept.
-_abandoned: list[Any] = []
-
-
 class InFlight:
     """Runs transfers. Overlapped, each submitted transfer moves all earlier ones on by one hop first.
 
@@ -314,8 +330,7 @@ class InFlight:
             self._advance()
 
     def drop(self) -> None:
-        """Leave all transfers where they are: nobody will read what they bring. Does not wait for other ranks."""
-        _abandoned.extend(handle for _, handle in self._open)
+        """Leave all transfers where they are: nobody will read what they bring."""
         self._open.clear()
 
     def _advance(self) -> None:

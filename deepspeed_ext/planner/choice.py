@@ -52,7 +52,7 @@ class Plan:
             f"{chosen.seconds['within']:.3g} s within groups and {chosen.seconds['between']:.3g} s between; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
-        close = [one for one in self.predictions if self.fits(one) and one is not chosen and self._ties(one)]
+        close = [one for one in self.predictions if self.fits(one) and self._ties(one) and self._larger(one)]
         if close:
             said += f"; as fast within {TIE:.0%}, with more memory: {', '.join(one.name for one in close)}"
         faster = [one for one in self.predictions if not self.fits(one) and one.total_seconds < chosen.total_seconds]
@@ -66,6 +66,10 @@ class Plan:
     def _ties(self, one: Prediction) -> bool:
         assert self.choice is not None
         return abs(one.total_seconds - self.choice.total_seconds) <= TIE * self.choice.total_seconds
+
+    def _larger(self, one: Prediction) -> bool:
+        assert self.choice is not None
+        return one.total_memory > self.choice.total_memory
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -31,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="PKG:FN", help="makes the model; on the meta device it is free")
     what.add_argument("--params", type=_count, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
     what.add_argument("--trainable", type=_count, metavar="N", help="of these (default: all)")
+    what.add_argument(
+        "--largest-layer", type=_count, metavar="N", help="parameters of the largest module, with --params"
+    )
     what.add_argument("--dtype", choices=BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
     what.add_argument("--accumulation", type=int, default=1, metavar="S", help="micro-steps of a step (default: 1)")
     what.add_argument(
@@ -76,12 +79,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_node: int) -> None:
     document = {"exact": plans[0].as_dict(), "loco": plans[1].as_dict()}
     if arguments.json == "-":
-        json.dump(document, sys.stdout, indent=2)
+        json.dump(document, sys.stdout, indent=2, allow_nan=False)
         print()
     else:
         print(report.table(plans))
         if arguments.json:
-            Path(arguments.json).write_text(json.dumps(document, indent=2) + "\n")
+            Path(arguments.json).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     if arguments.estimate:
         from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs_all_cold as estimate
 
@@ -101,6 +104,15 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("--trainable goes with --params; of a --model those count that require a gradient.")
     if arguments.trainable is not None and arguments.trainable > arguments.params:
         raise ValueError(f"--trainable {arguments.trainable} is more than --params {arguments.params}.")
+    if arguments.largest_layer is not None and arguments.params is None:
+        raise ValueError("--largest-layer goes with --params; of a --model it is counted.")
+    if arguments.estimate and (arguments.trainable is not None or arguments.dtype == "fp32"):
+        raise ValueError(
+            "--estimate prints what DeepSpeed's estimators know: 16 bits, all parameters trained. Leave out "
+            "--trainable and --dtype fp32, or --estimate."
+        )
+    if arguments.estimate and arguments.params is not None and arguments.largest_layer is None:
+        raise ValueError("--estimate needs --largest-layer beside --params, as DeepSpeed's estimators do.")
     if (arguments.intra_gbps is None) != (arguments.inter_gbps is None):
         raise ValueError("--intra-gbps and --inter-gbps go together.")
     above = (
@@ -117,7 +129,7 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}.")
-    for name in ("trainable", "latency_us", "micro_step_seconds"):
+    for name in ("trainable", "largest_layer", "latency_us", "micro_step_seconds"):
         value = getattr(arguments, name)
         if value is not None and not value >= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value}.")
@@ -151,7 +163,9 @@ def _model(arguments: argparse.Namespace) -> Model:
 
         return describe(make(), parameter_bytes=width, **extra)
     states = ModelStates.of(arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width)
-    return Model(states, width, **extra, fetches=max(1, arguments.params // FETCHED), bucket=BUCKET)
+    layer = float((arguments.largest_layer or 0) * width)
+    fetches = max(1, arguments.params // FETCHED)
+    return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=BUCKET)
 
 
 def _rates(arguments: argparse.Namespace, cluster: Cluster, per_node: int, launched: bool) -> Rates:

@@ -7,8 +7,9 @@ Note [Cost model]
 
     after the guideline of PaRO (arXiv:2310.06003: 1/T with T the sum of the times of its four moves), with latencies
     and the two terms that it leaves out. Nothing is taken to overlap: where gathers and reductions hide behind compute
-    the step is faster by at most the compute time, for all strategies that do so alike. It ranks strategies; it
-    does not promise their times.
+    the step is faster by at most the compute time, for all strategies that do so alike. Parameters are gathered
+    module by module, and kept or not as a whole; what is small and stays, and modules that are fetched together, are
+    not known here. It ranks strategies; it does not promise their times.
 
     An Adam update reads and writes its 12 bytes a parameter (master copy and two moments in fp32), reads the gradient
     and writes the parameter: 2.5 times the bytes of its states, in the rank's memory.
@@ -30,13 +31,16 @@ class Model:
     """What is trained.
 
     Attributes:
-        states: bytes, not cut.
-        gradient_bytes: of one gradient.
+        states: bytes, not cut, as they are moved.
+        gradient_bytes: of one gradient, as it is moved.
         accumulation: micro-steps of a step.
         compute: seconds of forward and backward of a micro-step.
         fetches: messages in which all parameters are gathered: modules that have some.
         largest_layer: bytes of parameters that a module has by itself, the most that is gathered at once for it.
         bucket: elements that are reduced at once.
+        held: bytes, not cut, as they are held on the device, if that is something else: nothing of what is offloaded,
+            gradients that are summed in another dtype.
+        regathered: whether parameters that are cut are gathered for forward and again for backward, or kept between.
     """
 
     states: ModelStates
@@ -46,6 +50,13 @@ class Model:
     fetches: int = 1
     largest_layer: float = 0.0
     bucket: int = BUCKET
+    held: ModelStates | None = None
+    regathered: bool = True
+
+    def times(self, phase: Phase) -> int:
+        """How often in a step."""
+        kept = phase.each_micro_step == 2 and not self.regathered
+        return phase.times(self.accumulation) // (2 if kept else 1)
 
     def messages(self, phase: Phase) -> int:
         """In how many a phase goes, each time."""
@@ -105,12 +116,12 @@ def predict(
     total, within, between = Volume(), 0.0, 0.0
     for phase in strategy.phases(cluster, model.states):
         inter = phase.volume.inter * (shrunk if phase.kind == Kind.REDUCE else 1.0)
-        volume, times = Volume(phase.volume.intra, inter), phase.times(model.accumulation)
+        volume, times = Volume(phase.volume.intra, inter), model.times(phase)
         hops, messages = rates.of(phase.kind), model.messages(phase)
         total += volume * times
         within += times * hops.intra.seconds(volume.intra, messages)
         between += times * hops.inter.seconds(volume.inter, messages)
-    memory = strategy.memory(cluster, model.states)
+    memory = strategy.memory(cluster, model.held or model.states)
     seconds = {
         "compute": model.compute * model.accumulation,
         "within": within,
@@ -124,11 +135,12 @@ def predict(
 
 def _transient(strategy: Strategy, cluster: Cluster, model: Model, loco: LocoSettings | None) -> float:
     trainable = model.states.gradients / model.gradient_bytes
+    held = model.held or model.states
     total = 0.0
-    if model.gradient_bytes < 4:
+    if held.gradients < 4 * trainable and held.optimizer:
         total += 4 * trainable / cluster.shards(strategy.os)
     if strategy.p != Placement.N:
-        total += model.largest_layer
+        total += model.largest_layer if model.regathered else model.states.parameters
     if loco is not None:
         total += loco.kept_bits / 8 * trainable / cluster.shards(Placement.I)
     return total

@@ -120,17 +120,32 @@ class Rates:
         return self.gather if kind == Kind.GATHER else self.reduce
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values; None for what is infinite, which JSON does not know."""
+        hops = {kind: asdict(getattr(self, kind)) for kind in ("gather", "reduce")}
+        for rate in (rate for kind in hops.values() for rate in kind.values()):
+            rate["bandwidth"] = _finite(rate["bandwidth"])
+        return {**hops, "memory": _finite(self.memory)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Rates":
         """From what ``as_dict`` returns."""
+
+        def rate(latency: float, bandwidth: float | None) -> Rate:
+            return Rate(latency, _infinite(bandwidth))
+
         hops = {
-            kind: HopRates(**{level: Rate(**values[kind][level]) for level in ("intra", "inter")})
+            kind: HopRates(**{level: rate(**values[kind][level]) for level in ("intra", "inter")})
             for kind in ("gather", "reduce")
         }
-        return cls(**hops, memory=values["memory"])
+        return cls(**hops, memory=_infinite(values["memory"]))
+
+
+def _finite(value: float) -> float | None:
+    return None if value == float("inf") else value
+
+
+def _infinite(value: float | None) -> float:
+    return float("inf") if value is None else value
 
 
 def fit(samples: Sequence[tuple[float, float]]) -> Rate:

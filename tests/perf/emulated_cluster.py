@@ -56,7 +56,7 @@ SIZES = {"large": (512, 2048), "small": (256, 1024)}  # width and hidden width o
 BLOCKS, ROWS = 4, 8
 WARM_UP_STEPS = 2
 CALIBRATION = 1_000_000  # elements of fp32
-NATIVE = " (gloo's reduce-scatter)"
+NATIVE = " (gloo's collectives)"
 COMPUTE = "compute"
 LOCO = " + LoCo"
 
@@ -102,7 +102,7 @@ class Row:
         headers: how many bytes the interface counts for one of a known transfer.
         formula_bytes: that a node must receive from others; None for a peer.
         held: bytes of parameters, gradients and optimizer states on the rank that holds most.
-        difference: of the weights to DDP's in the end, relative to the largest.
+        difference: of the weights to the first method's in the end, relative to the largest.
         predicted: seconds of a step, by the planner; None for a peer.
     """
 
@@ -206,7 +206,7 @@ def methods(names: list[str], job: Job) -> Iterator[Method]:
         if name + LOCO in names:
             yield Ours(job, {**zero, "zeropp_loco_param": {}}, name + LOCO)
         if name + NATIVE in names:
-            # As on other backends: the hop takes the backend's own reduce-scatter.
+            # As on other backends: hops take the backend's own reduce-scatter and all-gather.
             with mock.patch.object(hops, "_backend", lambda group: "native"):
                 yield Ours(job, zero, name + NATIVE)
 
@@ -330,7 +330,8 @@ class Worker:
         first = next(iter(self._methods.values())).weights()
         scale = first.abs().max()
         for name, method in self._methods.items():
-            (difference,) = _over_ranks([((method.weights() - first).abs().max() / scale).item()], dist.ReduceOp.MAX)
+            found = ((method.weights() - first).abs().max() / scale).nan_to_num(float("inf")).item()
+            (difference,) = _over_ranks([found], dist.ReduceOp.MAX)
             for row in rows:
                 if row.method == name:
                     row.difference = difference

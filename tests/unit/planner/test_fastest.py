@@ -52,7 +52,7 @@ def train_case(folder: str) -> tuple[list[float], list[float]]:
     with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
         keys = {"paro_group_size": 2, "paro_decision_file": f"{folder}/d.json"}
         fastest = train(job, {"paro_strategy": "fastest", **keys})
-    name = json.loads(Path(folder, "d.json").read_text())["strategy"]
+    name = json.loads(Path(folder, "d.json").read_text())["decisions"][0]["strategy"]
     return fastest.losses, train(job, {"paro_strategy": name, "paro_group_size": 2}).losses
 
 
@@ -73,44 +73,70 @@ def file(tmp_path: Path) -> str:
     return str(tmp_path / "folder" / "decision.json")
 
 
+def entries(file: str | Path) -> list[dict[str, Any]]:
+    """What is kept."""
+    return json.loads(Path(file).read_text())["decisions"]
+
+
 def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
     zero = {"paro_decision_file": file}
     decided = ranks(4).run(engine_case, zero, {})
     assert {found for found, _ in decided} == {("NNG", 1, "ReplicatedOptimizer")}
     (said,) = decided[0][1]
     assert '"fastest" is NNG: ' in said and "s a step by prediction" in said and "GB on each rank" in said
-    written = json.loads(Path(file).read_text())
+    (written,) = entries(file)
     assert written["strategy"] == "NNG" and len(written["plan"]["predictions"]) == 14
     # The same again: not measured, the strategy stays. It would even if another were faster now.
     written["strategy"] = "NIG"
-    Path(file).write_text(json.dumps(written))
+    Path(file).write_text(json.dumps({"decisions": [written]}))
     kept = ranks(4).run(engine_case, zero, {}, None)
     assert {found for found, _ in kept} == {("NIG", 2, "ReplicatedOptimizer")}
     assert "stays NIG, as decided on 20" in kept[0][1][0] and not any(lines for _, lines in kept[1:])
 
 
 @pytest.mark.parametrize(
-    "change", [{"gradient_accumulation_steps": 3}, {"bf16": {"enabled": True}}, {"paro_memory_gb": 1}, {"stage": 2}]
+    "change",
+    [
+        {"gradient_accumulation_steps": 3},
+        {"bf16": {"enabled": True}},
+        {"paro_memory_gb": 1},
+        {"stage": 2},
+        {"reduce_scatter": False},
+        {"offload_optimizer": {"device": "cpu"}},
+        {"zero_quantized_gradients": True},
+        {"stage3_max_reuse_distance": 0},
+    ],
+    ids=lambda change: next(iter(change)),
 )
-def test_it_is_decided_anew_for_another_run(ranks: Any, file: str, change: dict[str, Any]) -> None:
-    zero, config = {"paro_decision_file": file}, {}
-    ranks(2).run(engine_case, zero, config)
-    before = json.loads(Path(file).read_text())["inputs"]
-    (zero if next(iter(change)) in ("paro_memory_gb", "stage") else config).update(change)
-    decided = ranks(2).run(engine_case, zero, config)
-    assert "was decided for another run: deciding anew" in decided[0][1][0]
-    assert json.loads(Path(file).read_text())["inputs"] != before
+def test_it_is_decided_anew_for_another_run_and_both_are_kept(ranks: Any, file: str, change: dict[str, Any]) -> None:
+    plain: dict[str, Any] = {"paro_decision_file": file}
+    ranks(2).run(engine_case, plain, {})
+    top_level = {key: value for key, value in change.items() if key in ("gradient_accumulation_steps", "bf16")}
+    changed = {**plain, **{key: value for key, value in change.items() if key not in top_level}}
+    decided = ranks(2).run(engine_case, changed, top_level)
+    assert "has no decision for this run: deciding anew" in decided[0][1][0]
+    second, first = entries(file)
+    assert second["inputs"] != first["inputs"]
+    for zero, config in ((plain, {}), (changed, top_level)):
+        assert "stays " in ranks(2).run(engine_case, zero, config, None)[0][1][0]
 
 
-def test_a_broken_file_or_folder_costs_no_run(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ['{"strategy": "NI', '{"decisions": [{"strategy": "NIG"}]}', "[]"])
+def test_a_broken_file_costs_no_run(ranks: Any, tmp_path: Path, content: str) -> None:
     broken = tmp_path / "decision.json"
-    broken.write_text('{"strategy": "NI')
+    broken.write_text(content)
     lines = ranks(2).run(engine_case, {"paro_decision_file": str(broken)}, {})[0][1]
-    assert "cannot be read (JSONDecodeError" in lines[0]
-    assert json.loads(broken.read_text())["strategy"] in STRATEGIES
-    impossible = str(broken / "below" / "decision.json")
-    lines = ranks(2).run(engine_case, {"paro_decision_file": impossible}, {})[0][1]
-    assert "the decision is not kept" in lines[-1]
+    assert "cannot be read (" in lines[0]
+    assert entries(broken)[0]["strategy"] in STRATEGIES
+    assert list(tmp_path.iterdir()) == [broken]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_run(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for impossible in (tmp_path / "file" / "below" / "decision.json", tmp_path):
+        lines = ranks(2).run(engine_case, {"paro_decision_file": str(impossible)}, {})[0][1]
+        assert "the decision is not kept" in lines[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -122,6 +148,7 @@ def test_a_broken_file_or_folder_costs_no_run(ranks: Any, tmp_path: Path) -> Non
         ({"stage3_leaf_bytes": 10**6}, {}, False, {n for n, row in STRATEGIES.items() if row.stage == 3}),
         ({"offload_param": {"device": "cpu"}}, {}, False, {"INI", "III", "GNG", "GIG", "GGG"}),
         ({"zeropp_loco_param": {}}, {}, False, set(STRATEGIES)),
+        ({}, {"gradient_allreduce_op": "sum"}, False, {n for n, row in STRATEGIES.items() if row.stage != 3}),
     ],
 )
 def test_what_is_configured_bounds_the_choice(
@@ -129,7 +156,7 @@ def test_what_is_configured_bounds_the_choice(
 ) -> None:
     decided = ranks(4).run(engine_case, {**zero, "paro_decision_file": file}, config, SLOW_LINKS, zero_init)
     (name,) = {found[0] for found, _ in decided}
-    written = json.loads(Path(file).read_text())
+    (written,) = entries(file)
     assert set(written["inputs"]["strategies"]) == expected
     assert name in expected
     assert {one["loco"] for one in written["plan"]["predictions"]} == {"zeropp_loco_param" in zero}
@@ -142,8 +169,41 @@ def test_memory_bounds_the_choice(ranks: Any, file: str) -> None:
     for kilobytes, name in ((1000, "NNG"), (75, "NIG"), (65, "NGG")):
         decided = ranks(4).run(engine_case, {**zero, "paro_memory_gb": kilobytes * 1e-6}, {})
         assert {found[0] for found, _ in decided} == {name}
-    message = r"\"fastest\"|fastest: none fits: GGG needs least, .* of 1e-05 GB on each rank.* Raise paro_memory_gb"
+    message = r"fastest: none fits: GGG needs least, .* of 1e-05 GB on each rank.* Raise paro_memory_gb"
     ranks(4).run_expect_error(engine_case, {**zero, "paro_memory_gb": 1e-5}, {}, match=message)
+
+
+def test_what_is_offloaded_takes_no_memory_of_the_device(ranks: Any, file: str) -> None:
+    """NNG holds 40 + 24 kB without the optimizer's states."""
+    zero = {"paro_decision_file": file, "paro_memory_gb": 66e-6, "offload_optimizer": {"device": "cpu"}}
+    decided = ranks(4).run(engine_case, zero, {})
+    assert {found[0] for found, _ in decided} == {"NNG"}
+    zero = {"paro_decision_file": file, "paro_memory_gb": 1, "offload_param": {"device": "cpu"}}
+    ranks(4).run(engine_case, zero, {})
+    assert {one["memory"]["parameters"] for one in entries(file)[0]["plan"]["predictions"]} == {0.0}
+
+
+def inference_case(zero: dict[str, Any]) -> str:
+    """The strategy of an engine without an optimizer."""
+    from unittest import mock
+
+    import deepspeed
+    import torch
+
+    from deepspeed_ext.planner import probe
+
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"paro_strategy": "fastest", **zero}}
+    with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
+        engine, *_ = deepspeed.initialize(model=torch.nn.Linear(40, 50), config=config)
+    return engine._config.zero_config.paro_strategy
+
+
+def test_without_an_optimizer_parameters_are_cut(ranks: Any, file: str) -> None:
+    keys = {"paro_group_size": 2, "paro_decision_file": file}
+    (name,) = set(ranks(4).run(inference_case, keys))
+    assert STRATEGIES[name].stage == 3
+    message = "leaves paro_strategy fastest only NNN, NNI, NNG, .*there is no optimizer.* Set stage 3"
+    ranks(4).run_expect_error(inference_case, {**keys, "stage": 1}, match=message)
 
 
 def test_ranks_that_measure_differently_decide_alike(ranks: Any, file: str) -> None:

@@ -39,11 +39,17 @@ def test_json_and_picture_and_estimate(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     size = ["--params", "1e9", "--trainable", "1e6", "--dtype", "fp32", "--group-size", "4"]
-    plan(monkeypatch, *size, *NODES, *LINKS, "--json", str(tmp_path / "plan.json"), "--estimate")
-    written = json.loads((tmp_path / "plan.json").read_text())
+    plan(monkeypatch, *size, *NODES, *LINKS, "--json", str(tmp_path / "plan.json"))
+    text = (tmp_path / "plan.json").read_text()
+    written = json.loads(text)
+    assert "Infinity" not in text and "NaN" not in text  # which other readers than Python's refuse
     assert written["exact"]["group_size"] == 4 and len(written["loco"]["predictions"]) == 14
     assert written["exact"]["choice"]["memory"]["optimizer"] == pytest.approx(12e6 / 32)
-    assert "paro_strategy=IIG, offload_optimizer=none" in capsys.readouterr().out
+    capsys.readouterr()
+    plan(monkeypatch, "--params", "1e9", "--largest-layer", "1e7", *NODES, *LINKS, "--estimate")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "paro_strategy=IIG" in line)
+    # 2/8 + 2/8 + 14/32 bytes a parameter, and the layer in 4 bytes.
+    assert f"{(0.9375e9 + 4e7) / 2**30:6.2f}GB | paro_strategy=IIG, offload_optimizer=none" in line
     plan(monkeypatch, *size, *NODES, *LINKS, "--json", "-")
     assert json.loads(capsys.readouterr().out) == written
     pytest.importorskip("matplotlib")
@@ -72,6 +78,9 @@ def test_json_and_picture_and_estimate(
             ["--params", "7B", "--group-size", "5", *NODES, *LINKS],
             "must divide the data-parallel size, got .* 5 w",
         ),
+        (["--params", "7B", "--estimate", *NODES, *LINKS], "--estimate needs --largest-layer beside --params"),
+        (["--params", "7B", "--estimate", "--dtype", "fp32", *NODES, *LINKS], "16 bits, all parameters trained"),
+        (["--model", "a:b", "--largest-layer", "7", *NODES, *LINKS], "--largest-layer goes with --params"),
         (["--params", "seven", *NODES, *LINKS], "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
         (["--model", "no_such_module:f", *NODES, *LINKS], "'no_such_module:f' cannot be imported"),
         (["--model", "no_such_module", *NODES, *LINKS], "expected PACKAGE.MODULE:FUNCTION, got 'no_such_module'"),

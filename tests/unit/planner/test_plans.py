@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's figures against the formulas, what it chooses, and why. Pure."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -95,8 +96,23 @@ def test_fit_finds_latency_and_bandwidth() -> None:
 
 
 def test_rates_survive_json() -> None:
-    rates = replace(RATES, memory=3e10)
-    assert Rates.from_dict(rates.as_dict()) == rates
+    for rates in (RATES, replace(RATES, memory=3e10, gather=HopRates(Rate(0.0, float("inf")), Rate(1e-3, 1e9)))):
+        assert Rates.from_dict(json.loads(json.dumps(rates.as_dict(), allow_nan=False))) == rates
+
+
+def test_what_is_held_elsewhere_or_kept_between() -> None:
+    """Offloaded states take no memory, but their bytes are moved; parameters that are kept are gathered once."""
+    row = STRATEGIES["IIG"]
+    plain = predict(row, CLUSTER, MODEL, RATES)
+    offloaded = predict(row, CLUSTER, replace(MODEL, held=replace(STATES, optimizer=0.0, parameters=0.0)), RATES)
+    assert offloaded.volume == plain.volume
+    assert (offloaded.memory.parameters, offloaded.memory.optimizer, offloaded.transient) == (0.0, 0.0, 0.0)
+    kept = predict(row, CLUSTER, replace(MODEL, regathered=False), RATES)
+    assert plain.volume.intra - kept.volume.intra == pytest.approx(4 * 0.75 * 2e9)
+    assert kept.volume.inter == plain.volume.inter
+    assert kept.transient - plain.transient == pytest.approx(2e9)
+    whole = predict(STRATEGIES["NIG"], CLUSTER, replace(MODEL, regathered=False), RATES)
+    assert whole == predict(STRATEGIES["NIG"], CLUSTER, MODEL, RATES)
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:

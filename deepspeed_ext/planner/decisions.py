@@ -1,0 +1,74 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where ``"paro_strategy": "fastest"`` keeps what it has decided: a JSON file, an entry for each kind of run."""
+
+import datetime
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from deepspeed.utils import log_dist
+
+import deepspeed_ext
+from deepspeed_ext.config import DECISION, FASTEST, SECTION, STRATEGY
+
+_KEYS = ("strategy", "date", "version", "inputs", "plan")
+
+
+def say(message: str) -> None:
+    """At level WARNING, which DeepSpeed shows: a strategy was chosen on the user's behalf."""
+    log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
+
+
+class Decisions:
+    """For one rank to read and to write. What is wrong with the file is said, and costs no run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self, inputs: dict[str, Any]) -> str | None:
+        """The strategy that was decided on for the same inputs; None if there is none."""
+        entries = self._read()
+        for entry in entries:
+            if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
+                name = str(entry["strategy"])
+                say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {name}, as decided on {entry["date"]} ({self.path})')
+                return name
+        if entries:
+            say(f"{self.path} has no decision for this run: deciding anew")
+        return None
+
+    def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
+        """Write the file anew, with this entry first."""
+        entry = {
+            "strategy": strategy,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "version": deepspeed_ext.__version__,
+            "inputs": inputs,
+            "plan": plan,
+        }
+        aside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"decisions": [entry, *self._read(quietly=True)]}, indent=2, allow_nan=False)
+            aside.write_text(text + "\n")
+            aside.replace(self.path)
+        except (OSError, ValueError, TypeError) as error:
+            say(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
+            if aside.exists():
+                aside.unlink()
+
+    def _read(self, quietly: bool = False) -> list[dict[str, Any]]:
+        """All entries; none if the file is not there, or is none of ours."""
+        try:
+            entries = json.loads(self.path.read_text())["decisions"]
+            # Each is complete, or the file is not ours.
+            return [{key: entry[key] for key in _KEYS} for entry in entries]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not quietly:
+                say(f"{self.path} cannot be read ({type(error).__name__}: {error}): deciding anew")
+            return []

@@ -1,0 +1,75 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between pairs of ranks, which stand for gloo's collectives: whatever their lengths, and how many are on the
+wire."""
+
+import gc
+import time
+from typing import Any
+
+
+def parts(sender: int, size: int, number: int) -> list[Any]:
+    """What a rank sends in the swap of this number: to each rank another length, to some nothing."""
+    import torch
+
+    return [
+        torch.full((sender * receiver + number,), float(100 * number + 10 * sender + receiver))
+        for receiver in range(size)
+    ]
+
+
+def swap_case(late: int, dropped: bool) -> list[bool]:
+    """Several swaps over the same pairs, all started before one is waited for; one rank comes late. Whether each
+    brought what was sent; one may be dropped meanwhile, and so is not looked at."""
+    import torch
+    import torch.distributed as dist
+
+    from deepspeed_ext import hops
+
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    if rank == late:
+        time.sleep(0.3)
+    started = []
+    for number in range(4):
+        due = [parts(sender, size, number)[rank] for sender in range(size)]
+        received = [torch.empty_like(part) for part in due]
+        started.append((hops.swap(group, received, parts(rank, size, number), "swap"), received, due))
+    if dropped:
+        del started[1]
+        gc.collect()
+    right = []
+    for handle, received, due in started:
+        handle.wait()
+        handle.wait()  # again, as one may who does not know
+        right.append(all(torch.equal(one, other) for one, other in zip(received, due, strict=True)))
+    dist.barrier()
+    kept = len(hops._under_way.get(group, ()))
+    return [*right, kept == int(dropped)]
+
+
+def test_swaps_bring_what_was_sent(ranks: Any) -> None:
+    for late in (0, 2):
+        assert all(all(found) for found in ranks(3).run(swap_case, late, False))
+
+
+def test_a_swap_that_is_dropped_disturbs_no_other(ranks: Any) -> None:
+    assert all(all(found) for found in ranks(3).run(swap_case, 1, True))
+
+
+def hop_case() -> list[list[float]]:
+    """An all-gather and a reduce-scatter where parts are empty."""
+    import torch
+    import torch.distributed as dist
+
+    from deepspeed_ext.hops import Started, make_hop
+
+    hop, rank = make_hop(dist.group.WORLD, "hop"), dist.get_rank()
+    gathered = Started(hop.all_gather(torch.full((2,), float(rank)))).finish()
+    reduced = Started(hop.reduce_scatter(torch.ones(3) * (rank + 1), [0, 3, 0])).finish()
+    return [gathered.tolist(), reduced.tolist()]
+
+
+def test_hops_with_empty_parts(ranks: Any) -> None:
+    found = ranks(3).run(hop_case)
+    assert [gathered for gathered, _ in found] == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 3
+    assert [reduced for _, reduced in found] == [[], [6.0, 6.0, 6.0], []]
