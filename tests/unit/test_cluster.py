@@ -296,3 +296,22 @@ def test_the_planners_probe_finds_the_rate(start: Start) -> None:
         measured = [2 * 8 * rates[kind]["inter"]["bandwidth"] / 1e6 for rates in found]
         assert min(abs(rate / mbit - 1) for rate in measured) < 0.15, (kind, measured)
         assert max(rates[kind]["intra"]["bandwidth"] for rates in found) > 4 * found[0][kind]["inter"]["bandwidth"]
+
+
+PLAN = """
+import sys
+from deepspeed_ext import __main__
+
+sys.argv = ["deepspeed_ext", "plan", "--params", "4M", "--dtype", "fp32", "--accumulation", "4"]
+__main__.main()
+"""
+
+
+def test_a_plan_under_a_launcher_measures_its_links(start: Start) -> None:
+    process = start(PLAN, "--launcher", "none", "--rate", "100")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "4 ranks in 2 group(s) of 2, 4 micro-step(s) a step" in out
+    rates = re.findall(r"within groups (\S+) GB/s a rank .* between groups (\S+) GB/s a rank", out)
+    assert len(rates) == 2 and all(float(within) > 4 * float(between) > 0 for within, between in rates)
+    assert out.count("<-- choice") == 2  # printed by one rank
