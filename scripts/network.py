@@ -31,6 +31,9 @@ MAX_NODES = 250  # addresses end in one byte
 _OURS = re.compile(r"emulated-([1-9]\d*)-(switch|node\d+)")  # names carry the pid of the script that made them
 _BURST = "128kb"  # what passes at once: more than the 64 KiB of an offloaded segment, little against a message
 _LATENCY = "30ms"  # of the queue, beyond which packets are dropped: a long one keeps acknowledgments waiting
+# What every kernel has. BBR, which may be the host's default, sends at the rate that it remembers of a link, whose
+# limit may have changed since.
+_CONGESTION_CONTROL, _CONTROL_FILE = "reno", "/proc/sys/net/ipv4/tcp_congestion_control"
 _SWITCH, _NODE = "EMULATED_SWITCH", "EMULATED_NODE"  # environment of a rank: the switch's namespace, its number
 _KILL_SECONDS = 5  # after which processes that do not even die of SIGKILL are left alone
 
@@ -76,6 +79,7 @@ class Network:
             for name in (self.switch, *self.names):
                 _ip("netns", "add", name)
                 _ip("-n", name, "link", "set", "lo", "up")
+                _ip("netns", "exec", name, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {_CONTROL_FILE}")
             # Neither snooping nor IPv6 addresses, which announce themselves: an idle link counts nothing.
             _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
             _ip("-n", self.switch, "link", "set", "bridge", "addrgenmode", "none")

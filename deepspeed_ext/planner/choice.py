@@ -117,5 +117,5 @@ def plan(
     choice = None
     if fitting:
         close = [one for one in fitting if one.total_seconds <= (1 + TIE) * fitting[0].total_seconds]
-        choice = min(close, key=lambda one: (one.total_memory, one.total_seconds))
+        choice = min(close, key=lambda one: (one.total_memory, one.host, one.total_seconds))
     return Plan(cluster, model, rates, budget, tuple(predictions), choice)

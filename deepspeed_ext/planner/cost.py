@@ -75,6 +75,7 @@ class Prediction:
         memory: bytes of model states.
         transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, the largest
             layer gathered, LoCo's errors. No activations, no buckets.
+        host: bytes of what is offloaded.
         volume: bytes received in a step.
         seconds: of a step, by part: compute, within groups, between groups, update.
     """
@@ -83,6 +84,7 @@ class Prediction:
     loco: bool
     memory: Memory
     transient: float
+    host: float
     volume: Volume
     seconds: dict[str, float]
 
@@ -121,16 +123,16 @@ def predict(
         total += volume * times
         within += times * hops.intra.seconds(volume.intra, messages)
         between += times * hops.inter.seconds(volume.inter, messages)
-    memory = strategy.memory(cluster, model.held or model.states)
+    memory, whole = strategy.memory(cluster, model.held or model.states), strategy.memory(cluster, model.states)
+    host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
     seconds = {
         "compute": model.compute * model.accumulation,
         "within": within,
         "between": between,
         "update": UPDATE_TOUCHES * memory.optimizer / rates.memory,
     }
-    return Prediction(
-        strategy.name, loco is not None, memory, _transient(strategy, cluster, model, loco), total, seconds
-    )
+    transient = _transient(strategy, cluster, model, loco)
+    return Prediction(strategy.name, loco is not None, memory, transient, host, total, seconds)
 
 
 def _transient(strategy: Strategy, cluster: Cluster, model: Model, loco: LocoSettings | None) -> float:
