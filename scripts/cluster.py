@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from launching import environment
+from launching import environment, exit_on_sigterm
 from network import MAX_NODES, PORT, Network, Traffic, address, missing, undisturbed
 
 LAUNCHERS = ("torchrun", "deepspeed", "none")
@@ -152,12 +152,21 @@ class Processes:
 # For scripts whose ranks take part in the emulation ################################################
 
 
+def require_emulation() -> None:
+    """Exits with status 2, and says what is missing, where this machine cannot emulate a network."""
+    if lacks := missing():
+        print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
+        sys.exit(2)
+
+
 def collect(nodes: int, ranks_per_node: int, script: str, log: Path, timeout: float, more: Sequence[str] = ()) -> Any:
     """Run the ranks of this script in a network, with its own arguments, and more; what the first has written, from
     JSON.
 
-    A rank is told where to write by ``--worker``. Exits with status 2 if a rank fails.
+    A rank is told where to write by ``--worker``. Exits with status 2 if a rank fails, or this machine cannot emulate.
     """
+    require_emulation()
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         try:
@@ -274,9 +283,7 @@ def _rate(text: str) -> float | None:
 
 def main() -> int:
     args = parse_arguments()
-    if lacks := missing():
-        print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
-        return 2
+    require_emulation()
     # SIGINT, too: a shell that starts this in the background would have it ignored, and then end without it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: sys.exit(128 + number))

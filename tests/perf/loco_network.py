@@ -33,8 +33,8 @@ import records
 import torch
 import torch.distributed as dist
 from cluster import collect
-from launching import exit_on_sigterm, start_rank
-from network import Link, missing
+from launching import start_rank
+from network import Link
 from torch import Tensor, nn
 from tqdm import tqdm
 from train import record
@@ -346,10 +346,6 @@ def main() -> int:
     if args.worker is not None:
         work(args)
         return 0
-    if lacks := missing():
-        print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
-        return 2
-    exit_on_sigterm()
     results = [Result.of(values) for values in collect(NODES, RANKS_PER_NODE, __file__, args.log, args.timeout)]
     print_table(results, args)
     if args.json is not None:

@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # what 
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from deepspeed_ext.hops import swap
 from deepspeed_ext.placement import Memory, Placement, parse_strategy
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
@@ -232,8 +233,8 @@ class DirectReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
+        parts, ranks = torch.empty_like(input_tensor), group.size()
+        swap(group, parts.chunk(ranks), input_tensor.chunk(ranks), "peer_reduce_scatter").wait()  # as ours
         add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
         add(parts.view(group.size(), -1), 0, out=output_tensor)
 

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from cluster import collect
 from deepspeed.runtime.pipe import schedule
-from launching import exit_on_sigterm, start_rank
-from network import Link, missing
+from launching import start_rank
+from network import Link
 from strategies import held, largest, whole_weights
 from tqdm import tqdm
 from train import Batches, read_corpus
@@ -282,10 +282,6 @@ def main() -> int:
     if args.worker is not None:
         work(args)
         return 0
-    if lacks := missing():
-        print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
-        return 2
-    exit_on_sigterm()
     rows = [Row(**values) for values in collect(NODES, RANKS_PER_NODE, __file__, args.log, args.timeout)]
     print_table(rows, args)
     stock = {row.mbit: row for row in rows if row.case == STOCK}

@@ -85,7 +85,10 @@ def _print_ratios(rows: Sequence["Row"]) -> None:
         row, native, loco = by_name.get(name), by_name.get(name + NATIVE), by_name.get(name + LOCO)
         if row is None:
             continue
-        said = [f"{row.median / row.floor:.2f} of its floor"]
+        said = [
+            f"{row.median / row.floor:.2f} of its floor, {row.median - row.floor:.2f} s more (by the planner: hops within "
+            f"the node {row.parts['within']:.2f} s, the update {row.parts['update']:.2f} s)"
+        ]
         if native is not None:
             said.append(f"with gloo's own collectives {native.median / row.median:.2f} of its time")
         if loco is not None:
