@@ -86,8 +86,8 @@ def _print_ratios(rows: Sequence["Row"]) -> None:
         if row is None:
             continue
         said = [
-            f"{row.median / row.floor:.2f} of its floor, {row.median - row.floor:.2f} s more (by the planner: hops within "
-            f"the node {row.parts['within']:.2f} s, the update {row.parts['update']:.2f} s)"
+            f"{row.median / row.floor:.2f} of its floor, {row.median - row.floor:.2f} s more (by the planner: hops "
+            f"within the node {row.parts['within']:.2f} s, the update {row.parts['update']:.2f} s)"
         ]
         if native is not None:
             said.append(f"with gloo's own collectives {native.median / row.median:.2f} of its time")
