@@ -55,6 +55,7 @@ from deepspeed_ext.topology import get_topology
 SIZES = {"large": (512, 2048), "small": (256, 1024)}  # width and hidden width of 4 blocks: 8.4 and 2.1 M parameters
 BLOCKS, ROWS = 4, 8
 WARM_UP_STEPS = 2
+LONG, ENOUGH = 8.0, 2  # a method whose steps take so many seconds has this number of them, whatever --rounds says
 CALIBRATION = 1_000_000  # elements of fp32
 NATIVE = " (gloo's collectives)"
 COMPUTE = "compute"
@@ -102,7 +103,7 @@ class Row:
         headers: how many bytes the interface counts for one of a known transfer.
         formula_bytes: that a node must receive from others; None for a peer.
         held: bytes of parameters, gradients and optimizer states on the rank that holds most.
-        difference: of the weights to the first method's in the end, relative to the largest.
+        difference: of the weights to the first method's after as many steps, relative to the largest.
         parts: predicted seconds of a step, by the planner, by part; none for a peer.
     """
 
@@ -232,6 +233,7 @@ class Worker:
         self._methods = {method.name: method for method in methods(args.methods, job)}
         self._steps = dict.fromkeys([COMPUTE, *self._methods], 0)
         self._setups = {name: method.setup for name, method in self._methods.items()}
+        self._differences: dict[str, float] = {}
 
     @staticmethod
     def _model(width: int, hidden: int) -> nn.Module:
@@ -246,7 +248,8 @@ class Worker:
         bar = tqdm(total=rounds * (len(self._methods) + 1), desc=self._setting.name, disable=dist.get_rank() != 0)
         for mbit in self._setting.mbit:
             rows += self._at(mbit, held, bar)
-        self._compare(rows)
+        for row in rows:
+            row.difference = self._differences[row.method]
         return rows
 
     def _warm_up(self) -> dict[str, tuple[float, float, float]]:
@@ -272,10 +275,15 @@ class Worker:
             order = list(self._methods)
             random.Random(number).shuffle(order)
             for name in order:
-                seconds, sent = self._timed(self._methods[name])
-                rows[name].seconds.append(seconds)
-                rows[name].link_bytes += sent / self._args.rounds
+                row = rows[name]
                 bar.update()
+                if len(row.seconds) >= ENOUGH and min(row.seconds) > LONG:
+                    continue
+                seconds, sent = self._timed(self._methods[name])
+                row.seconds.append(seconds)
+                row.link_bytes += (sent - row.link_bytes) / len(row.seconds)
+            if not self._differences and number + 1 == min(ENOUGH, self._args.rounds):
+                self._differences = self._compare()
             compute.append(self._timed(self._compute)[0])
             bar.update()
         alone = statistics.median(compute)
@@ -306,7 +314,7 @@ class Worker:
         method.step(batches)
         method.finish()
         dist.barrier()
-        seconds = time.perf_counter() - begin
+        (seconds,) = _over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
         (sent,) = _over_ranks([self._link.sent() - before], dist.ReduceOp.SUM)
         return seconds, sent / self._setting.nodes
 
@@ -330,15 +338,14 @@ class Worker:
         rows = torch.randn(self._setting.accumulation, 2, ROWS, self._width, generator=generator)
         return [(inputs, targets) for inputs, targets in rows]
 
-    def _compare(self, rows: list[Row]) -> None:
+    def _compare(self) -> dict[str, float]:
+        """Of each method's weights to those of the first, relative to the largest. Collective."""
         first = next(iter(self._methods.values())).weights()
-        scale = first.abs().max()
+        found = {}
         for name, method in self._methods.items():
-            found = ((method.weights() - first).abs().max() / scale).nan_to_num(float("inf")).item()
-            (difference,) = _over_ranks([found], dist.ReduceOp.MAX)
-            for row in rows:
-                if row.method == name:
-                    row.difference = difference
+            apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
+            (found[name],) = _over_ranks([apart.item()], dist.ReduceOp.MAX)
+        return found
 
 
 def _over_ranks(values: list[float], op: Any) -> list[float]:
