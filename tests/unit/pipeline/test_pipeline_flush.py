@@ -120,17 +120,23 @@ def tied_case(name: str) -> tuple[int, int, int]:
 
 @contextmanager
 def exchanges() -> Iterator[list[tuple[str, int]]]:
-    """Name and elements of each all-to-all of this rank."""
+    """Name and elements of each all-to-all of this rank: of those between pairs of ranks, and of collectives."""
     from deepspeed import comm as dist
 
+    from deepspeed_ext import hops
+
     seen: list[tuple[str, int]] = []
-    original = dist.all_to_all_single
+    original, swap = dist.all_to_all_single, hops.swap
 
     def note(output: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((kwargs.get("log_name", ""), message.numel()))
         return original(output, message, *args, **kwargs)
 
-    with mock.patch.object(dist, "all_to_all_single", note):
+    def note_swap(group: Any, received: Any, sent: Any, log_name: str) -> Any:
+        seen.append((log_name, sum(part.numel() for part in sent)))
+        return swap(group, received, sent, log_name)
+
+    with mock.patch.object(dist, "all_to_all_single", note), mock.patch.object(hops, "swap", note_swap):
         yield seen
 
 
