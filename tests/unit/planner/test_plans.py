@@ -121,6 +121,9 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert [one.total_seconds for one in free.predictions] == sorted(one.total_seconds for one in free.predictions)
     assert len(free.predictions) == 14
     assert "as fast within 3%, with more memory: NNI, NNN" in free.reason
+    # Where groups cost almost nothing, all that cross between them once a step tie: then the smallest is chosen.
+    tied = plan(CLUSTER, MODEL, Rates.of_links(CLUSTER, 4, intra_gbps=1e5, inter_gbps=80))
+    assert tied.choice is not None and tied.choice.strategy == "IIG" != tied.predictions[0].strategy
     tight = plan(CLUSTER, MODEL, RATES, budget=2.9e9)
     assert tight.choice is not None and tight.choice.total_memory <= 2.9e9
     fitting = [one for one in tight.predictions if tight.fits(one)]
