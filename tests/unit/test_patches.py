@@ -37,6 +37,7 @@ def test_the_list_says_what_for() -> None:
         "config:_reject_removed_config_keys",
         "config:DeepSpeedConfig.__init__",
         "engine:DeepSpeedEngine._do_optimizer_sanity_check",
+        "engine:DeepSpeedEngine._configure_distributed_model",
         "engine:DeepSpeedEngine._configure_zero_optimizer",
         "zero.stage_1_and_2:all_gather_dp_groups",
         "zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
