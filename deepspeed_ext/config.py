@@ -261,6 +261,11 @@ def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:
     return STRATEGIES.get(name) if name is not None and config.zero_config.stage != 0 else None
 
 
+def offloads(section: Any) -> bool:
+    """Whether a parsed ``offload_param`` or ``offload_optimizer`` section moves states off the device."""
+    return getattr(section, "device", "none") != "none"
+
+
 def undecided(config: "DeepSpeedConfig") -> bool:
     """Whether a parsed configuration asks for the fastest strategy."""
     return getattr(config.zero_config, STRATEGY, None) == FASTEST and config.zero_config.stage != 0

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.config import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, possible_strategies
+from deepspeed_ext.config import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, offloads, possible_strategies
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.planner import probe
@@ -95,18 +95,14 @@ def _described(engine: Any, model: nn.Module) -> Model:
     found = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
     states = found.states
     held = ModelStates(
-        parameters=0.0 if _offloads(zero.offload_param) else states.parameters,
+        parameters=0.0 if offloads(zero.offload_param) else states.parameters,
         gradients=states.gradients / wire * sums.itemsize,
         updated=states.updated,
-        optimizer=0.0 if _offloads(zero.offload_optimizer) else states.optimizer,
+        optimizer=0.0 if offloads(zero.offload_optimizer) else states.optimizer,
     )
     elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
     kept = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
     return replace(found, held=held, regathered=not kept)
-
-
-def _offloads(section: Any) -> bool:
-    return getattr(section, "device", "none") != "none"
 
 
 def _same_everywhere(model: Model) -> Model:

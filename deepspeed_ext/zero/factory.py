@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
 import deepspeed_ext
-from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
+from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY, offloads
 from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
@@ -173,12 +173,8 @@ def _states_on_device(engine: Any) -> ModelStates:
     parameters = sum(numel * size for numel, size, _ in numels)
     updated = sum(numel * size for numel, size, grad in numels if grad)
     return ModelStates(
-        parameters=0.0 if _offloads(config.offload_param) else parameters,
+        parameters=0.0 if offloads(config.offload_param) else parameters,
         gradients=trainable * gradient_dtype.itemsize,
         updated=updated,
-        optimizer=0.0 if _offloads(config.offload_optimizer) else 12.0 * trainable,
+        optimizer=0.0 if offloads(config.offload_optimizer) else 12.0 * trainable,
     )
-
-
-def _offloads(section: Any) -> bool:
-    return getattr(section, "device", "none") != "none"

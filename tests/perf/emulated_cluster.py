@@ -232,7 +232,6 @@ class Worker:
         self._compute = Compute(job)
         self._methods = {method.name: method for method in methods(args.methods, job)}
         self._steps = dict.fromkeys([COMPUTE, *self._methods], 0)
-        self._setups = {name: method.setup for name, method in self._methods.items()}
         self._differences: dict[str, float] = {}
 
     @staticmethod
@@ -269,7 +268,7 @@ class Worker:
         dist.barrier()
         headers = self._headers()
         rates = probe.measure(self._topology)
-        rows = {name: Row(self._setting.name, mbit, name, self._setups[name]) for name in self._methods}
+        rows = {name: Row(self._setting.name, mbit, name, method.setup) for name, method in self._methods.items()}
         compute: list[float] = []
         for number in range(self._args.rounds):
             order = list(self._methods)
