@@ -23,7 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_GROUP_TIMEOUT = timedelta(seconds=90)  # a wrong collective on the world group ends by itself, with a traceback
+_GROUP_TIMEOUT = timedelta(seconds=240)  # a wrong collective on the world group ends by itself, with a traceback
 
 # Globals of DeepSpeed 0.19 that one case would hand on to the next: the owner, then its names.
 # ``deepspeed.utils.groups`` is missing since ``destroy_process_group`` clears it.

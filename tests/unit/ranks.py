@@ -109,7 +109,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._workdir: Path | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
 
         Args:
@@ -125,7 +125,7 @@ class RankPool:
         return [answer.value for answer in self._call(pickle.dumps((fn, args, kwargs)), Finished, timeout)]
 
     def run_expect_error(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
     ) -> list[Raised]:
         """Run ``fn`` where every rank must raise, and return what each raised; the ranks live on.
 

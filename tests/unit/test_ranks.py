@@ -145,15 +145,12 @@ def test_results_come_in_rank_order(ranks: RankPools) -> None:
     assert ranks(4).run(_identity, 10, scale=2) == [(10, 4, "0"), (12, 4, "1"), (14, 4, "2"), (16, 4, "3")]
 
 
-def test_later_case_is_cheap(ranks: RankPools) -> None:
+def test_later_cases_run_in_the_same_processes(ranks: RankPools) -> None:
+    """Which makes them cheap: nothing is started or imported again."""
     pool = ranks(4)
-    pool.run(_sum_of_ranks)
-    seconds = []
-    for _ in range(3):
-        start = time.monotonic()
-        assert pool.run(_sum_of_ranks) == [6.0] * 4
-        seconds.append(time.monotonic() - start)
-    assert min(seconds) < 1.0
+    first = pool.run(os.getpid)
+    assert pool.run(_sum_of_ranks) == [6.0] * 4
+    assert pool.run(os.getpid) == first and len(set(first)) == 4
 
 
 def test_fork_server_has_one_thread(ranks: RankPools) -> None:
@@ -185,7 +182,7 @@ def test_hang_is_cut_and_located(ranks: RankPools, fn: Any, args: tuple[Any, ...
     start = time.monotonic()
     with pytest.raises(RankTimeout, match="1 of 2 still running after 1 s") as caught:
         pool.run(fn, *args, timeout=1.0)
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < 30.0
     assert place in str(caught.value)
     assert pool.run(_sum_of_ranks) == [1.0] * 2
 
@@ -195,7 +192,7 @@ def test_death_is_noticed_at_once(ranks: RankPools) -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0 of 2 died \(killed by SIGKILL\)"):
         pool.run(_die_on, 0)
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < 30.0
     assert pool.run(_sum_of_ranks) == [1.0] * 2
 
 

@@ -44,9 +44,8 @@ def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, lis
     return rows
 
 
-@pytest.mark.timeout(180)  # four ranks import transformers
 def test_a_model_of_transformers_is_exported(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(safetensors_case, str(tmp_path), timeout=150):
+    for rows in ranks(4).run(safetensors_case, str(tmp_path)):
         assert rows == [(name, ["model.safetensors"], []) for name in ("NIG", "IIG", "III")]
 
 

@@ -16,7 +16,6 @@ NVCC = shutil.which("nvcc")
 CAPABILITIES = ("8.0", "9.0")
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
 def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert NVCC is not None

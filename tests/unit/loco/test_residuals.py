@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 @pytest.mark.parametrize("names", [("NNN", "NII", "NIG", "NGG"), ("INI", "IIG", "IGG", "GGG")], ids=["p=N", "p-cut"])
 def test_15_a_run_that_is_resumed_is_the_run(ranks: Any, names: tuple[str, ...], dtype: str, tmp_path: Any) -> None:
-    for rows in ranks(4).run(resume_case, names, dtype, str(tmp_path), timeout=100):
+    for rows in ranks(4).run(resume_case, names, dtype, str(tmp_path)):
         for name, weights, errors, steps in rows:
             assert weights and errors and steps == 5, name
 

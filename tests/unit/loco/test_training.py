@@ -13,7 +13,7 @@ ALL = (*REPLICATED, *PARTITIONED)
 @pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("fp32", 3), ("bf16", 3), ("fp16", 3)])
 def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int) -> None:
     """Gradients of stock, to within quantization: a factor of 2 in any of them would show in the norms."""
-    for rows in ranks(4).run(parity_case, dtype, accumulation, timeout=100):
+    for rows in ranks(4).run(parity_case, dtype, accumulation):
         assert [row.strategy for row in rows] == [*strategies_of(dtype, accumulation)]
         for row in rows:
             assert row.norms < 0.03 and row.weights < 0.02 and row.losses < 0.01, row
@@ -48,7 +48,7 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
 )
 def test_what_one_step_does_not_send_the_next_ones_do(ranks: Any, accumulation: int, how: str) -> None:
     """The mean of the same gradients over 8 steps: without feedback its error is that of one step, about 0.1."""
-    for rows in ranks(4).run(feedback_case, accumulation, how, timeout=100):
+    for rows in ranks(4).run(feedback_case, accumulation, how):
         for name, fed, unfed in rows:
             assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
 
@@ -149,7 +149,7 @@ def padding_case() -> list[tuple[str, int, float]]:
 
 
 def test_dynamic_graphs_offload_and_other_settings(ranks: Any) -> None:
-    for rows in ranks(4).run(options_case, timeout=100):
+    for rows in ranks(4).run(options_case):
         for what, norms, weights, equal in rows:
             assert norms < 0.06 and weights < 0.03 and equal, (what, norms, weights)
 
@@ -260,7 +260,7 @@ def bytes_case(names: tuple[str, ...]) -> list[tuple[str, int, float]]:
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_16_convergence(ranks: Any, optimizer: str) -> None:
     """A small regression; the table over a language model is tests/perf/loco_convergence.py."""
-    losses = ranks(2).run(converge_case, optimizer, timeout=110)[0]
+    losses = ranks(2).run(converge_case, optimizer)[0]
     for plain, loco, norms, _ in losses:
         assert loco == pytest.approx(plain, rel=0.005) and 0.97 < norms < 1.03, losses
         assert plain < 0.8, losses  # of the first loss

@@ -26,7 +26,7 @@ RELATIVE, ABSOLUTE = 0.02, 4000  # of what is due; bytes of norms, losses, and Z
 
 @pytest.mark.parametrize("names", [("NNG", "NIG"), ("IIG", "GGG")], ids=["p=N", "p-cut"])
 def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
-    results = ranks(8).run(flush_case, names, timeout=300)
+    results = ranks(8).run(flush_case, names)
     for index, name in enumerate(names):
         strategy = STRATEGIES[name]
         for rank, found in enumerate(results):
@@ -95,7 +95,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
 
 @pytest.mark.parametrize("name", ["NIG", "IIG", "III", "NNN"])
 def test_tied_weights_cross_between_stages_as_shards(ranks: Any, name: str) -> None:
-    found = ranks(8).run(tied_case, name, timeout=180)
+    found = ranks(8).run(tied_case, name)
     shards = CLUSTER.shards(STRATEGIES[name].os)
     numel = found[0][1]
     assert all(messages == 1 for messages, _, _ in found)
@@ -141,7 +141,7 @@ def exchanges() -> Iterator[list[tuple[str, int]]]:
 
 
 def test_groups_are_crossed_once_a_step_and_buckets_stay_on_the_wire(ranks: Any) -> None:
-    for found in ranks(8).run(collectives_case, timeout=180):
+    for found in ranks(8).run(collectives_case):
         inside, between, before_flush, open_transfers = found
         assert inside > 0 and between > 0
         assert before_flush == 0  # between groups

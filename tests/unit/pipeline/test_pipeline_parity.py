@@ -22,7 +22,7 @@ def run(
     **pipe: Any,
 ) -> None:
     """Compare, and check against bounds that fp32 rounding stays below; no gradient may be missing."""
-    for rows in ranks(world).run(pipeline_case, names, group, oracles, pipe, timeout=300):
+    for rows in ranks(world).run(pipeline_case, names, group, oracles, pipe):
         for row in rows:
             assert row.same, row
             assert row.weights <= bound and row.losses <= bound and row.norms <= norms, row
@@ -105,7 +105,7 @@ def test_bf16_with_gradients_accumulated_in(ranks: Any, config: dict[str, Any]) 
 
 
 def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> None:
-    for found in ranks(4).run(overflow_case, timeout=180):
+    for found in ranks(4).run(overflow_case):
         assert found == [("NIG", True), ("IIG", True)]
 
 
@@ -125,7 +125,7 @@ def overflow_case() -> list[tuple[str, bool]]:
 
 
 def test_compressed_gradients_leave_tied_weights_the_same_on_all_stages(ranks: Any, kernels: bool) -> None:
-    for found in ranks(4).run(loco_case, timeout=180):
+    for found in ranks(4).run(loco_case):
         for name, same, weights in found:
             assert same and weights < 0.05, (name, same, weights)
 
@@ -145,7 +145,7 @@ def loco_case() -> list[tuple[str, bool, float]]:
 
 
 def test_beside_tensor_parallelism(ranks: Any) -> None:
-    for rows in ranks(8).run(tensor_parallel_case, timeout=300):
+    for rows in ranks(8).run(tensor_parallel_case):
         for row in rows:
             assert row.same and max(row.weights, row.losses, row.norms) < 1e-6, row
 

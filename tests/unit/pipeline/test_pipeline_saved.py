@@ -13,7 +13,7 @@ STRATEGIES = ("NNG", "NIG", "III", "IIG")
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, tied: bool) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), tied, timeout=300):
+    for rows in ranks(4).run(resume_case, str(tmp_path), tied):
         for name, same_weights, same_losses in rows:
             assert same_weights and same_losses, (name, same_weights, same_losses)
 
@@ -90,7 +90,7 @@ def keys_of(name: str) -> dict[str, Any]:
 def test_another_number_of_stages_through_a_universal_checkpoint(
     ranks: Any, tmp_path: Path, saved: str, loaded: str, stages: int
 ) -> None:
-    for differing in ranks(4).run(universal_case, str(tmp_path), saved, loaded, stages, timeout=300):
+    for differing in ranks(4).run(universal_case, str(tmp_path), saved, loaded, stages):
         assert differing == {}
 
 

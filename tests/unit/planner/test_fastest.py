@@ -219,7 +219,7 @@ def test_training_is_that_of_the_strategy(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_the_probe_gives_all_ranks_the_same_rates(ranks: Any) -> None:
-    found = ranks(4).run(probe_case, timeout=100)[0]
+    found = ranks(4).run(probe_case)[0]
     assert all(one == found[0] for one in found)
     rates = Rates.from_dict(found[0])
     for hops in (rates.gather, rates.reduce):

@@ -251,7 +251,7 @@ def test_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deepspeed_ext", "leaf-modules", "--model", "maker:model"]
     tight = ["--prefetch-bucket-size", "0", "--max-reuse-distance", "0", "--param-persistence-threshold", "0"]
     out = subprocess.run(
-        [*command, "--batch", "maker:batch", *tight], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [*command, "--batch", "maker:batch", *tight], cwd=tmp_path, capture_output=True, text=True, timeout=280
     )
     assert out.returncode == 0, out.stderr
     assert re.search(r"Pair +2 +500 +50 +6,000  as one", out.stdout), out.stdout
@@ -265,5 +265,5 @@ def test_the_command(tmp_path: Path) -> None:
         (["--model", "nothing"], "expected PACKAGE.MODULE:FUNCTION, got 'nothing'"),
         (["--model", "maker:none"], "'maker:none' cannot be imported"),
     ):
-        out = subprocess.run([*command, *bad], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        out = subprocess.run([*command, *bad], cwd=tmp_path, capture_output=True, text=True, timeout=280)
         assert out.returncode == 2 and message in out.stderr, (out.stdout, out.stderr)

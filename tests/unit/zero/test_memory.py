@@ -129,7 +129,7 @@ def crossing(strategy: Strategy, cluster: Cluster, states: ModelStates) -> float
 @has_mallinfo
 def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = Cluster(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
-    for rows in ranks(4).run(peak_case, names, 2, timeout=110):
+    for rows in ranks(4).run(peak_case, names, 2):
         for name, accumulating, boundary in rows:
             # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
             # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.

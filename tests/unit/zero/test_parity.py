@@ -292,7 +292,6 @@ def announcement_case(group: int) -> list[str]:
     overlap=some.booleans(),
     contiguous=some.booleans(),
 )
-@pytest.mark.timeout(240)
 def test_random_models(
     ranks: Any, sizes: list[int], bucket: int, accumulation: int, groups: int, overlap: bool, contiguous: bool
 ) -> None:

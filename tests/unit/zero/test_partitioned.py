@@ -284,7 +284,7 @@ def test_sequences_of_different_length(ranks: Any) -> None:
 
 @pytest.mark.parametrize("name", ["INI", "ING", "III", "IIG", "IGG"])
 def test_groups_may_use_modules_in_different_orders(ranks: Any, name: str) -> None:
-    for row in ranks(4).run(wandering_case, name, timeout=20.0):  # instead of a hang
+    for row in ranks(4).run(wandering_case, name):  # instead of a hang
         assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.norms <= 1e-5 and row.replicas_equal, row
 
 
@@ -314,7 +314,6 @@ def test_one_rank_alone(ranks: Any) -> None:
     overlap=some.booleans(),
     contiguous=some.booleans(),
 )
-@pytest.mark.timeout(240)
 def test_random_models(
     ranks: Any,
     sizes: list[int],

@@ -4,7 +4,6 @@
 
 from typing import Any, NamedTuple
 
-import pytest
 from training import PARTITIONED
 
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement
@@ -38,9 +37,8 @@ class Answer(NamedTuple):
     moved: float  # how far stock training moves the adapters, relative to the largest weight
 
 
-@pytest.mark.timeout(180)  # four ranks import transformers
 def test_fine_tuning_with_lora(ranks: Any) -> None:
-    for answer in ranks(4).run(lora_case, timeout=170.0):
+    for answer in ranks(4).run(lora_case):
         assert answer.adapters and answer.moved > 0.01, answer.moved
         assert [row.strategy for row in answer.rows] == list(STRATEGIES_HERE)
         for row in answer.rows:

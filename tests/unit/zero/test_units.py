@@ -79,7 +79,7 @@ def test_every_strategy(ranks: Any, keys: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2)
     strategies = training.PARTITIONED if keys is AUTO else ("ING", "III", "IIG", "GGG")
     variants = [training.placed(strategy, **keys) for strategy in strategies]
-    check(ranks(4).run(against, job, variants, {"stage": 3}, timeout=120)[0])
+    check(ranks(4).run(against, job, variants, {"stage": 3})[0])
 
 
 @pytest.mark.parametrize("threshold", [1, 60, 84, 10**12])
