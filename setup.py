@@ -37,7 +37,7 @@ DEV = [
 
 def version() -> str:
     """The version in the package, read without importing it."""
-    text = (HERE / "deepspeed_ext" / "__init__.py").read_text(encoding="utf-8")
+    text = (HERE / "deepspeed_ext" / "version.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE).group(1)
 
 

@@ -6,11 +6,23 @@ Installing the package is enough: it activates itself when torch is imported. ``
 This module runs inside ``import torch`` of every program in the environment: it stays with the standard library.
 """
 
-from deepspeed_ext.activation import activate
-from deepspeed_ext.placement import STRATEGIES, Placement, Strategy
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from deepspeed_ext.activation import activate
+from deepspeed_ext.version import __version__
+
+if TYPE_CHECKING:
+    from deepspeed_ext.placement import STRATEGIES, Placement, Strategy
 
 __all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate"]
+
+
+def __getattr__(name: str) -> Any:
+    """Late, for then it is known whose modules they are: see ``fork.py``."""
+    if name in __all__:
+        return getattr(importlib.import_module("deepspeed_ext.placement"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 activate()

@@ -1,95 +1,25 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext``: versions, patches and groups, for a look or a bug report; ``leaf-modules``: what ZeRO-3
-would fetch as one of a model; ``plan``: what each strategy costs."""
+"""``python -m deepspeed_ext``: see ``command.py``."""
 
-import argparse
-import importlib
-import os
-import platform
-
-import deepspeed_ext
-from deepspeed_ext import patches
-from deepspeed_ext.config import LEAF_BYTES, THRESHOLD
-from deepspeed_ext.placement import Cluster
-from deepspeed_ext.planner import command
-from deepspeed_ext.topology import default_group_size, inter_ranks, intra_ranks, ranks_per_node
-
-
-def report_versions() -> None:
-    """Versions of what matters."""
-    import deepspeed
-    import torch
-
-    tested = ", ".join(patches.TESTED_VERSIONS)
-    print(f"deepspeed_ext {deepspeed_ext.__version__}")
-    print(f"deepspeed     {deepspeed.__version__} (supported {patches.DEEPSPEED_VERSIONS}, tested {tested})")
-    print(f"torch         {torch.__version__}")
-    print(f"python        {platform.python_version()}")
+from deepspeed_ext import command, fork, patches
 
 
 def report_patches() -> None:
     """Each symbol of DeepSpeed that we replace or rely on, and its state."""
-    for module in {patch.module for patch in patches.PATCHES}:
-        importlib.import_module(module)
-    print("\nsymbols of DeepSpeed")
+    if fork.is_installed():
+        print(f"\nthis DeepSpeed has these features built in ({fork.PACKAGE}): nothing is patched")
+        return
+    patches.import_all()
+    tested = ", ".join(patches.TESTED_VERSIONS)
+    print(f"\nsymbols of DeepSpeed (supported {patches.DEEPSPEED_VERSIONS}, tested {tested})")
     for patch, state in patches.status():
         print(f"  {state:<12} {patch.path}\n{'':<15}{patch.why}")
 
 
-def report_groups(ranks: int | None, group_size: int | None) -> None:
-    """The groups that would be formed; by default those of the launcher's environment."""
-    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
-    m = group_size or default_group_size(range(ranks), ranks_per_node())
-    cluster = Cluster(ranks, m)
-    print(f"\ngroups of {ranks} data-parallel rank(s): {cluster.groups} x {m}")
-    print(f"  within groups   {[intra_ranks(range(ranks), m, first) for first in range(0, ranks, m)]}")
-    print(f"  between groups  {[inter_ranks(range(ranks), m, first) for first in range(m)]}")
-
-
-def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``leaf-modules``."""
-    parser.add_argument(
-        "--model", required=True, metavar="PKG:FN", help="makes the model; on the meta device it is free"
-    )
-    parser.add_argument("--bytes", type=int, help=f"{LEAF_BYTES} (default: true, a budget without a number)")
-    parser.add_argument("--threshold", type=int, help=f"{THRESHOLD} instead")
-    for key in ("max_live_parameters", "prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
-        parser.add_argument(f"--{key.replace('_', '-')}", dest=f"stage3_{key}", type=int, help=f"stage3_{key}")
-    parser.add_argument("--batch", metavar="PKG:FN", help="makes the model's arguments: train with them and measure")
-
-
-def _run(arguments: argparse.Namespace) -> None:
-    if arguments.command == "plan":
-        command.run(arguments)
-        return
-    from deepspeed_ext.zero import leaf_command
-
-    leaf_command.run(arguments)
-
-
 def main() -> None:
-    """Print the report."""
-    parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
-    parser.add_argument("--ranks", type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
-    parser.add_argument("--group-size", type=int, help="paro_group_size (default: ranks per node)")
-    commands = parser.add_subparsers(dest="command", title="commands")
-    leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
-    add_leaf_arguments(leaves)
-    command.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
-    arguments = parser.parse_args()
-    if arguments.command:
-        try:
-            _run(arguments)
-        except ValueError as error:
-            parser.exit(2, f"{error}\n")
-        return
-    report_versions()
-    report_patches()
-    try:
-        report_groups(arguments.ranks, arguments.group_size)
-    except ValueError as error:
-        parser.exit(2, f"\n{error}\n")
+    """Run a command, or print the report."""
+    command.main(report_patches)
 
 
 if __name__ == "__main__":

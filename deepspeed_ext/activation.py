@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from deepspeed_ext import patches
+from deepspeed_ext import fork, patches
 
 _OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
 
@@ -62,8 +62,14 @@ _hook = _PostImportHook()
 
 
 def activate() -> None:
-    """Patch DeepSpeed's modules, those imported already at once and the others when they are. Idempotent."""
+    """Patch DeepSpeed's modules, those imported already at once and the others when they are. Idempotent.
+
+    A DeepSpeed that has these features built in is left as it is.
+    """
     if os.environ.get(_OFF_SWITCH) == "1":
+        return
+    if fork.is_installed():
+        fork.stand_down()
         return
     if _hook not in sys.meta_path:
         sys.meta_path.insert(0, _hook)

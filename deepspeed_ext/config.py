@@ -343,7 +343,7 @@ def use_strategy_of_stage(config: "DeepSpeedConfig", data_parallel_size: int) ->
     Raises:
         ValueError: what is configured contradicts it.
     """
-    from deepspeed_ext.patches import require
+    from deepspeed_ext.support import require
 
     require()
     section = config._param_dict[SECTION]

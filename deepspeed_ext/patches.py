@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every DeepSpeed symbol that we replace or override: what for, and in which form we know it.
 
-With ``replacements.py`` the only module that knows both DeepSpeed's symbols and all of ours.
+With ``replacements`` the only module that knows both DeepSpeed's symbols and all of ours.
 """
 
 import importlib
@@ -11,7 +11,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from deepspeed_ext import replacements
+from deepspeed_ext import support
+from deepspeed_ext.replacements import (
+    checkpoints,
+    granularity,
+    kernels,
+    keys,
+    leaf_gradients,
+    pipelines,
+    planning,
+    quantized,
+    strategies,
+)
 from deepspeed_ext.symbols import Patch
 
 DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"
@@ -37,145 +48,145 @@ PATCHES: tuple[Patch, ...] = (
         "deepspeed.runtime.config:get_zero_config",
         "accept our keys in zero_optimization",
         "(param_dict)",
-        replacements.parse_our_keys,
+        keys.parse_our_keys,
         gate=True,
     ),
     Patch(
         "deepspeed.runtime.config:_reject_removed_config_keys",
         "accept the keys of MiCS and LoCo, which DeepSpeed has removed",
         "(param_dict)",
-        replacements.leave_removed_keys_to_us,
+        keys.leave_removed_keys_to_us,
         gate=True,
     ),
     Patch(
         "deepspeed.runtime.config:DeepSpeedConfig.__init__",
         "refuse what our keys contradict before anything is communicated",
         "(self, config, mpu=None, mesh_device=None)",
-        replacements.check_our_keys,
+        keys.check_our_keys,
         gate=True,
     ),
     Patch(
         f"{_ENGINE}._do_optimizer_sanity_check",
         "keep bf16 with fp32 accumulation at stage 1 in ZeRO's optimizer, where BF16_Optimizer would be made",
         "(self, basic_optimizer)",
-        replacements.keep_in_zero,
+        strategies.keep_in_zero,
     ),
     Patch(
         f"{_ENGINE}._configure_distributed_model",
         "decide on a strategy when the model is known and nothing of it depends on the stage yet",
         "(self, model)",
-        replacements.decide_on_a_strategy,
+        planning.decide_on_a_strategy,
     ),
     Patch(
         f"{_ENGINE}._configure_zero_optimizer",
         "make our subclass of ZeRO's optimizer, which has the name DeepSpeedZeroOptimizer in the engine meanwhile",
         "(self, optimizer)",
-        replacements.make_our_optimizer,
+        strategies.make_our_optimizer,
     ),
     Patch(
         "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups",
         "gather updated parameters between groups first, then inside",
         "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)",
-        replacements.gather_our_parameters,
+        strategies.gather_our_parameters,
     ),
     Patch(
         "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
         "compare the order in which modules are used among the ranks that gather together",
         "(ints)",
-        replacements.compare_within_group,
+        strategies.compare_within_group,
     ),
     Patch(
         "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
         "fetch the parameters of a leaf module as one",
         "(module, recurse=False)",
-        replacements.fetch_leaves_as_units,
+        granularity.fetch_leaves_as_units,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:zero3_linear_wrap",
         "multiply by the small weights of a leaf module without inspecting a signature each time",
         "(input, weight, bias=None)",
-        replacements.call_without_detour,
+        granularity.call_without_detour,
     ),
     Patch(
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
         "bug fix: stage3_module_granularity_threshold never takes the root, nor what is entered from elsewhere; its "
         "table is shown",
         "(self, module, zero_module_granularity_threshold)",
-        replacements.choose_leaves,
+        granularity.choose_leaves,
     ),
     Patch(
         f"{_ZERO3}.create_reduce_and_remove_grad_hooks",
         "bug fix: leaf modules whose inputs need no gradients, or come by keyword",
         "(self)",
-        replacements.watch_our_leaves,
+        leaf_gradients.watch_our_leaves,
     ),
     Patch(
         f"{_ZERO3}.independent_gradient_partition_epilogue",
         "bug fix: leaf modules whose inputs need no gradients, or come by keyword",
         "(self)",
-        replacements.reduce_what_waits,
+        leaf_gradients.reduce_what_waits,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__",
         "take modifier_rank as a data-parallel rank where parameters are cut inside groups",
         "(self, params, modifier_rank=None, fwd_module=None, enabled=True)",
-        replacements.modify_in_all_groups,
+        strategies.modify_in_all_groups,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._exit",
         "bring what one rank has modified to all groups where parameters are cut inside groups",
         "(self, *exc)",
-        replacements.broadcast_to_all_groups,
+        strategies.broadcast_to_all_groups,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._partition_params",
         "have each engine write back its own parameters",
         "(params, has_been_updated)",
-        replacements.partition_by_owner,
+        strategies.partition_by_owner,
     ),
     Patch(
         "deepspeed.runtime.zero.stage3:all_to_all_quant_reduce",
         "bug fix: zero_quantized_gradients gives the mean, and takes bfloat16 for what it is",
         "(tensors, groups)",
-        replacements.reduce_to_the_mean,
+        quantized.reduce_to_the_mean,
     ),
     Patch(
         "deepspeed.env_report:op_report",
         "show our kernels in ds_report",
         "(verbose=True)",
-        replacements.report_our_kernels,
+        kernels.report_our_kernels,
     ),
     Patch(
         "deepspeed.runtime.engine:create_checkpoint_engine",
         "write each file of a checkpoint aside, and read each before anything is changed",
         "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
-        replacements.write_files_safely,
+        checkpoints.write_files_safely,
     ),
     Patch(
         f"{_ENGINE}.save_checkpoint",
         "replace a checkpoint as a whole",
         "(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False)",
-        replacements.save_as_a_whole,
+        checkpoints.save_as_a_whole,
     ),
     Patch(
         f"{_ENGINE}.load_checkpoint",
         "check a checkpoint on all ranks before anything is changed",
         "(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
         "load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None)",
-        replacements.load_what_was_checked,
+        checkpoints.load_what_was_checked,
     ),
     Patch(
         f"{_ENGINE}._get_all_ckpt_names",
         "bug fix: a universal checkpoint of another stage has model states under another name",
         "(self, checkpoints_path, tag)",
-        replacements.find_files_of_other_stages,
+        checkpoints.find_files_of_other_stages,
     ),
     *(
         Patch(
             f"{optimizer}._load_universal_checkpoint",
             "load universal checkpoints into ours; bug fix: and into DeepSpeed's where the stage was another",
             "(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)",
-            replacements.load_universal,
+            checkpoints.load_universal,
         )
         for optimizer in (_ZERO12, _ZERO3)
     ),
@@ -208,13 +219,13 @@ PATCHES: tuple[Patch, ...] = (
         f"{_PIPELINE}.__init__",
         "run pipelines with strategies, ZeRO-2 and ZeRO-3",
         "(self, has_bool_tensors=False, *super_args, **super_kwargs)",
-        replacements.train_pipelines,
+        pipelines.train_pipelines,
     ),
     Patch(
         f"{_STAGES}._partition_layers",
         "refuse to build a pipeline under zero.Init, where it would hang",
         "(self, method='uniform')",
-        replacements.build_pipelines_whole,
+        pipelines.build_pipelines_whole,
     ),
     *_relied_on(
         _PIPELINE,
@@ -378,6 +389,12 @@ def undo() -> None:
             del _originals[path]
 
 
+def import_all() -> None:
+    """Import every module that holds a symbol of the list."""
+    for module in {patch.module for patch in PATCHES}:
+        importlib.import_module(module)
+
+
 def status() -> list[tuple[Patch, str]]:
     """For each patch: applied, relied on, not imported, not applied, or what is wrong. Imports nothing new."""
     rows = []
@@ -393,7 +410,7 @@ def status() -> list[tuple[Patch, str]]:
 
 
 def require() -> None:
-    """Called when one of our keys is used.
+    """See ``support.require``.
 
     Raises:
         RuntimeError: this DeepSpeed is not one that we know, or a symbol has moved or changed.
@@ -416,3 +433,6 @@ def require() -> None:
             f"{', '.join(TESTED_VERSIONS)}. Install one of those, or remove the keys of deepspeed_ext (paro_*, "
             f"mics_*, zeropp_loco_param) from zero_optimization."
         )
+
+
+support.checks.append(require)

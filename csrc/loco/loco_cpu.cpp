@@ -140,7 +140,7 @@ void decompress_cpu(Tensor wire, Tensor out, int64_t bits, int64_t block_size, d
 }  // namespace
 }  // namespace loco
 
-STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CPU, library) {
+STABLE_TORCH_LIBRARY_IMPL(deepspeed_paro, CPU, library) {
   library.impl("loco_compress", TORCH_BOX(&loco::compress_cpu));
   library.impl("loco_decompress", TORCH_BOX(&loco::decompress_cpu));
 }

@@ -411,7 +411,7 @@ void decompress_cuda(Tensor wire, Tensor out, int64_t bits, int64_t block_size, 
 }  // namespace
 }  // namespace loco
 
-STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, CUDA, library) {
+STABLE_TORCH_LIBRARY_IMPL(deepspeed_paro, CUDA, library) {
   library.impl("loco_compress", TORCH_BOX(&loco::compress_cuda));
   library.impl("loco_decompress", TORCH_BOX(&loco::decompress_cuda));
 }

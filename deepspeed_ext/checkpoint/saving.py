@@ -10,11 +10,11 @@ from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 
-import deepspeed_ext
 from deepspeed_ext.checkpoint import residuals
 from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together, total
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.version import __version__
 
 _SAVE_ID_BITS = 62
 _LOOKS = 5
@@ -103,7 +103,7 @@ def _header(engine: Any, folder: Path) -> dict[str, Any]:
     """What the files of one save have in common and no others have; plain values, for tools that have no torch."""
     optimizer = engine.optimizer
     return {
-        "version": deepspeed_ext.__version__,
+        "version": __version__,
         "save_id": smallest(secrets.randbits(_SAVE_ID_BITS)),
         "strategy": optimizer.strategy.name,
         "group_size": optimizer.topology.cluster.group_size,

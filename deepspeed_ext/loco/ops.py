@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
 
-NAMESPACE = "deepspeed_ext"
+NAMESPACE = "deepspeed_paro"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -69,7 +69,7 @@ def compress(
     _check(gradient, "gradients")
     if not gradient.numel():
         return
-    torch.ops.deepspeed_ext.loco_compress(
+    torch.ops.deepspeed_paro.loco_compress(
         gradient, wire, error, new_error, packing.bits, packing.block_size, beta, unit, hadamard
     )
 
@@ -88,7 +88,7 @@ def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0,
     _check(out, "results")
     if not out.numel():
         return
-    torch.ops.deepspeed_ext.loco_decompress(wire, out, packing.bits, packing.block_size, factor, hadamard)
+    torch.ops.deepspeed_paro.loco_decompress(wire, out, packing.bits, packing.block_size, factor, hadamard)
 
 
 def _check(tensor: Tensor, what: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from deepspeed.utils import log_dist
 
-import deepspeed_ext
 from deepspeed_ext.config import DECISION, FASTEST, SECTION, STRATEGY
+from deepspeed_ext.version import __version__
 
 _KEYS = ("strategy", "date", "version", "inputs", "plan")
 
@@ -45,7 +45,7 @@ class Decisions:
         entry = {
             "strategy": strategy,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "version": deepspeed_ext.__version__,
+            "version": __version__,
             "inputs": inputs,
             "plan": plan,
         }

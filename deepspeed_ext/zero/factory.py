@@ -17,12 +17,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
-import deepspeed_ext
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY, offloads
 from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
+from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.leaf_setup import by_budget
 from deepspeed_ext.zero.parameters import partition
@@ -132,7 +132,7 @@ def announce(strategy: Strategy, topology: Topology) -> None:
     """One line on rank 0: versions, strategy, groups; a second one where groups make no difference."""
     n, m, k = topology.cluster.ranks, topology.cluster.group_size, topology.cluster.groups
     log_dist(
-        f"deepspeed_ext {deepspeed_ext.__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
+        f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
         f"over {n} data-parallel ranks in {k} group(s) of {m}",
         ranks=[0],

@@ -37,7 +37,7 @@ def test_kernels_give_the_bits_of_the_reference(dtype: torch.dtype, bits: int, b
                 both = []
                 gradients = [(torch.randn(3, width) * unit).to(dtype) for _ in range(3)]
                 gradients[1][0, 0] = float("nan")
-                for run in (reference.compress, torch.ops.deepspeed_ext.loco_compress):
+                for run in (reference.compress, torch.ops.deepspeed_paro.loco_compress):
                     old = None
                     for gradient in gradients:
                         wire = torch.full((3, packing.row_bytes(width)), 7, dtype=torch.uint8)
@@ -50,7 +50,7 @@ def test_kernels_give_the_bits_of_the_reference(dtype: torch.dtype, bits: int, b
                     assert torch.equal(a, c) and torch.equal(b.view(torch.uint8), d.view(torch.uint8))
                 outs = [torch.empty(width, dtype=dtype) for _ in range(2)]
                 reference.decompress(both[0][0], outs[0], bits, block, 1 / 3, hadamard)
-                torch.ops.deepspeed_ext.loco_decompress(both[0][0], outs[1], bits, block, 1 / 3, hadamard)
+                torch.ops.deepspeed_paro.loco_decompress(both[0][0], outs[1], bits, block, 1 / 3, hadamard)
                 assert torch.equal(*outs)
 
 
@@ -89,9 +89,9 @@ def test_opcheck(kept: torch.dtype | None) -> None:
     wire = packing.empty(2, 300, gradient)
     errors = [None if kept is None else error_like(packing, 2, 300, kept) for _ in range(2)]
     arguments: tuple[Any, ...] = (gradient, wire.zero_(), *errors, 4, 128, 0.8, 1.0, False)
-    torch.library.opcheck(torch.ops.deepspeed_ext.loco_compress.default, arguments)
+    torch.library.opcheck(torch.ops.deepspeed_paro.loco_compress.default, arguments)
     out = torch.zeros(300)
-    torch.library.opcheck(torch.ops.deepspeed_ext.loco_decompress.default, (wire, out, 4, 128, 0.5, True))
+    torch.library.opcheck(torch.ops.deepspeed_paro.loco_decompress.default, (wire, out, 4, 128, 0.5, True))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_operators_refuse_what_does_not_fit(change: dict[str, int], message: str
     wire = torch.zeros(2, 208 + 16 * change.get("wire", 0), dtype=torch.uint8)
     error = torch.zeros(2, 400 + 16 * change.get("error", 0), dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.deepspeed_ext.loco_compress(
+        torch.ops.deepspeed_paro.loco_compress(
             gradient, wire, None, error, change.get("bits", 4), change.get("block", 128), 0.8, 1.0, False
         )
 

@@ -1,0 +1,53 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where our keys arrive, and errors come from."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_zero_config)
+    def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        from deepspeed_ext import config
+        from deepspeed_ext.patches import require
+
+        config.check_top_level(param_dict)
+        section = param_dict.get(config.SECTION)
+        if not config.our_keys(section):
+            return get_zero_config(param_dict, *args, **kwargs)
+        require()
+        return config.parse_section(section)
+
+    return parse
+
+
+def leave_removed_keys_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reject)
+    def _reject_removed_config_keys(param_dict: dict[str, Any]) -> Any:
+        from deepspeed_ext.config import without_removed
+
+        return reject(without_removed(param_dict))
+
+    return _reject_removed_config_keys
+
+
+def check_our_keys(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.config import SECTION, check_config, our_keys
+        from deepspeed_ext.patches import require
+
+        try:
+            init(self, config, mpu, *args, **kwargs)
+        except Exception:
+            # The reason may be that this DeepSpeed is not the one that we patch: then say that instead.
+            if our_keys(getattr(self, "_param_dict", {}).get(SECTION)):
+                require()
+            raise
+        # ZeRO cuts over data- and sequence-parallel ranks together, where the mpu knows such a group.
+        size = getattr(mpu, "get_sequence_data_parallel_world_size", lambda: self.world_size)()
+        check_config(self, int(size))
+
+    return __init__

@@ -1,0 +1,192 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The patch series that gives a DeepSpeed the features of deepspeed_ext: check, apply, refresh, build and test it.
+
+What is the same in both forms is generated from ``deepspeed_ext/`` and ``csrc/``: the trailers ``Generated-From`` of a
+patch say which files it brings. What is written by hand, the seams, are lines in DeepSpeed's own files; they live in
+the patches. To change a seam: ``apply``, edit and commit there (``git commit --fixup`` and a rebase, or a new commit
+with its trailers), then ``refresh --tree`` that tree. After a change to ``deepspeed_ext/``: ``refresh``.
+
+Exit status: 0; 1 if something does not hold; 2 if it could not run.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import mails
+import trees
+from base import WORK, Failed, fetch, importable, requirement, run, unpack
+from translation import ROOT
+
+# What ``test`` runs without arguments: parity, and all else that shows that a fork does what the extension does.
+TESTS = [
+    *("zero/test_parity.py", "zero/test_partitioned.py", "zero/test_units.py", "zero/test_states.py"),
+    *("zero/test_partitioned_states.py", "zero/test_bytes.py", "zero/test_leaf_modules.py", "zero/test_gathered.py"),
+    *("loco/test_training.py", "loco/test_kernels.py", "loco/test_qgz.py", "loco/test_residuals.py"),
+    *("pipeline", "checkpoint", "planner", "test_config.py"),
+]
+
+
+def check(args: argparse.Namespace) -> int:
+    """The series is complete, applies, and leaves each tree importable; what is generated is up to date."""
+    found = mails.series()
+    problems = [problem for mail in found for problem in mail.problems()] + mails.unplaced(found)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = unpack(requirement().version, Path(folder))
+        for mail in found:
+            trees.apply(tree, mail)
+            problems += trees.stale(tree, mail)
+            if not args.no_import:
+                problems += trees.import_problems(importable(tree), mail)
+        rows = trees.table(tree, found)
+    problems += trees.twin_problems(rows) + trees.readme_problems(rows)
+    for row in rows:
+        print(
+            f"{row.name}: {row.seam} lines of seam, {len(row.symbols)} symbols, {len(row.generated)} generated files"
+        )
+    print(f"in all {sum(row.seam for row in rows)} lines for {sum(len(row.symbols) for row in rows)} symbols")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return int(bool(problems))
+
+
+def apply(args: argparse.Namespace) -> int:
+    """A tree of DeepSpeed with the series, a commit for each patch."""
+    if args.to.exists():
+        raise Failed(f"{args.to} exists")
+    print(trees.applied(args.to))
+    return 0
+
+
+def refresh(args: argparse.Namespace) -> int:
+    """The patches again: what is generated from ours as it is; seams as they are, or as in the commits of a tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        if args.tree is None:
+            edited = mails.series()
+        else:
+            trees.export(args.tree, scratch / "mails")
+            edited = [mails.read(path) for path in sorted((scratch / "mails").iterdir())]
+        tree = unpack(requirement().version, scratch / "tree")
+        for mail in edited:
+            trees.apply(tree, mail)
+            trees.regenerate(tree, mail)
+        for path in mails.PATCHES.glob("*.patch"):
+            path.unlink()
+        names = trees.export(tree, mails.PATCHES)
+        mails.SERIES.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+        trees.write_table(trees.table(tree, mails.series()))
+    print(f"{len(names)} patches")
+    return 0
+
+
+def build(args: argparse.Namespace) -> int:
+    """A wheel of the fork."""
+    print(_wheel())
+    return 0
+
+
+def _wheel() -> Path:
+    from deepspeed_ext.version import __version__
+
+    tree, wheels = trees.applied(WORK / "tree"), WORK / "dist"
+    shutil.rmtree(wheels, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    label = {"DS_BUILD_STRING": f"+ext.{__version__}"}
+    run([*pip, "--no-build-isolation", "--wheel-dir", str(wheels), str(tree)], env=os.environ | label)
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
+
+
+def environment() -> Path:
+    """A virtual environment with the fork, and with all else from the active one; its Python."""
+    wheel, folder = _wheel(), WORK / "environment"
+    shutil.rmtree(folder, ignore_errors=True)
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    python = folder / "bin" / "python"
+    places = run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    # Behind its own packages, so the fork comes first. The extension is there, too, and stands down.
+    here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    lines = "".join(f"import site; site.addsitedir({place!r})\n" for place in here)
+    (Path(places) / "beside.pth").write_text(lines, encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "--no-deps", "--ignore-installed", "--no-index", str(wheel)])
+    return python
+
+
+def test(args: argparse.Namespace) -> int:
+    """Fetch, apply, build, and run tests against the wheel."""
+    python = environment()
+    variables = os.environ | {
+        "TORCH_EXTENSIONS_DIR": str(WORK / "torch_extensions"),
+        "VIRTUAL_ENV": str(WORK / "environment"),
+    }
+    variables["PATH"] = os.pathsep.join([str(python.parent), variables["PATH"]])
+    chosen = args.pytest or [f"tests/unit/{name}" for name in TESTS]
+    return subprocess.run([str(python), "-m", "pytest", *chosen], cwd=ROOT, env=variables, check=False).returncode
+
+
+def drift(args: argparse.Namespace) -> int:
+    """Which symbols that we replace or rely on differ in other versions of DeepSpeed."""
+    ask = (
+        "import json, sys; from deepspeed_ext import patches\n"
+        "print(json.dumps([problem for patch in patches.PATCHES if (problem := patch.problem())]))"
+    )
+    for version in args.versions or [requirement().version, trees.newest()]:
+        with tempfile.TemporaryDirectory() as folder:
+            fetch(version)
+            library = importable(unpack(version, Path(folder)))
+            variables = os.environ | {"PYTHONPATH": str(library), "DS_ACCELERATOR": "cpu"}
+            printed = run([sys.executable, "-W", "ignore", "-c", ask], env=variables)
+        problems = json.loads(printed.splitlines()[-1])
+        print(f"DeepSpeed {version}: {len(problems)} symbols differ", *problems, sep="\n  ")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/patches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for command, name in (
+        (check, "check"),
+        (apply, "apply"),
+        (refresh, "refresh"),
+        (build, "build-fork"),
+        (test, "test"),
+        (drift, "drift"),
+    ):
+        summary = (command.__doc__ or "").rstrip(".")
+        added = commands.add_parser(name, help=summary, description=command.__doc__)
+        added.set_defaults(run=command)
+        if command is check:
+            added.add_argument("--no-import", action="store_true", help="do not import each tree, which takes seconds")
+        elif command is apply:
+            added.add_argument(
+                "--to", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet"
+            )
+        elif command is refresh:
+            added.add_argument("--tree", type=Path, metavar="DIR", help="take the seams from the commits of this tree")
+        elif command is test:
+            added.add_argument(
+                "pytest", nargs=argparse.REMAINDER, help="arguments of pytest, instead of all its tests"
+            )
+        elif command is drift:
+            added.add_argument("versions", nargs="*", metavar="VERSION", help="default: that of BASE, and the newest")
+    args = parser.parse_args()
+    try:
+        return int(args.run(args))
+    except Failed as failed:
+        print(failed, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A tree of DeepSpeed with patches of the series, a commit for each; and what is seen there."""
+
+import multiprocessing
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from base import Failed, git, requirement, run, unpack
+from mails import PATCHES, Mail, series, targets
+from translation import is_ours, translated
+
+README = PATCHES / "README.md"
+_TABLE = re.compile(r"(?<=<!-- table: scripts/patches refresh -->\n).*?(?=<!-- end -->)", re.DOTALL)
+# A line of seam that puts one of our functions in the place of DeepSpeed's.
+_SYMBOL = re.compile(r"^\+.*?(?:@|= )(\w+)\.(\w+)(?:\(\w+\))?$", re.MULTILINE)
+
+
+def apply(tree: Path, mail: Mail) -> None:
+    """Commit a patch. git knows no fuzz: the context of each change must be as the patch has it.
+
+    Raises:
+        Failed: it does not apply.
+    """
+    git(tree, "am", "--quiet", "--keep-cr", "--committer-date-is-author-date", str(mail.path))
+
+
+def applied(folder: Path) -> Path:
+    """A tree with all patches, in a folder that is emptied before."""
+    tree = unpack(requirement().version, folder)
+    for mail in series():
+        apply(tree, mail)
+    return tree
+
+
+def regenerate(tree: Path, mail: Mail) -> None:
+    """Have the last commit, which is that of this patch, bring our files as they are now."""
+    names = targets(mail)
+    added = git(tree, "show", "--format=", "--name-only", "--diff-filter=A", "HEAD").split()
+    for name in set(filter(is_ours, added)) - set(names):
+        git(tree, "rm", "--quiet", name)
+    for name, source in names.items():
+        path = tree / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(translated(source), encoding="utf-8")
+        git(tree, "add", name)
+    git(tree, "commit", "--quiet", "--amend", "--no-edit", "--allow-empty", date=mail.date)
+
+
+def stale(tree: Path, mail: Mail) -> list[str]:
+    """Our files that the patch, which is the last commit, does not bring as they are now."""
+    found = []
+    for name, source in targets(mail).items():
+        path = tree / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != translated(source):
+            found.append(f"{mail.path.name}: {name} is not what {source} gives: scripts/patches refresh")
+    return found
+
+
+def export(tree: Path, folder: Path) -> list[str]:
+    """The commits of a tree as mails; their names."""
+    form = ["--zero-commit", "--no-signature", "--no-numbered", "--no-renames", "--full-index"]
+    lines = git(tree, "format-patch", *form, "--output-directory", str(folder), "base..HEAD").splitlines()
+    return [Path(line).name for line in lines]
+
+
+# Whether it can be imported #######################################################################
+
+
+def _import_all(library: str, names: list[str]) -> None:
+    """In a process of its own, forked from one that has torch: that takes most of the time."""
+    import importlib
+
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, library)
+    for name in ["deepspeed", *names]:
+        try:
+            module = importlib.import_module(name)
+            assert str(module.__file__).startswith(library), f"{name} comes from {module.__file__}"
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+
+
+def import_problems(library: Path, mail: Mail) -> list[str]:
+    """Modules that cannot be imported when this patch is the last one."""
+    import torch  # noqa: F401
+
+    tree = (library / "deepspeed").resolve().parent
+    files = git(tree, "diff", "--name-only", "base..HEAD", "--", "deepspeed", ":!*/__main__.py").split()
+    names = [
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in files if name.endswith(".py")
+    ]
+    process = multiprocessing.get_context("fork").Process(target=_import_all, args=(str(library), names))
+    process.start()
+    process.join()
+    return [f"{mail.path.name}: the tree cannot be imported"] if process.exitcode else []
+
+
+# What is in it ####################################################################################
+
+
+class Row(NamedTuple):
+    """A patch, as the table in the README shows it.
+
+    Attributes:
+        name: of its file.
+        mail: its header.
+        generated: files that come from ours.
+        seam: lines written by hand: added or removed in all other files.
+        symbols: functions of ours, ``module.name``, that the seams put in the place of DeepSpeed's.
+    """
+
+    name: str
+    mail: Mail
+    generated: list[str]
+    seam: int
+    symbols: list[str]
+
+
+def table(tree: Path, mails: Iterable[Mail]) -> list[Row]:
+    """All patches that have been applied to a tree."""
+    commits = git(tree, "rev-list", "--reverse", "base..HEAD").split()
+    rows = []
+    for commit, mail in zip(commits, mails, strict=True):
+        names = targets(mail)
+        seam, symbols = 0, []
+        for line in git(tree, "show", "--format=", "--numstat", commit).splitlines():
+            added, removed, name = line.split("\t")
+            if name not in names:
+                seam += int(added) + int(removed)
+                changes = git(tree, "show", "--format=", "--unified=0", commit, "--", name)
+                symbols += [f"{found[1]}.{found[2]}" for found in _SYMBOL.finditer(changes)]
+        rows.append(Row(mail.path.name, mail, sorted(names), seam, symbols))
+    return rows
+
+
+def twin_problems(rows: list[Row]) -> list[str]:
+    """Where seams and what is patched at run time differ."""
+    from deepspeed_ext.patches import PATCHES as TWINS
+
+    made = [patch.replace for patch in TWINS if patch.replace]
+    twins = sorted(f"{replace.__module__.rpartition('.')[2]}.{replace.__name__}" for replace in made)
+    seams = sorted(symbol for row in rows for symbol in row.symbols)
+    lacking = [f"{name} is replaced at run time, and in no seam" for name in set(twins) - set(seams)]
+    lacking += [f"{name} is in a seam, and not replaced at run time" for name in set(seams) - set(twins)]
+    if not lacking and twins != seams:
+        lacking.append(f"the seams have {seams}, replaced at run time are {twins}")
+    return sorted(lacking)
+
+
+def _markdown(rows: list[Row]) -> str:
+    lines = ["| Patch | Answers | Status | Lines by hand | Twin at run time |", "|---|---|---|---|---|"]
+    for row in rows:
+        mail = row.mail
+        answers = ", ".join(mail.values("Upstream-Issue")) or "-"
+        twin = ", ".join(f"`{symbol}`" for symbol in row.symbols) or "-"
+        status = ", ".join(mail.values("Upstream-Status"))
+        lines.append(f"| [{row.name[:4]}]({row.name}) {mail.subject} | {answers} | {status} | {row.seam} | {twin} |")
+    seam, symbols = sum(row.seam for row in rows), sum(len(row.symbols) for row in rows)
+    lines.append(f"| in all | | | {seam} | {symbols} symbols, {seam / max(1, symbols):.1f} lines each |")
+    return "\n".join(lines) + "\n"
+
+
+def write_table(rows: list[Row]) -> None:
+    """Put the table into the README."""
+    text = README.read_text(encoding="utf-8")
+    README.write_text(_TABLE.sub(lambda _: _markdown(rows), text), encoding="utf-8")
+
+
+def readme_problems(rows: list[Row]) -> list[str]:
+    """Whether the README's table is that of the series."""
+    found = _TABLE.search(README.read_text(encoding="utf-8"))
+    return [] if found and found[0] == _markdown(rows) else [f"{README} has another table: scripts/patches refresh"]
+
+
+def newest() -> str:
+    """The newest DeepSpeed on the index that pip uses.
+
+    Raises:
+        Failed: pip does not say.
+    """
+    try:
+        run([sys.executable, "-m", "pip", "download", "--no-deps", "deepspeed==0"])
+    except Failed as failed:
+        found = re.search(r"from versions: .*?([\d.]+)\)", str(failed))
+        if found:
+            return found[1]
+    raise Failed("pip does not say which versions of deepspeed there are")
