@@ -32,6 +32,7 @@ DEV = [
     "transformers==5.23.0",
     "matplotlib==3.11.2",
     "ruff==0.17.5",
+    "yapf==0.43.0",
 ]
 
 

@@ -121,16 +121,20 @@ def environment() -> Path:
     return python
 
 
+def variables(python: Path) -> dict[str, str]:
+    """The environment variables of a process in that environment."""
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    folder = python.parents[1]
+    apart = {"VIRTUAL_ENV": str(folder), "TORCH_EXTENSIONS_DIR": str(WORK / "torch_extensions"), "PATH": path}
+    return os.environ | apart
+
+
 def test(args: argparse.Namespace) -> int:
     """Fetch, apply, build, and run tests against the wheel."""
     python = environment()
-    variables = os.environ | {
-        "TORCH_EXTENSIONS_DIR": str(WORK / "torch_extensions"),
-        "VIRTUAL_ENV": str(WORK / "environment"),
-    }
-    variables["PATH"] = os.pathsep.join([str(python.parent), variables["PATH"]])
     chosen = args.pytest or [f"tests/unit/{name}" for name in TESTS]
-    return subprocess.run([str(python), "-m", "pytest", *chosen], cwd=ROOT, env=variables, check=False).returncode
+    command = [str(python), "-m", "pytest", *chosen]
+    return subprocess.run(command, cwd=ROOT, env=variables(python), check=False).returncode
 
 
 def drift(args: argparse.Namespace) -> int:

@@ -1,0 +1,105 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A fork does what the extension does: the same keys, the same bits; and the extension stands down beside it."""
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import deepspeed_ext
+
+ROOT = Path(__file__).resolve().parents[3]
+DIGESTS = Path(__file__).with_name("digests.py")
+VERSION = f"{metadata.version('deepspeed')}+ext.{deepspeed_ext.__version__}"
+# One test of each kind; all of them: scripts/patches test.
+SHORT = [
+    "tests/unit/zero/test_parity.py::test_parity_without_clipping",
+    "tests/unit/zero/test_partitioned.py::test_parity_without_clipping",
+    "tests/unit/loco/test_training.py::test_padding_stays_zero",
+    "tests/unit/pipeline/test_pipeline_parity.py::test_an_overflow_on_one_rank_skips_the_step_of_all_stages",
+    "tests/unit/checkpoint/test_resuming.py::test_weights_are_those_of_the_tag",
+]
+
+
+def run(python: Path | str, inside: dict[str, str] | None, *arguments: str) -> str:
+    """What a process prints."""
+    done = subprocess.run([str(python), *arguments], cwd=ROOT, env=inside, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_weights_are_equal_to_the_bit(fork: Path, inside: dict[str, str]) -> None:
+    with subprocess.Popen([sys.executable, str(DIGESTS)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as extension:
+        theirs = json.loads(run(fork, inside, str(DIGESTS)).splitlines()[-1])
+        ours = json.loads(extension.communicate()[0].splitlines()[-1])
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        for name, value in one.items():
+            if not name.startswith("module of"):
+                assert other[name] == value, (rank, name)
+        assert one["module of IIG, bf16"] == "deepspeed_ext.zero.partitioned"
+        assert other["module of IIG, bf16"] == "deepspeed.runtime.paro.zero.partitioned"
+        assert len(set(one.values())) > 10  # digests of different things
+
+
+ONCE = """
+import sys
+import {first}
+import torch, deepspeed, deepspeed_ext
+from deepspeed_ext import patches
+from deepspeed_ext.zero import units
+import deepspeed_ext.planner.estimate
+from deepspeed.runtime.paro import placement
+from deepspeed.runtime.paro.zero import units as theirs
+assert units is theirs and sys.modules["deepspeed_ext.zero"] is sys.modules["deepspeed.runtime.paro.zero"]
+assert units.__spec__.name == units.__name__ == "deepspeed.runtime.paro.zero.units"
+assert deepspeed_ext.STRATEGIES is placement.STRATEGIES and deepspeed_ext.Placement is placement.Placement
+deepspeed_ext.activate(); deepspeed_ext.activate()
+patches.import_all()
+assert not any(state == "applied" for _, state in patches.status())
+print(deepspeed.__version__)
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import torch", "import deepspeed_ext", "import deepspeed_ext.placement", "import deepspeed.runtime.paro"],
+)
+def test_the_extension_stands_down(fork: Path, inside: dict[str, str], first: str) -> None:
+    out = run(fork, inside, "-W", "ignore", "-c", ONCE.format(first=first))
+    assert out.splitlines()[-1] == VERSION
+
+
+def test_the_command_says_so(fork: Path, inside: dict[str, str]) -> None:
+    out = run(fork, inside, "-W", "ignore", "-m", "deepspeed_ext", "--ranks", "4", "--group-size", "2")
+    assert f"deepspeed     {VERSION}\n" in out
+    assert "this DeepSpeed has these features built in (deepspeed.runtime.paro): nothing is patched" in out
+    plan = [
+        "plan",
+        "--params",
+        "4M",
+        "--nodes",
+        "2",
+        "--ranks-per-node",
+        "2",
+        "--inter-gbps",
+        "0.1",
+        "--intra-gbps",
+        "10",
+    ]
+    ours = run(sys.executable, None, "-W", "ignore", "-m", "deepspeed_ext", *plan)
+    assert "<-- choice" in ours
+    assert ours == run(fork, inside, "-W", "ignore", "-m", "deepspeed.runtime.paro", *plan)
+
+
+def test_the_kernels_are_reported(fork: Path, inside: dict[str, str]) -> None:
+    out = run(fork, inside, "-W", "ignore", "-m", "deepspeed.env_report")
+    assert "\nloco " in out, out
+
+
+def test_what_the_extension_passes_the_fork_passes(fork: Path, inside: dict[str, str]) -> None:
+    out = run(fork, inside, "-m", "pytest", "-p", "no:cacheprovider", *SHORT)
+    assert " passed" in out and " failed" not in out

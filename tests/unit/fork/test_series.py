@@ -1,0 +1,154 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The patch series: complete, up to date with ours, and each patch leaves a tree that can be imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import base  # noqa: E402
+import mails  # noqa: E402
+import translation  # noqa: E402
+import trees  # noqa: E402
+
+MAIL = """From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
+From: somebody <somebody@example.com>
+Date: Sat, 21 Nov 2026 12:00:00 +0000
+Subject: [PATCH] zero: a subject that is so long that it
+ is folded
+
+Because of a reason that takes more than fifteen words to be told, or nobody would believe that it is one.
+
+{trailers}---
+ file | 1 +
+"""
+TRAILERS = """Generated-From: deepspeed_ext/zero/units.py
+Upstream-Status: pending
+Remove-When: pigs fly
+Signed-off-by: somebody <somebody@example.com>
+"""
+
+
+def mail(tmp_path: Path, text: str = MAIL, trailers: str = TRAILERS) -> mails.Mail:
+    path = tmp_path / "0001-a.patch"
+    path.write_text(text.format(trailers=trailers))
+    return mails.read(path)
+
+
+def test_the_series_holds(archive: Path) -> None:
+    """It applies without fuzz, brings our files as they are, names all twins, and each tree can be imported."""
+    done = subprocess.run([sys.executable, str(SCRIPTS / "series.py"), "check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if ".patch: " in line]) == len(mails.series())
+    total = next(line for line in lines if line.startswith("in all"))
+    seam, symbols = (int(word) for word in total.split() if word.isdigit())
+    assert seam / symbols < 3, total  # fewer is better
+
+
+def test_a_mail_is_read(tmp_path: Path) -> None:
+    one = mail(tmp_path)
+    assert one.subject == "zero: a subject that is so long that it is folded"
+    assert one.body.startswith("Because of") and "Signed-off" not in one.body
+    assert one.values("Remove-When") == ["pigs fly"] and one.generated == ["deepspeed_ext/zero/units.py"]
+    assert one.problems() == []
+    assert mails.targets(one) == {"deepspeed/runtime/paro/zero/units.py": "deepspeed_ext/zero/units.py"}
+
+
+@pytest.mark.parametrize(
+    "old, new, problem",
+    [
+        ("Signed-off-by: somebody <somebody@example.com>\n", "", "no trailer Signed-off-by"),
+        ("Remove-When: pigs fly\n", "", "no trailer Remove-When"),
+        ("pending", "soon", "Upstream-Status 'soon', expected one of pending, submitted"),
+        ("Because of a reason that takes more than fifteen words", "So", "does not say why"),
+        ("zero: a", "zero: a subject with very many words, and"[:40], "characters, at most 72 fit"),
+    ],
+)
+def test_what_a_mail_lacks_is_said(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    text = MAIL.format(trailers=TRAILERS).replace(old, new)
+    if problem.endswith("why"):
+        text = text.replace(" to be told, or nobody would believe that it is one", "")
+    (found,) = mail(tmp_path, text).problems()
+    assert problem in found
+
+
+def test_what_is_no_mail_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(base.Failed, match="is not a mail of git format-patch"):
+        mail(tmp_path, "diff --git a/x b/x\n")
+    with pytest.raises(base.Failed, match=r"deepspeed_ext/nothing\*.py matches no file"):
+        _ = mail(tmp_path, trailers="Generated-From: deepspeed_ext/nothing*.py\n").generated
+
+
+def test_every_file_of_ours_is_in_one_patch(tmp_path: Path) -> None:
+    series = mails.series()
+    assert mails.unplaced(series) == []
+    assert set(translation.sources()) == {name for one in series for name in one.generated}
+    assert any("units.py is in 2 patches" in line for line in mails.unplaced([*series, mail(tmp_path)]))
+    assert any("is in 0 patches" in line for line in mails.unplaced(series[:-1]))
+
+
+def test_series_and_folder_must_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "series").write_text("# a comment\n0001-a.patch\n0002-b.patch\n")
+    mail(tmp_path)
+    monkeypatch.setattr(mails, "SERIES", tmp_path / "series")
+    monkeypatch.setattr(mails, "PATCHES", tmp_path)
+    with pytest.raises(base.Failed, match=r"lists \['0001-a.patch', '0002-b.patch'\], its folder has"):
+        mails.series()
+
+
+def test_what_is_stale_is_named(tmp_path: Path) -> None:
+    one = mail(tmp_path)
+    place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
+    place.parent.mkdir(parents=True)
+    assert "units.py is not what deepspeed_ext/zero/units.py gives" in trees.stale(tmp_path, one)[0]
+    place.write_text(translation.translated("deepspeed_ext/zero/units.py"))
+    assert trees.stale(tmp_path, one) == []
+    place.write_text(place.read_text() + "\n")
+    assert trees.stale(tmp_path, one)
+
+
+def test_seams_and_twins_are_the_same(tmp_path: Path) -> None:
+    def row(*symbols: str) -> trees.Row:
+        return trees.Row("0001-a.patch", mail(tmp_path), [], 1, list(symbols))
+
+    problems = trees.twin_problems([row("keys.parse_our_keys", "keys.nonsense")])
+    assert "keys.nonsense is in a seam, and not replaced at run time" in problems
+    assert "strategies.make_our_optimizer is replaced at run time, and in no seam" in problems
+    assert not any("parse_our_keys" in problem for problem in problems)
+
+
+def test_modules_are_translated() -> None:
+    text = translation.translated("deepspeed_ext/op_builder.py")
+    assert text.startswith(
+        "# Copyright (c) deepspeed_ext contributors\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team\n"
+    )
+    assert "from .builder import CUDAOpBuilder" in text and '"deepspeed.runtime.paro.loco._kernels"' in text
+    assert translation.target("deepspeed_ext/op_builder.py") == "op_builder/loco.py"
+    for source in translation.sources():
+        text = translation.translated(source)
+        assert "deepspeed_ext" not in text.replace("deepspeed_ext contributors", ""), source
+        assert "DeepSpeed Team" in text.splitlines()[3], source
+        if source.endswith(".py"):
+            compile(text, source, "exec")
+    assert "deepspeed.ops.op_builder.loco import LocoBuilder" in translation.translated("deepspeed_ext/loco/ops.py")
+
+
+@pytest.mark.parametrize("text", ["deepspeed==0.19.8\n", "deepspeed>=0.19.8 --hash=sha256:" + "0" * 64, ""])
+def test_base_names_a_version_and_its_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+    monkeypatch.setattr(base, "BASE", tmp_path / "BASE")
+    base.BASE.write_text(text)
+    with pytest.raises(base.Failed, match=r"must have a line 'deepspeed==VERSION --hash=sha256"):
+        base.requirement()
+
+
+def test_another_archive_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(base, "WORK", tmp_path)
+    (tmp_path / f"deepspeed-{base.requirement().version}.tar.gz").write_bytes(b"something else")
+    with pytest.raises(base.Failed, match=r"has SHA-256 [0-9a-f]{64}, BASE says [0-9a-f]{64}: remove it"):
+        base.fetch(base.requirement().version)
