@@ -50,9 +50,11 @@ def problems(rows: Sequence["Row"]) -> list[str]:
 def _print_table(rows: Sequence["Row"], cluster: Cluster) -> None:
     first = rows[0]
     rate = "unlimited links" if first.mbit is None else f"{first.mbit:g} Mbit/s"
+    stolen = [share for row in rows for share in row.stolen]
     print(
         f"\n{first.setting}: {cluster.groups} nodes of {cluster.group_size} ranks, {rate}; compute alone "
-        f"{first.compute:.3f} s; the interface counts {first.headers:.4f} bytes for each of a known transfer.\n"
+        f"{first.compute:.3f} s; the interface counts {first.headers:.4f} bytes for each of a known transfer; "
+        f"{sum(share > 0.1 for share in stolen)} of {len(stolen)} steps lost over 10 % of the CPU to the host.\n"
         f"MB of a node's interface a step without headers (of the formula), MB of model states on a rank."
     )
     print(
