@@ -15,7 +15,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-TEST = ["pytest", "pytest-timeout", "hypothesis", "peft", "transformers"]
+TEST = ["pytest", "pytest-timeout", "hypothesis", "peft", "transformers", "yapf"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -56,9 +56,7 @@ def kernels() -> dict[str, Any]:
             f"DS_BUILD_LOCO=1 builds kernels against the torch and the DeepSpeed that are installed, but {error}. "
             f"Install them, and build with --no-build-isolation."
         ) from error
-    extension = LocoBuilder().builder()
-    extension.sources = [os.path.relpath(source, HERE) for source in extension.sources]
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildExtension}}
+    return {"ext_modules": [LocoBuilder().builder()], "cmdclass": {"build_ext": BuildExtension}}
 
 
 setup(

@@ -53,6 +53,9 @@ def _run_after(loader: importlib.abc.Loader, name: str) -> None:
 
 def _apply(name: str) -> None:
     try:
+        if fork.is_installed():  # found on a search path that is another one than when we were imported
+            fork.stand_down()
+            return
         patches.apply(name)
     except Exception:
         logger.exception("deepspeed_ext could not patch %s; its ds_config keys will not work", name)

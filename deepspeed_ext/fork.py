@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DeepSpeed that has these features built in, by the series in ``patches/``: then ours stand down.
 
-Nothing is patched, and ``deepspeed_ext.planner`` and all others are the fork's own modules under a second name, so
-that a process has each of them once. Standard library only, as all that runs inside ``import torch``.
+Nothing is patched, and ``deepspeed_ext.planner`` and all others, but those that patch, are the fork's own modules
+under a second name, so that a process has each of them once. Standard library only, as all that runs inside
+``import torch``.
 """
 
 import importlib
@@ -17,6 +18,7 @@ from types import ModuleType
 
 PACKAGE = "deepspeed.runtime.paro"
 _OURS = __package__
+_ELSEWHERE = {f"{_OURS}.op_builder": "deepspeed.ops.op_builder.loco"}
 
 
 def is_installed() -> bool:
@@ -31,11 +33,16 @@ def is_installed() -> bool:
     )
 
 
+def _theirs(name: str) -> str:
+    """The fork's name of a module of ours."""
+    return _ELSEWHERE.get(name, PACKAGE + name.removeprefix(_OURS))
+
+
 class _Loader(importlib.abc.Loader):
     """Gives the fork's module."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(PACKAGE + spec.name.removeprefix(_OURS))
+        module = importlib.import_module(_theirs(spec.name))
         self._own = module.__spec__
         return module
 
@@ -50,6 +57,8 @@ class _Aliases(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if not fullname.startswith(f"{_OURS}.") or fullname == f"{_OURS}.__main__":
+            return None
+        if importlib.util.find_spec(_theirs(fullname)) is None:
             return None
         return importlib.machinery.ModuleSpec(fullname, _Loader())
 

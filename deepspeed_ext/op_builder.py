@@ -4,6 +4,7 @@
 
 import importlib
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ class LocoBuilder(CUDAOpBuilder):
         """As DeepSpeed's, but with exact arithmetic."""
         args = [arg for arg in super().nvcc_args() if arg != "--use_fast_math"]
         return [*args, "-fmad=false", "-DUSE_CUDA", _STABLE_ABI] if args else args
+
+    def builder(self) -> Any:
+        """The extension, for a ``setup.py``: with sources relative to the current directory, as setuptools wants."""
+        extension = super().builder()
+        extension.sources = [os.path.relpath(source) for source in extension.sources]
+        return extension
 
     def is_built(self) -> bool:
         """Whether it was built ahead of time."""

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +49,10 @@ def run(command: list[str], **kwargs: object) -> str:
     Raises:
         Failed: it failed; with what it printed.
     """
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs)  # type: ignore
+    try:
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs)  # type: ignore
+    except OSError as error:
+        raise Failed(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:
         raise Failed(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout}")
     return str(done.stdout)
@@ -73,7 +77,8 @@ def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) 
     """Run git in a tree, whatever the user has configured; what it prints."""
     name, email = _IDENTITY
     environment = {
-        **os.environ,
+        # Of a hook, those of the repository that it belongs to.
+        **{key: value for key, value in os.environ.items() if not key.startswith("GIT_")},
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
         **{f"GIT_{who}_NAME": name for who in ("AUTHOR", "COMMITTER")},
@@ -84,16 +89,18 @@ def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) 
     return run(["git", "-C", str(tree), *arguments], env=environment, **kwargs)
 
 
-def unpack(version: str, folder: Path) -> Path:
+def unpack(version: str, tree: Path) -> Path:
     """A fresh tree of a version, as a git repository with one commit, tagged ``base``."""
     archive = fetch(version)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with tarfile.open(archive) as content:
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as folder, tarfile.open(archive) as content:
         content.extractall(folder, filter="data")
-    tree = folder / f"deepspeed-{version}"
+        (Path(folder) / f"deepspeed-{version}").rename(tree)
     for name, link in _LINKS.items():
         copy = tree / "deepspeed" / name
+        if not copy.is_dir():
+            raise Failed(f"DeepSpeed {version} has no deepspeed/{name}: its layout is another one")
         shutil.rmtree(copy)
         copy.symlink_to(link)
     (tree / ".gitignore").write_text("__pycache__/\n*.egg-info/\n/build/\n/build.txt\ngit_version_info_installed.py\n")

@@ -25,7 +25,7 @@ import trees
 from base import WORK, Failed, fetch, importable, requirement, run, unpack
 from translation import ROOT
 
-# What ``test`` runs without arguments: parity, and all else that shows that a fork does what the extension does.
+# What ``test`` runs without arguments: parity, and what a user sees. Not what looks at the patching itself.
 TESTS = [
     *("zero/test_parity.py", "zero/test_partitioned.py", "zero/test_units.py", "zero/test_states.py"),
     *("zero/test_partitioned_states.py", "zero/test_bytes.py", "zero/test_leaf_modules.py", "zero/test_gathered.py"),
@@ -39,10 +39,10 @@ def check(args: argparse.Namespace) -> int:
     found = mails.series()
     problems = [problem for mail in found for problem in mail.problems()] + mails.unplaced(found)
     with tempfile.TemporaryDirectory() as folder:
-        tree = unpack(requirement().version, Path(folder))
+        tree = unpack(requirement().version, Path(folder) / "tree")
         for mail in found:
             trees.apply(tree, mail)
-            problems += trees.stale(tree, mail)
+            problems += trees.stale(tree, mail) + trees.missing(tree, mail)
             if not args.no_import:
                 problems += trees.import_problems(importable(tree), mail)
         rows = trees.table(tree, found)
@@ -100,14 +100,18 @@ def _wheel() -> Path:
     shutil.rmtree(wheels, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     label = {"DS_BUILD_STRING": f"+ext.{__version__}"}
-    run([*pip, "--no-build-isolation", "--wheel-dir", str(wheels), str(tree)], env=os.environ | label)
+    variables = os.environ | label | {"DEEPSPEED_EXT_DISABLE": "1"}  # it imports torch, and parts of DeepSpeed
+    run([*pip, "--no-build-isolation", "--wheel-dir", str(wheels), str(tree)], env=variables)
     (wheel,) = wheels.glob("*.whl")
     return wheel
 
 
 def environment() -> Path:
     """A virtual environment with the fork, and with all else from the active one; its Python."""
-    wheel, folder = _wheel(), WORK / "environment"
+    folder = WORK / "environment"
+    if Path(sys.prefix) == folder:
+        raise Failed(f"{folder} is in use by this process")
+    wheel = _wheel()
     shutil.rmtree(folder, ignore_errors=True)
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     python = folder / "bin" / "python"
@@ -125,8 +129,9 @@ def variables(python: Path) -> dict[str, str]:
     """The environment variables of a process in that environment."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     folder = python.parents[1]
+    hidden = ("PYTHONPATH", "DEEPSPEED_EXT_DISABLE")  # which lead to another DeepSpeed, or to none of our features
     apart = {"VIRTUAL_ENV": str(folder), "TORCH_EXTENSIONS_DIR": str(WORK / "torch_extensions"), "PATH": path}
-    return os.environ | apart
+    return {key: value for key, value in os.environ.items() if key not in hidden} | apart
 
 
 def test(args: argparse.Namespace) -> int:
@@ -143,10 +148,10 @@ def drift(args: argparse.Namespace) -> int:
         "import json, sys; from deepspeed_ext import patches\n"
         "print(json.dumps([problem for patch in patches.PATCHES if (problem := patch.problem())]))"
     )
-    for version in args.versions or [requirement().version, trees.newest()]:
+    for version in args.versions or dict.fromkeys([requirement().version, trees.newest()]):
         with tempfile.TemporaryDirectory() as folder:
             fetch(version)
-            library = importable(unpack(version, Path(folder)))
+            library = importable(unpack(version, Path(folder) / "tree"))
             variables = os.environ | {"PYTHONPATH": str(library), "DS_ACCELERATOR": "cpu"}
             printed = run([sys.executable, "-W", "ignore", "-c", ask], env=variables)
         problems = json.loads(printed.splitlines()[-1])
@@ -154,37 +159,29 @@ def drift(args: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="scripts/patches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_arguments() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="scripts/patches", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(required=True, metavar="command")
-    for command, name in (
-        (check, "check"),
-        (apply, "apply"),
-        (refresh, "refresh"),
-        (build, "build-fork"),
-        (test, "test"),
-        (drift, "drift"),
-    ):
+    added = {}
+    for command in (check, apply, refresh, build, test, drift):
+        name = {build: "build-fork"}.get(command, command.__name__)
         summary = (command.__doc__ or "").rstrip(".")
-        added = commands.add_parser(name, help=summary, description=command.__doc__)
-        added.set_defaults(run=command)
-        if command is check:
-            added.add_argument("--no-import", action="store_true", help="do not import each tree, which takes seconds")
-        elif command is apply:
-            added.add_argument(
-                "--to", type=Path, required=True, metavar="DIR", help="a folder that does not exist yet"
-            )
-        elif command is refresh:
-            added.add_argument("--tree", type=Path, metavar="DIR", help="take the seams from the commits of this tree")
-        elif command is test:
-            added.add_argument(
-                "pytest", nargs=argparse.REMAINDER, help="arguments of pytest, instead of all its tests"
-            )
-        elif command is drift:
-            added.add_argument("versions", nargs="*", metavar="VERSION", help="default: that of BASE, and the newest")
-    args = parser.parse_args()
+        added[command] = commands.add_parser(name, help=summary, description=command.__doc__)
+        added[command].set_defaults(run=command)
+    added[check].add_argument("--no-import", action="store_true", help="do not import each tree, which takes a while")
+    added[apply].add_argument("--to", type=Path, required=True, metavar="DIR", help="where there is nothing yet")
+    added[refresh].add_argument("--tree", type=Path, metavar="DIR", help="take the seams from this tree's commits")
+    added[drift].add_argument("versions", nargs="*", metavar="VERSION", help="default: that of BASE, and the newest")
+    added[test].epilog = "Other arguments go to pytest; by default all that concerns a fork."
+    args, args.pytest = parser.parse_known_args()
+    if args.pytest and args.run is not test:
+        parser.error(f"unrecognized arguments: {' '.join(args.pytest)}")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
     try:
         return int(args.run(args))
     except Failed as failed:

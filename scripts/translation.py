@@ -5,8 +5,6 @@
 import re
 from pathlib import Path, PurePosixPath
 
-from yapf.yapflib.yapf_api import FormatCode
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "deepspeed.runtime.paro"
 # What patches DeepSpeed while it runs, and what is said there.
@@ -56,6 +54,8 @@ def translated(source: str) -> str:
         rest = rest.replace(ours, theirs)
     text = head + kept + rest
     if source.endswith(".py"):
+        from yapf.yapflib.yapf_api import FormatCode  # not where a fork is only built
+
         text, _ = FormatCode(text, style_config=_STYLE)
     return text
 

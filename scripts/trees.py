@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tree of DeepSpeed with patches of the series, a commit for each; and what is seen there."""
 
+import ast
 import multiprocessing
+import os
 import re
 import sys
 import traceback
@@ -12,12 +14,13 @@ from typing import NamedTuple
 
 from base import Failed, git, requirement, run, unpack
 from mails import PATCHES, Mail, series, targets
-from translation import is_ours, translated
+from translation import PACKAGE, is_ours, translated
 
 README = PATCHES / "README.md"
 _TABLE = re.compile(r"(?<=<!-- table: scripts/patches refresh -->\n).*?(?=<!-- end -->)", re.DOTALL)
-# A line of seam that puts one of our functions in the place of DeepSpeed's.
-_SYMBOL = re.compile(r"^\+.*?(?:@|= )(\w+)\.(\w+)(?:\(\w+\))?$", re.MULTILINE)
+# Lines of seam that put one of our functions in the place of DeepSpeed's: a decorator, or an assignment.
+_DECORATED = re.compile(r"^\+ *@(?P<ours>\w+\.\w+)\n(?:[ +] *@.*\n)*[ +] *def (?P<theirs>\w+)", re.MULTILINE)
+_ASSIGNED = re.compile(r"^\+(?P<theirs>\w+) = (?P<ours>\w+\.\w+)\((?P=theirs)\)$", re.MULTILINE)
 
 
 def apply(tree: Path, mail: Mail) -> None:
@@ -61,6 +64,26 @@ def stale(tree: Path, mail: Mail) -> list[str]:
     return found
 
 
+def missing(tree: Path, mail: Mail) -> list[str]:
+    """What the files of the patch import of the fork's package, now or when they run, and is not there yet."""
+    found = []
+    for name in targets(mail):
+        if not name.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse((tree / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules = [one.name for one in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [str(node.module)]
+            else:
+                continue
+            for module in modules:
+                path = tree / module.replace(".", "/")
+                if module.startswith(PACKAGE) and not (path.with_suffix(".py").is_file() or path.is_dir()):
+                    found.append(f"{mail.path.name}: {name} imports {module}, which is not there")
+    return found
+
+
 def export(tree: Path, folder: Path) -> list[str]:
     """The commits of a tree as mails; their names."""
     form = ["--zero-commit", "--no-signature", "--no-numbered", "--no-renames", "--full-index"]
@@ -88,6 +111,7 @@ def _import_all(library: str, names: list[str]) -> None:
 
 def import_problems(library: Path, mail: Mail) -> list[str]:
     """Modules that cannot be imported when this patch is the last one."""
+    os.environ["DEEPSPEED_EXT_DISABLE"] = "1"  # or the trees would be patched on top of their seams
     import torch  # noqa: F401
 
     tree = (library / "deepspeed").resolve().parent
@@ -112,14 +136,14 @@ class Row(NamedTuple):
         mail: its header.
         generated: files that come from ours.
         seam: lines written by hand: added or removed in all other files.
-        symbols: functions of ours, ``module.name``, that the seams put in the place of DeepSpeed's.
+        symbols: functions of ours, ``module.name``, each with the name of that of DeepSpeed's in whose place it is.
     """
 
     name: str
     mail: Mail
     generated: list[str]
     seam: int
-    symbols: list[str]
+    symbols: list[tuple[str, str]]
 
 
 def table(tree: Path, mails: Iterable[Mail]) -> list[Row]:
@@ -133,8 +157,9 @@ def table(tree: Path, mails: Iterable[Mail]) -> list[Row]:
             added, removed, name = line.split("\t")
             if name not in names:
                 seam += int(added) + int(removed)
-                changes = git(tree, "show", "--format=", "--unified=0", commit, "--", name)
-                symbols += [f"{found[1]}.{found[2]}" for found in _SYMBOL.finditer(changes)]
+                changes = git(tree, "show", "--format=", commit, "--", name)
+                for form in (_DECORATED, _ASSIGNED):
+                    symbols += [(found["ours"], found["theirs"]) for found in form.finditer(changes)]
         rows.append(Row(mail.path.name, mail, sorted(names), seam, symbols))
     return rows
 
@@ -143,14 +168,14 @@ def twin_problems(rows: list[Row]) -> list[str]:
     """Where seams and what is patched at run time differ."""
     from deepspeed_ext.patches import PATCHES as TWINS
 
-    made = [patch.replace for patch in TWINS if patch.replace]
-    twins = sorted(f"{replace.__module__.rpartition('.')[2]}.{replace.__name__}" for replace in made)
+    made = [(patch.replace, patch.path.rpartition(".")[2]) for patch in TWINS if patch.replace]
+    twins = sorted((f"{ours.__module__.rpartition('.')[2]}.{ours.__name__}", theirs) for ours, theirs in made)
     seams = sorted(symbol for row in rows for symbol in row.symbols)
-    lacking = [f"{name} is replaced at run time, and in no seam" for name in set(twins) - set(seams)]
-    lacking += [f"{name} is in a seam, and not replaced at run time" for name in set(seams) - set(twins)]
-    if not lacking and twins != seams:
-        lacking.append(f"the seams have {seams}, replaced at run time are {twins}")
-    return sorted(lacking)
+    found = [f"{ours} replaces {theirs} at run time, and in no seam" for ours, theirs in set(twins) - set(seams)]
+    found += [f"{ours} replaces {theirs} in a seam, and not at run time" for ours, theirs in set(seams) - set(twins)]
+    if not found and twins != seams:
+        found.append(f"the seams have {seams}, replaced at run time are {twins}")
+    return sorted(found)
 
 
 def _markdown(rows: list[Row]) -> str:
@@ -158,7 +183,7 @@ def _markdown(rows: list[Row]) -> str:
     for row in rows:
         mail = row.mail
         answers = ", ".join(mail.values("Upstream-Issue")) or "-"
-        twin = ", ".join(f"`{symbol}`" for symbol in row.symbols) or "-"
+        twin = ", ".join(f"`{ours}`" for ours, _ in row.symbols) or "-"
         status = ", ".join(mail.values("Upstream-Status"))
         lines.append(f"| [{row.name[:4]}]({row.name}) {mail.subject} | {answers} | {status} | {row.seam} | {twin} |")
     seam, symbols = sum(row.seam for row in rows), sum(len(row.symbols) for row in rows)

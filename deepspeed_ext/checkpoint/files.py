@@ -16,7 +16,7 @@ from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, sync
 
-HEADER = "deepspeed_ext"
+HEADER = "paro"  # the same in a fork: either form reads what the other has saved
 """Key of each file of a checkpoint, beside DeepSpeed's: what saved it. See ``CheckpointFiles.saving``."""
 
 

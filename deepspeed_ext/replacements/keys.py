@@ -11,7 +11,7 @@ def parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_zero_config)
     def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         from deepspeed_ext import config
-        from deepspeed_ext.patches import require
+        from deepspeed_ext.support import require
 
         config.check_top_level(param_dict)
         section = param_dict.get(config.SECTION)
@@ -37,7 +37,7 @@ def check_our_keys(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
         from deepspeed_ext.config import SECTION, check_config, our_keys
-        from deepspeed_ext.patches import require
+        from deepspeed_ext.support import require
 
         try:
             init(self, config, mpu, *args, **kwargs)

@@ -64,7 +64,7 @@ def configure_with(
         for module, name, make in _replacements(strategy, topology, make_inter, engine._config.zero_config):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
-                stack.close()  # found: nothing below needs to see our names, and the patches are checked there
+                stack.close()  # found: nothing below needs to see our names
                 made.append(make(*args, **kwargs))
                 return made[-1]
 

@@ -43,7 +43,7 @@ BucketEntry = tuple[int, int, int]  # parameter group, index in the group, param
 
 
 class _FlatGroups(list[Tensor]):
-    """The flat parameter buffers, which know how to gather themselves; see ``patches.py``."""
+    """The flat parameter buffers, which know how to gather themselves; see ``replacements/strategies.py``."""
 
     def __init__(self, buffers: list[Tensor], optimizer: "ReplicatedOptimizer") -> None:
         super().__init__(buffers)

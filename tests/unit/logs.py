@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def is_ours(line: str) -> bool:
+    """Whether a line says who has written it, and it was us: as an extension, or inside a fork."""
+    return "deepspeed_ext" in line or "deepspeed.runtime.paro" in line
+
+
 @contextmanager
 def logged() -> Iterator[list[tuple[str, str]]]:
     """Level and message of each line of DeepSpeed's logger from INFO on, whatever level is shown."""

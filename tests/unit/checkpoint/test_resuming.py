@@ -290,7 +290,7 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
         model.layers[0].__class__ = Growing
         engine.save_checkpoint(f"{folder}/{name}", "extra", save_latest=False)
         accepted = engine.load_checkpoint(f"{folder}/{name}", "extra")[0] is not None
-        message = error_of(engine.save_checkpoint, f"{folder}/{name}", client_state={"deepspeed_ext": "mine"})
+        message = error_of(engine.save_checkpoint, f"{folder}/{name}", client_state={"paro": "mine"})
         raised = message.split(":")[0]
         assert Path(folder, name, "latest").read_text() == "7"
         engine.destroy()

@@ -12,16 +12,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 import base
 import series
 
+from deepspeed_ext import fork as forks
+
 
 @pytest.fixture(scope="session")
 def archive() -> Path:
     """Fetched once; without an index, what needs it is skipped."""
+    if forks.is_installed():
+        pytest.skip("this is the fork")
     try:
         return base.fetch(base.requirement().version)
     except base.Failed as failed:
-        if "BASE says" in str(failed):
+        if "No matching distribution found" not in str(failed):  # as pip ends where it reaches no index
             raise
-        pytest.skip(f"DeepSpeed's source distribution cannot be fetched: {str(failed).splitlines()[-1]}")
+        pytest.skip("DeepSpeed's source distribution cannot be fetched: no index can be reached")
 
 
 @pytest.fixture(scope="session")

@@ -24,24 +24,30 @@ SHORT = [
     "tests/unit/checkpoint/test_resuming.py::test_weights_are_those_of_the_tag",
 ]
 
+pytestmark = pytest.mark.timeout(1500)  # the first test builds the fork, and its ranks their operators
+
 
 def run(python: Path | str, inside: dict[str, str] | None, *arguments: str) -> str:
     """What a process prints."""
-    done = subprocess.run([str(python), *arguments], cwd=ROOT, env=inside, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [str(python), *arguments], cwd=ROOT, env=inside, capture_output=True, text=True, timeout=1200
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_weights_are_equal_to_the_bit(fork: Path, inside: dict[str, str]) -> None:
-    with subprocess.Popen([sys.executable, str(DIGESTS)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as extension:
-        theirs = json.loads(run(fork, inside, str(DIGESTS)).splitlines()[-1])
-        ours = json.loads(extension.communicate()[0].splitlines()[-1])
+    ours, theirs = (
+        json.loads(run(python, variables, str(DIGESTS)).splitlines()[-1])
+        for python, variables in ((sys.executable, None), (fork, inside))
+    )
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         for name, value in one.items():
-            if not name.startswith("module of"):
-                assert other[name] == value, (rank, name)
-        assert one["module of IIG, bf16"] == "deepspeed_ext.zero.partitioned"
-        assert other["module of IIG, bf16"] == "deepspeed.runtime.paro.zero.partitioned"
+            expected = value
+            if name.startswith("module of"):
+                expected = value.replace("deepspeed_ext", "deepspeed.runtime.paro")
+                assert (value != expected) != name.endswith("stock ZeRO-2"), name
+            assert other[name] == expected, (rank, name)
         assert len(set(one.values())) > 10  # digests of different things
 
 

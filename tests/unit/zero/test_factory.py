@@ -5,7 +5,7 @@
 from typing import Any
 
 import pytest
-from logs import logged
+from logs import is_ours, logged
 
 from deepspeed_ext.placement import STRATEGIES
 
@@ -39,7 +39,7 @@ def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: in
     get_accelerator().total_memory = lambda device_index=None: memory
     with logged() as lines:
         make_engine(zero, config, zero_init).destroy()
-    return [(level, text) for level, text in lines if "deepspeed_ext" in text]
+    return [(level, text) for level, text in lines if is_ours(text)]
 
 
 def kilobytes(name: str, parameters: float, gradients: float, optimizer: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 import training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from logs import logged
+from logs import is_ours, logged
 from training import BF16, REPLICATED, Difference, Job
 
 SHARDED_GRADIENTS = ("NII", "NIG", "NGG")
@@ -265,7 +265,7 @@ def test_one_rank_alone(ranks: Any) -> None:
 @pytest.mark.parametrize("group, words", [(2, None), (4, "so I means G"), (1, "so I means N")])
 def test_one_line_says_what_runs(ranks: Any, group: int, words: str | None) -> None:
     for rank, lines in enumerate(ranks(4).run(announcement_case, group)):
-        ours = [line for line in lines if "deepspeed_ext" in line]
+        ours = [line for line in lines if is_ours(line)]
         assert len(ours) == (0 if rank else 1 if words is None else 2), ours
         if rank == 0:
             assert (
