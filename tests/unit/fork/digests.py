@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with each feature on four ranks, and prints the weights' digests: ``python digests.py``.
 
-Run by two interpreters, one with the extension and one with the fork; both must print the same.
+Run by two interpreters, one with the extension and one with the fork; both must print the same. ``save FOLDER`` trains
+and saves on the way, ``resume FOLDER`` goes on from there: both must end at the same weights.
 """
 
 import hashlib
@@ -59,6 +60,28 @@ def digest_case() -> dict[str, str]:
     return found
 
 
+def resumed_case(folder: str, resume: bool) -> str:
+    """A digest of the weights after four steps, of which two come before a checkpoint."""
+    import training
+    from training import Job, placed
+
+    job = Job(sizes=(64, 96, 64), zero=SMALL)
+    engine, model = training.make_engine(job, placed("NIG", zeropp_loco_param={"err_beta": 0.8}))
+    data = training.batches(job)
+    for number in range(4):
+        batch = next(data)
+        if number == 2 and resume:
+            assert engine.load_checkpoint(folder)[0] is not None
+        elif number == 2:
+            engine.save_checkpoint(folder)
+        if number >= 2 or not resume:
+            training.micro_step(engine, job, number, *batch)
+            engine.step()
+    weights = training.whole_weights(model)
+    engine.destroy()
+    return digest([weights])
+
+
 def quantized_mean(rank: int, world: int) -> str:
     """Of what ``zero_quantized_gradients`` makes of a tensor, on two nodes."""
     from unittest import mock
@@ -84,8 +107,11 @@ def main() -> None:
 
     ranks.prepare_environment()
     pools = ranks.RankPools()
+    case: tuple[Any, ...] = (digests.digest_case,)
+    if sys.argv[1:]:
+        case = (digests.resumed_case, sys.argv[2], sys.argv[1] == "resume")
     try:
-        found = pools(4).run(digests.digest_case)
+        found = pools(4).run(*case)
     finally:
         pools.close()
     print(json.dumps(found))

@@ -51,6 +51,12 @@ def test_the_series_holds(archive: Path) -> None:
     assert seam / symbols < 3, total  # fewer is better
 
 
+def test_drift_is_none_on_base(archive: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "series.py"), "drift", base.requirement().version]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == f"DeepSpeed {base.requirement().version}: 0 symbols differ\n", done.stdout + done.stderr
+
+
 def test_a_mail_is_read(tmp_path: Path) -> None:
     one = mail(tmp_path)
     assert one.subject == "zero: a subject that is so long that it is folded"
