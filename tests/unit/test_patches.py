@@ -5,8 +5,6 @@
 import subprocess
 import sys
 
-import pytest
-
 from deepspeed_ext import patches, symbols
 
 PRELUDE = """
@@ -145,16 +143,36 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used(fault: str) -> None:
-    breakage, message = BROKEN[fault]
-    # Break DeepSpeed with our hooks out, then activate: as if this were another DeepSpeed.
-    prelude = "import os\nos.environ['DEEPSPEED_EXT_DISABLE'] = '1'\n" + breakage
-    prelude += "os.environ['DEEPSPEED_EXT_DISABLE'] = ''\nimport deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
-    use = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))"
-    out = run(f"try:\n    {use}\nexcept RuntimeError as error:\n    print(error)", prelude)
-    assert (
-        message in out and "Tested: DeepSpeed 0.19.8" in out and "or remove the keys of deepspeed_ext (paro_*" in out
-    )
-    if not fault.startswith("gate"):
-        run("assert int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage) == 2", prelude)
+# Forks, once DeepSpeed is imported without us, a process for each piece of code; its output.
+IN_FORKS = """
+import os
+os.environ["DEEPSPEED_EXT_DISABLE"] = "1"
+import torch, deepspeed, deepspeed.runtime.pipe.engine, deepspeed.env_report
+del os.environ["DEEPSPEED_EXT_DISABLE"]
+for name, code in {pieces!r}.items():
+    print(">", name, flush=True)
+    if not os.fork():
+        try:
+            exec(code, {{}})
+        except BaseException as error:
+            print("raised", type(error).__name__, error)
+        os._exit(sys.stdout.flush() or 0)
+    os.wait()
+"""
+ACTIVATE = "import deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
+USE = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))\n"
+DO_NOT = "print(int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage))\n"
+
+
+def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used() -> None:
+    pieces = {}
+    for fault, (breakage, _) in BROKEN.items():
+        pieces[fault] = breakage + ACTIVATE + USE
+        if not fault.startswith("gate"):
+            pieces[f"{fault}, unused"] = breakage + ACTIVATE + DO_NOT
+    out = dict(part.split("\n", 1) for part in run(IN_FORKS.format(pieces=pieces), "import sys").split("> ")[1:])
+    for fault, (_, message) in BROKEN.items():
+        assert out[fault].startswith("raised RuntimeError"), fault
+        for part in (message, "Tested: DeepSpeed 0.19.8", "or remove the keys of deepspeed_ext (paro_*"):
+            assert part in out[fault], fault
+        assert fault.startswith("gate") or out[f"{fault}, unused"] == "2\n", fault

@@ -72,12 +72,12 @@ def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str) -> None:
     """Weights, moments, step counts, hyperparameters, frozen parameters, buffers and counters: to the bit."""
     sources = ALL if dtype == "fp32" else ("NII", "IIG", "2", "3")
     ranks(4).run(save_case, str(tmp_path), sources, dtype)
-    for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, 3), dtype):
+    for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, 2), dtype):
         for row in rows:
             assert row[2] == {}, row
 
 
-@pytest.mark.parametrize("world_size, group_size", [(6, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("world_size, group_size", [(6, 2), (2, 1)])
 def test_to_other_numbers_of_ranks(ranks: Any, tmp_path: Path, world_size: int, group_size: int) -> None:
     pairs = [
         ("NIG", "IIG"),

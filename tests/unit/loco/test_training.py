@@ -10,7 +10,7 @@ from training import PARTITIONED, REPLICATED
 ALL = (*REPLICATED, *PARTITIONED)
 
 
-@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("fp32", 3), ("bf16", 3), ("fp16", 3)])
+@pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 3), ("fp16", 2)])
 def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int) -> None:
     """Gradients of stock, to within quantization: a factor of 2 in any of them would show in the norms."""
     for rows in ranks(4).run(parity_case, dtype, accumulation):
@@ -23,7 +23,7 @@ def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int) -> 
 
 def strategies_of(dtype: str, accumulation: int) -> tuple[str, ...]:
     """All once; after that one of each path."""
-    return (*ALL, "1", "2", "3") if (dtype, accumulation) == ("fp32", 1) else ("NNI", "NIG", "III", "IIG", "2", "3")
+    return (*ALL, "1", "2", "3") if (dtype, accumulation) == ("fp32", 1) else ("NIG", "III", "IIG", "3")
 
 
 def parity_case(dtype: str, accumulation: int) -> list[Any]:
@@ -98,7 +98,7 @@ def feedback_case(accumulation: int, how: str) -> list[tuple[str, float, float]]
         return total / applied
 
     rows = []
-    for name in ALL if how == "plain" else ("NNN", "NIG", "NGG", "INI", "IIG", "GGG"):
+    for name in ALL if how == "plain" else ("NNN", "NGG", "INI", "IIG"):
         keys = training.placed(name)
         exact = mean_gradient(keys)
         errors = []
