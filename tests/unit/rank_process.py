@@ -143,10 +143,14 @@ def _destroy_engines() -> None:
     refer back to the engine from C++, where the garbage collector does not see them.
     """
     import deepspeed
+    from deepspeed.runtime.pipe.engine import PipelineEngine
 
     for entry in gc.get_objects():
         if issubclass(type(entry), deepspeed.DeepSpeedEngine):
             entry.destroy()
+            # After destroy, too, the last stage of a pipeline holds the graph of its losses, and so these hooks.
+            if issubclass(type(entry), PipelineEngine):
+                vars(entry).clear()
 
 
 def _function_caches() -> list[Any]:
