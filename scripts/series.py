@@ -22,7 +22,7 @@ from pathlib import Path
 
 import mails
 import trees
-from base import WORK, Failed, fetch, importable, requirement, run, unpack
+from base import WORK, Failed, importable, requirement, run, unpack
 from translation import ROOT
 
 # What ``test`` runs without arguments: parity, and what a user sees. Not what looks at the patching itself.
@@ -78,9 +78,11 @@ def refresh(args: argparse.Namespace) -> int:
         for mail in edited:
             trees.apply(tree, mail)
             trees.regenerate(tree, mail)
-        for path in mails.PATCHES.glob("*.patch"):
+        names = trees.export(tree, scratch / "made")
+        for path in mails.PATCHES.glob("*.patch"):  # not before there are others
             path.unlink()
-        names = trees.export(tree, mails.PATCHES)
+        for name in names:
+            shutil.copy(scratch / "made" / name, mails.PATCHES)
         mails.SERIES.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
         trees.write_table(trees.table(tree, mails.series()))
     print(f"{len(names)} patches")
@@ -150,7 +152,6 @@ def drift(args: argparse.Namespace) -> int:
     )
     for version in args.versions or dict.fromkeys([requirement().version, trees.newest()]):
         with tempfile.TemporaryDirectory() as folder:
-            fetch(version)
             library = importable(unpack(version, Path(folder) / "tree"))
             variables = os.environ | {"PYTHONPATH": str(library), "DS_ACCELERATOR": "cpu"}
             printed = run([sys.executable, "-W", "ignore", "-c", ask], env=variables)

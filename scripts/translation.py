@@ -5,8 +5,9 @@
 import re
 from pathlib import Path, PurePosixPath
 
+from deepspeed_ext.fork import PACKAGE
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "deepspeed.runtime.paro"
 # What patches DeepSpeed while it runs, and what is said there.
 STAYS = frozenset(
     f"deepspeed_ext/{name}.py" for name in ("__init__", "__main__", "activation", "fork", "patches", "symbols")
