@@ -8,6 +8,7 @@ from the same seed in the same processes, and take turns, a step each, in rounds
 else this machine does falls on all of them. A step's time is that of the slowest rank.
 
 A step from which the host of a virtual machine has taken the CPU away (/proc/stat) is repeated, whatever it took.
+Methods whose steps are short have more of them.
 
 For each method: seconds of a step, bytes between nodes, bytes of model states that a rank holds, and the *floor*: the
 time of compute alone (forward and backward of all micro-batches on all ranks at once, and an update of 1/n of the
@@ -28,7 +29,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 import verdict
 from cluster import collect
+from cluster_rows import LOCO, NATIVE, SETTINGS, SIZES, Row, Setting
 from launching import start_rank
 from network import Link
 from peers import ADAMW, PEERS, Batch, Method, Ours
@@ -47,105 +49,20 @@ from tqdm import tqdm
 
 from deepspeed_ext import hops
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.placement import STRATEGIES, Cluster
+from deepspeed_ext.placement import STRATEGIES
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.topology import get_topology
 
-SIZES = {"large": (512, 2048), "small": (256, 1024)}  # width and hidden width of 4 blocks: 8.4 and 2.1 M parameters
 BLOCKS, ROWS = 4, 8
 WARM_UP_STEPS = 2
 LONG, ENOUGH = 8.0, 2  # a method whose steps take so many seconds has this number of them, whatever --rounds says
+SHORT, MOST = 3.0, 20  # one whose steps take less than this together goes on, up to this number of them
 STOLEN, TRIES = 0.05, 4  # a step that lost more of the CPU to the host than this share is repeated, as often as this
 CALIBRATION = 1_000_000  # elements of fp32
-NATIVE = " (gloo's collectives)"
 COMPUTE = "compute"
-LOCO = " + LoCo"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One launch."""
-
-    nodes: int
-    ranks_per_node: int
-    size: str
-    accumulation: int
-    mbit: tuple[float | None, ...] = (100, 500, None)
-
-    @property
-    def name(self) -> str:
-        return f"{self.nodes}x{self.ranks_per_node}-{self.size}-{self.accumulation}"
-
-    @property
-    def cluster(self) -> Cluster:
-        return Cluster(self.nodes * self.ranks_per_node, self.ranks_per_node)
-
-
-SETTINGS = {
-    setting.name: setting
-    for setting in (
-        Setting(2, 2, "large", 4),
-        Setting(2, 2, "small", 1),
-        Setting(2, 2, "small", 4),
-        Setting(2, 2, "small", 16),
-        Setting(4, 2, "small", 4),
-    )
-}
-
-
-@dataclass
-class Row:
-    """One method at one rate.
-
-    Attributes:
-        seconds: of each step.
-        stolen: share of the CPU's time that the host of a virtual machine took for others meanwhile, of each step.
-        link_bytes: that a node sent to others in a step, by its interface.
-        headers: how many bytes the interface counts for one of a known transfer.
-        formula_bytes: that a node must receive from others; None for a peer.
-        held: bytes of parameters, gradients and optimizer states on the rank that holds most.
-        difference: of the weights to the first method's after as many steps, relative to the largest.
-        parts: predicted seconds of a step, by the planner, by part; none for a peer.
-    """
-
-    setting: str
-    mbit: float | None
-    method: str
-    setup: str
-    seconds: list[float] = field(default_factory=list)
-    stolen: list[float] = field(default_factory=list)
-    link_bytes: float = 0.0
-    headers: float = 1.0
-    formula_bytes: float | None = None
-    held: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    difference: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-    compute: float = 0.0
-
-    @property
-    def predicted(self) -> float | None:
-        return sum(self.parts.values()) if self.parts else None
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def memory(self) -> float:
-        return sum(self.held)
-
-    @property
-    def bytes_between(self) -> float:
-        """Payload that a node received from others in a step."""
-        return self.link_bytes / self.headers
-
-    @property
-    def floor(self) -> float:
-        link = 0.0 if self.mbit is None else self.bytes_between * 8 / (self.mbit * 1e6)
-        return self.compute + link
 
 
 # What runs in the ranks ###########################################################################
@@ -240,6 +157,7 @@ class Worker:
 
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
         self._setting, self._args = setting, args
+        self._rounds = max(MOST, args.rounds)
         self._link = Link()
         self._topology = get_topology(None, setting.ranks_per_node)
         width, hidden = SIZES[setting.size]
@@ -262,8 +180,7 @@ class Worker:
         held = self._warm_up()
         differences = self._compare()
         rows = []
-        rounds = len(self._setting.mbit) * self._args.rounds
-        bar = tqdm(total=rounds * (len(self._methods) + 1), desc=self._setting.name, disable=dist.get_rank() != 0)
+        bar = tqdm(total=len(self._setting.mbit) * self._rounds, desc=self._setting.name, disable=dist.get_rank() != 0)
         for mbit in self._setting.mbit:
             rows += self._at(mbit, held, bar)
         for row in rows:
@@ -289,26 +206,31 @@ class Worker:
         rates = probe.measure(self._topology)
         rows = {name: Row(self._setting.name, mbit, name, method.setup) for name, method in self._methods.items()}
         compute: list[float] = []
-        for number in range(self._args.rounds):
-            order = list(self._methods)
+        for number in range(self._rounds):
+            bar.update()
+            order = [name for name, row in rows.items() if self._goes_on(row.seconds)]
+            if not order:
+                continue
             random.Random(number).shuffle(order)
             for name in order:
                 row = rows[name]
-                bar.update()
-                if len(row.seconds) >= ENOUGH and min(row.seconds) > LONG:
-                    continue
                 step = self._undisturbed(self._methods[name])
                 row.seconds.append(step.seconds)
                 row.stolen.append(step.stolen)
                 row.link_bytes += (step.sent - row.link_bytes) / len(row.seconds)
             compute.append(self._undisturbed(self._compute).seconds)
-            bar.update()
         alone = statistics.median(compute)
         model = replace(self._described, compute=alone / self._setting.accumulation)
         for row in rows.values():
             row.headers, row.compute, row.held = headers, alone, held[row.method]
         self._predict(rows, model, rates)
         return list(rows.values())
+
+    def _goes_on(self, seconds: list[float]) -> bool:
+        """Whether a method has another step. Of short ones the median is steady after more of them only."""
+        if len(seconds) >= ENOUGH and min(seconds) > LONG:
+            return False
+        return len(seconds) < self._args.rounds or (sum(seconds) < SHORT and len(seconds) < MOST)
 
     def _predict(self, rows: dict[str, Row], model: Model, rates: Any) -> None:
         for suffix, loco in (("", None), (LOCO, LocoSettings())):
@@ -394,38 +316,6 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-def csv_row(row: Row) -> dict[str, Any]:
-    """What identifies a result, and the result."""
-    setting = SETTINGS[row.setting]
-    low, high = min(row.seconds), max(row.seconds)
-    return {
-        "setting": row.setting,
-        "nodes": setting.nodes,
-        "ranks_per_node": setting.ranks_per_node,
-        "size": setting.size,
-        "accumulation": setting.accumulation,
-        "link_mbit": "unlimited" if row.mbit is None else row.mbit,
-        "method": row.method,
-        "setup": row.setup,
-        "steps": len(row.seconds),
-        "seconds_median": round(row.median, 5),
-        "seconds_min": round(low, 5),
-        "seconds_max": round(high, 5),
-        "stolen_median": round(statistics.median(row.stolen), 3),
-        "compute_seconds": round(row.compute, 5),
-        "floor_seconds": round(row.floor, 5),
-        "predicted_seconds": "" if row.predicted is None else round(row.predicted, 5),
-        "predicted_within_seconds": round(row.parts["within"], 5) if row.parts else "",
-        "link_bytes": round(row.link_bytes),
-        "header_factor": round(row.headers, 5),
-        "formula_bytes": "" if row.formula_bytes is None else round(row.formula_bytes),
-        "parameter_bytes": round(row.held[0]),
-        "gradient_bytes": round(row.held[1]),
-        "optimizer_bytes": round(row.held[2]),
-        "weights_difference": f"{row.difference:.2e}",
-    }
-
-
 def all_methods() -> list[str]:
     return [
         *PEERS,
@@ -438,7 +328,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time all strategies and their peers on emulated clusters.")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--methods", nargs="+", choices=all_methods(), default=all_methods(), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each method at each rate")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each method at each rate, at least")
     parser.add_argument("--log", type=Path, default=Path("emulated_cluster.log"), help="what the ranks print")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
     parser.add_argument("--csv", type=Path, help="append a row a result here")
@@ -462,7 +352,7 @@ def main() -> int:
         rows = [Row(**values | {"held": tuple(values["held"])}) for values in found]
         failed |= verdict.print_all(rows, setting.cluster)
         if args.csv is not None:
-            records.append_rows(args.csv, [csv_row(row) for row in rows])
+            records.append_rows(args.csv, [row.to_csv() for row in rows])
     return int(failed)
 
 

@@ -4,21 +4,18 @@
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from cluster_rows import LOCO, NATIVE, Row
 
 from deepspeed_ext.placement import STRATEGIES, Cluster
 from deepspeed_ext.planner.choice import TIE
 
-if TYPE_CHECKING:
-    from emulated_cluster import Row
-
-LOCO, NATIVE = " + LoCo", " (gloo's collectives)"
 BYTES_BOUND = 0.05
 PARITY_BOUND = 1e-4  # of the largest weight
 NEAR = 1.10  # of the best measured time, for a choice to be right
 
 
-def print_all(rows: Sequence["Row"], cluster: Cluster) -> bool:
+def print_all(rows: Sequence[Row], cluster: Cluster) -> bool:
     """Print a table a rate; whether something is wrong."""
     failed = False
     for mbit in dict.fromkeys(row.mbit for row in rows):
@@ -32,7 +29,7 @@ def print_all(rows: Sequence["Row"], cluster: Cluster) -> bool:
     return failed
 
 
-def problems(rows: Sequence["Row"]) -> list[str]:
+def problems(rows: Sequence[Row]) -> list[str]:
     """What shows that methods did not train the same, or sent other bytes than they must."""
     found = []
     for row in rows:
@@ -47,7 +44,7 @@ def problems(rows: Sequence["Row"]) -> list[str]:
     return found
 
 
-def _print_table(rows: Sequence["Row"], cluster: Cluster) -> None:
+def _print_table(rows: Sequence[Row], cluster: Cluster) -> None:
     first = rows[0]
     rate = "unlimited links" if first.mbit is None else f"{first.mbit:g} Mbit/s"
     stolen = [share for row in rows for share in row.stolen]
@@ -73,7 +70,7 @@ def _print_table(rows: Sequence["Row"], cluster: Cluster) -> None:
         )
 
 
-def _print_ratios(rows: Sequence["Row"]) -> None:
+def _print_ratios(rows: Sequence[Row]) -> None:
     """What users would switch for."""
     by_name = {row.method: row for row in rows}
     ours = by_name.get("NIG")
@@ -107,19 +104,18 @@ def _print_ratios(rows: Sequence["Row"]) -> None:
             )
 
 
-def _print_planner(rows: Sequence["Row"]) -> None:
+def _print_planner(rows: Sequence[Row]) -> None:
     for suffix, what in (("", "exact"), (LOCO, "with LoCo")):
         some = [row for row in rows if row.predicted is not None and row.method in {n + suffix for n in STRATEGIES}]
         if len(some) < 3:
             continue
-        rank = spearman([row.predicted or 0.0 for row in some], [row.median for row in some])
         print(
-            f"planner, {what}: Spearman {rank:.3f} over {len(some)} strategies; its choice in any memory takes at "
-            f"most {regret(some):.3f} of the best one's time"
+            f"planner, {what}: Spearman {order(some):.3f} over {len(some)} strategies; its choice in any memory "
+            f"takes at most {regret(some):.3f} of the best one's time"
         )
 
 
-def regret(rows: Sequence["Row"]) -> float:
+def regret(rows: Sequence[Row]) -> float:
     """The worst, over all limits of memory, of the chosen strategy's measured time over that of the best that fits."""
     worst = 1.0
     for limit in (row.memory for row in rows):
@@ -129,6 +125,11 @@ def regret(rows: Sequence["Row"]) -> float:
         chosen = min(close, key=lambda row: (row.memory, row.predicted))
         worst = max(worst, chosen.median / min(row.median for row in fitting))
     return worst
+
+
+def order(rows: Sequence[Row]) -> float:
+    """Rank correlation of predicted and measured seconds."""
+    return spearman([row.predicted or 0.0 for row in rows], [row.median for row in rows])
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:

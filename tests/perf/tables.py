@@ -1,0 +1,93 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the emulated cluster's tables into README.md, from the rows that are kept.
+
+A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting, or
+``all`` for how the planner does in each of them.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import verdict
+from cluster_rows import KEPT, LOCO, NATIVE, SETTINGS, Row, rate_name, read
+
+from deepspeed_ext.placement import STRATEGIES
+
+README = Path(__file__).parent / "README.md"
+ALL = "all"
+PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
+_TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    rule = "|" + "---|" * len(header)
+    return "\n".join([_line(header), rule, *map(_line, lines), ""])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def setting_table(rows: Sequence[Row], setting: str) -> str:
+    """Seconds of a step of each method at each rate, the floor at the first one, and MB held; the fastest first."""
+    rates = SETTINGS[setting].mbit
+    rows = [row for row in rows if row.setting == setting and NATIVE not in row.method]
+    header = ["", *(f"{rate_name(rate)} Mbit/s" if rate else rate_name(rate) for rate in rates), "MB held"]
+    header.insert(2, "floor")
+    found = {(row.method, row.mbit): row for row in rows}
+    lines = []
+    for first in sorted((row for row in rows if row.mbit == rates[0]), key=lambda row: row.median):
+        times = [_seconds(found[first.method, rate].median) for rate in rates]
+        lines.append([first.method, times[0], _seconds(first.floor), *times[1:], f"{first.memory / 1e6:.0f}"])
+    return markdown(header, lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def all_table(rows: Sequence[Row]) -> str:
+    """NIG against peers and its floor, and the planner's order and choice, in each setting at each rate."""
+    header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
+    header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
+    lines = []
+    for setting in SETTINGS.values():
+        for rate in setting.mbit:
+            some = {row.method: row for row in rows if (row.setting, row.mbit) == (setting.name, rate)}
+            if "NIG" in some:
+                lines.append([setting.name, rate_name(rate), *_figures(some)])
+    return markdown(header, lines)
+
+
+def _figures(some: dict[str, Row]) -> Iterator[str]:
+    ours = some["NIG"]
+    for peer in PEERS:
+        yield f"{some[peer].median / ours.median:.2f}" if peer in some else ""
+    yield f"{ours.median / ours.floor:.2f}"
+    planned = [[some[name + suffix] for name in STRATEGIES if name + suffix in some] for suffix in ("", LOCO)]
+    for strategies in planned:
+        yield f"{verdict.order(strategies):.3f}"
+    for strategies in planned:
+        yield f"{verdict.regret(strategies):.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", type=Path, default=KEPT, help="rows")
+    parser.add_argument("--readme", type=Path, default=README, help="what is written")
+    args = parser.parse_args()
+    rows = read(args.csv)
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
+
+    args.readme.write_text(_TABLE.sub(table, args.readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
