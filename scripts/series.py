@@ -102,8 +102,8 @@ def _wheel() -> Path:
     shutil.rmtree(wheels, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     label = {"DS_BUILD_STRING": f"+ext.{__version__}"}
-    variables = os.environ | label | {"DEEPSPEED_EXT_DISABLE": "1"}  # it imports torch, and parts of DeepSpeed
-    run([*pip, "--no-build-isolation", "--wheel-dir", str(wheels), str(tree)], env=variables)
+    alone = {"DEEPSPEED_EXT_DISABLE": "1"}  # a build imports torch, and parts of DeepSpeed
+    run([*pip, "--no-build-isolation", "--wheel-dir", str(wheels), str(tree)], env=os.environ | label | alone)
     (wheel,) = wheels.glob("*.whl")
     return wheel
 
@@ -153,8 +153,8 @@ def drift(args: argparse.Namespace) -> int:
     for version in args.versions or dict.fromkeys([requirement().version, trees.newest()]):
         with tempfile.TemporaryDirectory() as folder:
             library = importable(unpack(version, Path(folder) / "tree"))
-            variables = os.environ | {"PYTHONPATH": str(library), "DS_ACCELERATOR": "cpu"}
-            printed = run([sys.executable, "-W", "ignore", "-c", ask], env=variables)
+            there = os.environ | {"PYTHONPATH": str(library), "DS_ACCELERATOR": "cpu"}
+            printed = run([sys.executable, "-W", "ignore", "-c", ask], env=there)
         problems = json.loads(printed.splitlines()[-1])
         print(f"DeepSpeed {version}: {len(problems)} symbols differ", *problems, sep="\n  ")
     return 0
