@@ -11,6 +11,8 @@ def report_patches() -> None:
         print(f"\nthis DeepSpeed has these features built in ({fork.PACKAGE}): nothing is patched")
         return
     patches.import_all()
+    if problem := patches.foreign():
+        print(f"\nthis DeepSpeed is not known, and our keys are refused: {problem}")
     tested = ", ".join(patches.TESTED_VERSIONS)
     print(f"\nsymbols of DeepSpeed (supported {patches.DEEPSPEED_VERSIONS}, tested {tested})")
     for patch, state in patches.status():

@@ -64,14 +64,20 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
         report_patches: prints what has become of DeepSpeed's symbols, where they are patched.
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
-    parser.add_argument("--ranks", type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
-    parser.add_argument("--group-size", type=int, help="paro_group_size (default: ranks per node)")
+    # Their names are not those of any command's arguments, whose defaults would take their place.
+    ranks, size = "report_ranks", "report_group_size"
+    parser.add_argument("--ranks", dest=ranks, type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
+    parser.add_argument("--group-size", dest=size, type=int, help="paro_group_size (default: ranks per node)")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's; it sets LOCAL_RANK, too
     commands = parser.add_subparsers(dest="command", title="commands")
     leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
     add_leaf_arguments(leaves)
     planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
     arguments = parser.parse_args()
+    given = arguments.report_ranks, arguments.report_group_size
     if arguments.command:
+        if given != (None, None):
+            parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes behind it.")
         try:
             _run(arguments)
         except ValueError as error:
@@ -80,6 +86,6 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
     report_versions()
     report_patches()
     try:
-        report_groups(arguments.ranks, arguments.group_size)
+        report_groups(*given)
     except ValueError as error:
         parser.exit(2, f"\n{error}\n")

@@ -17,17 +17,27 @@ from pathlib import Path
 from types import ModuleType
 
 PACKAGE = "deepspeed.runtime.paro"
+_FIRST, _LAST = "__init__.py", "__main__.py"  # files of the package: by the first and by the last patch
 _OURS = __package__
 _ELSEWHERE = {f"{_OURS}.op_builder": "deepspeed.ops.op_builder.loco"}
 
 
 def is_installed() -> bool:
-    """Whether the DeepSpeed that would be imported is such a fork. Imports nothing."""
+    """Whether the DeepSpeed that would be imported is such a fork, with all of the series. Imports nothing."""
+    return _has(_LAST)
+
+
+def is_partial() -> bool:
+    """Whether it has a part of the series: then neither form has all features."""
+    return _has(_FIRST) and not _has(_LAST)
+
+
+def _has(file: str) -> bool:
     try:
         spec = importlib.util.find_spec("deepspeed")
     except ValueError:  # of a module that somebody has put together by hand
         return False
-    inside = Path(*PACKAGE.split(".")[1:], "__init__.py")
+    inside = Path(*PACKAGE.split(".")[1:], file)
     return spec is not None and any(
         (Path(place) / inside).is_file() for place in spec.submodule_search_locations or ()
     )

@@ -9,9 +9,10 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
+from importlib import metadata
 from typing import Any
 
-from deepspeed_ext import support
+from deepspeed_ext import fork, support
 from deepspeed_ext.replacements import (
     checkpoints,
     granularity,
@@ -362,12 +363,30 @@ def modules() -> frozenset[str]:
     return frozenset(patch.module for patch in PATCHES if patch.replace)
 
 
+def foreign() -> str | None:
+    """Why this DeepSpeed as a whole is none that we know; None if it may be one."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    # While DeepSpeed is imported it does not say its version yet.
+    said = getattr(sys.modules.get("deepspeed"), "__version__", None) or metadata.version("deepspeed")
+    if not SpecifierSet(DEEPSPEED_VERSIONS).contains(Version(said).base_version):
+        return f"its version is {said}, supported is {DEEPSPEED_VERSIONS}"
+    if fork.is_partial():
+        return f"it has a part of these features built in ({fork.PACKAGE}), and not all of them"
+    return None
+
+
 def apply(module: str) -> None:
-    """Replace the symbols of a module that is imported already. A symbol that is not as we know it stays as it is."""
-    for patch in PATCHES:
-        if patch.module != module or patch.replace is None or patch.path in _originals:
-            continue
-        if patch.problem() and not patch.gate:
+    """Replace the symbols of a module that is imported already.
+
+    A symbol that is not as we know it stays as it is, and so do all where DeepSpeed is none that we know; but for the
+    gates, which refuse our keys then.
+    """
+    due = [patch for patch in PATCHES if patch.module == module and patch.replace and patch.path not in _originals]
+    unknown = bool(due) and foreign() is not None
+    for patch in due:
+        if (unknown or patch.problem()) and not patch.gate:
             continue
         try:
             owner, name, original = patch.locate()
@@ -415,17 +434,11 @@ def require() -> None:
     Raises:
         RuntimeError: this DeepSpeed is not one that we know, or a symbol has moved or changed.
     """
-    import deepspeed
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
-    problems = []
-    if not SpecifierSet(DEEPSPEED_VERSIONS).contains(Version(deepspeed.__version__).base_version):
-        problems.append(f"its version is {deepspeed.__version__}, supported is {DEEPSPEED_VERSIONS}")
+    problems = [problem for problem in [foreign()] if problem]
     for patch in PATCHES:
         importlib.import_module(patch.module)
         problem = patch.problem()  # of the original: a replacement shows the signature of what it wraps
-        if problem or (patch.replace and patch.path not in _originals):
+        if problem or (not problems and patch.replace and patch.path not in _originals):
             problems.append(problem or f"{patch.path} is not patched")
     if problems:
         raise RuntimeError(

@@ -16,12 +16,12 @@ from typing import Any
 from deepspeed_ext.placement import Cluster, Placement
 
 # Launchers tell a rank how many processes share its node: torchrun and Slurm wrappers, the DeepSpeed launcher.
-_LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
     """Processes per node as the launcher tells it, or None where it does not."""
-    for name in _LOCAL_SIZE_VARIABLES:
+    for name in LOCAL_SIZE_VARIABLES:
         if environment.get(name, "").isdigit() and int(environment[name]) > 0:
             return int(environment[name])
     return None
@@ -42,7 +42,7 @@ def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
     if local_size is None:
         raise ValueError(
             f"paro_strategy needs the number of ranks per node, but none of the environment variables "
-            f"{', '.join(_LOCAL_SIZE_VARIABLES)} is set. Set zero_optimization.paro_group_size (it must divide the "
+            f"{', '.join(LOCAL_SIZE_VARIABLES)} is set. Set zero_optimization.paro_group_size (it must divide the "
             f"data-parallel size {len(ranks)})."
         )
     counts: dict[int, int] = {}

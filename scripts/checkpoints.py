@@ -29,7 +29,7 @@ import torch.distributed as dist
 from crashes import Snapshot, Training
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from launching import add_options, exit_on_sigterm, launch, parse, start_rank
+from launching import add_options, exit_on_signals, launch, parse, start_rank
 from tqdm import tqdm
 
 from deepspeed_ext.placement import STRATEGIES, Cluster
@@ -374,7 +374,7 @@ def main() -> int:
     if args.worker is not None:
         work(args.worker)
         return 0
-    exit_on_sigterm()
+    exit_on_signals()
     rows, loads = run(args)
     print_rows(rows, args)
     print_loads(loads)

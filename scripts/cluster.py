@@ -24,7 +24,6 @@ import base64
 import contextlib
 import json
 import math
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,8 +33,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from launching import environment, exit_on_sigterm
-from network import MAX_NODES, PORT, Network, Traffic, address, missing, undisturbed
+from launching import environment, exit_on_signals
+from network import ENDING, MAX_NODES, PORT, Network, Traffic, address, missing, undisturbed
 
 LAUNCHERS = ("torchrun", "deepspeed", "none")
 _GRACE_SECONDS = 3  # that processes get to end by themselves when another one has failed
@@ -166,7 +165,7 @@ def collect(nodes: int, ranks_per_node: int, script: str, log: Path, timeout: fl
     A rank is told where to write by ``--worker``. Exits with status 2 if a rank fails, or this machine cannot emulate.
     """
     require_emulation()
-    exit_on_sigterm()
+    exit_on_signals()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         try:
@@ -285,8 +284,7 @@ def main() -> int:
     args = parse_arguments()
     require_emulation()
     # SIGINT, too: a shell that starts this in the background would have it ignored, and then end without it.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    exit_on_signals(ENDING)
     try:
         return run(args)
     except RuntimeError as error:

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from typing import IO, Any
 import matplotlib
 
 matplotlib.use("Agg")
-from launching import environment, exit_on_sigterm
+from launching import environment, exit_on_signals, free_port
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -121,13 +120,6 @@ def strategy_of(config: dict[str, Any]) -> Strategy:
 def label_of(config: dict[str, Any]) -> str:
     section = config["zero_optimization"]
     return section["paro_strategy"] if "paro_strategy" in section else f"ZeRO-{section['stage']}"
-
-
-def free_port() -> int:
-    """A port that was free a moment ago, so that two runs side by side do not meet."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def split_output(stream: IO[bytes], log: IO[bytes]) -> None:
@@ -366,7 +358,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    exit_on_sigterm()
+    exit_on_signals()
     sections = [json.loads(path.read_text())["zero_optimization"] for path in args.configs]
     group_size = next((s["paro_group_size"] for s in reversed(sections) if "paro_group_size" in s), 2)
     if not 1 < group_size < args.ranks:

@@ -30,7 +30,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from launching import add_options, exit_on_sigterm, launch, parse, start_rank
+from launching import add_options, exit_on_signals, launch, parse, start_rank
 from strategies import SEED, configuration
 from torch import Tensor
 from train import Batches, ByteGPT, average, train_step
@@ -338,7 +338,7 @@ def main() -> int:
     if args.worker is not None:
         work(args.worker)
         return 0
-    exit_on_sigterm()
+    exit_on_signals()
     print(f"{args.ranks} ranks in groups of {args.group_size}; the moment of a kill in durations of a save")
     print("kill  strategy  tag   rank  moment  latest before  step saved  published  resumed from  equal", flush=True)
     kills = []

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,9 +34,14 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def exit_on_sigterm() -> None:
-    """A plain SIGTERM ends Python on the spot, and the ranks would live on; an exception lets a launch clean up."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def exit_on_signals(numbers: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> None:
+    """These end Python on the spot, and the ranks would live on; an exception lets a launch clean up.
+
+    But what ``nohup`` has had ignored stays ignored.
+    """
+    for number in numbers:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def environment() -> dict[str, str]:
@@ -51,6 +57,13 @@ def environment() -> dict[str, str]:
     return env
 
 
+def free_port() -> int:
+    """A port that was free a moment ago, so that two runs side by side do not meet."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
 def launch(script: str, ranks: int, worker: Path, log: Path, timeout: float, more: Sequence[str] = ()) -> None:
     """Run a script's ranks under the stock launcher.
 
@@ -60,7 +73,7 @@ def launch(script: str, ranks: int, worker: Path, log: Path, timeout: float, mor
     import compare  # for the parent alone: it draws pictures, and drawing takes seconds to import
 
     launcher = shutil.which("deepspeed", path=environment()["PATH"]) or "deepspeed"
-    command = [launcher, "--num_accelerators", str(ranks), "--master_port", str(compare.free_port())]
+    command = [launcher, "--num_accelerators", str(ranks), "--master_port", str(free_port())]
     compare.launch([*command, script, "--worker", str(worker), *more], log.resolve(), timeout)
 
 

@@ -64,6 +64,11 @@ class Mail(NamedTuple):
             for value in self.values("Upstream-Status")
             if value.split(" ")[0] not in STATUSES
         ]
+        found += [
+            f"Upstream-Status {value!r} without an address"
+            for value in self.values("Upstream-Status")
+            if value in ("submitted", "merged")
+        ]
         if len(self.body.split()) < 15:
             found.append("its body does not say why")
         if len(self.subject) > 72:

@@ -6,8 +6,9 @@ A veth pair connects each node with a bridge, in a namespace of its own, as a ca
 the rate at both ends of it, so in both directions. What ranks of one node send one another goes through its own
 loopback, without a limit. No traffic leaves the machine.
 
-The namespaces are removed at the end of the context, with every process in them; also on SIGTERM where the script
-turns that into an exception (``launching.exit_on_sigterm``). What a killed script has left is removed by the next one.
+The namespaces are removed at the end of the context, with every process in them; also on SIGTERM and SIGHUP where the
+script turns these into an exception (``launching.exit_on_signals``). What a killed script has left is removed by the
+next one.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. Imports neither torch nor DeepSpeed.
 """
@@ -35,6 +36,7 @@ _LATENCY = "30ms"  # of the queue, beyond which packets are dropped: a long one 
 # limit may have changed since.
 _CONGESTION_CONTROL, _CONTROL_FILE = "reno", "/proc/sys/net/ipv4/tcp_congestion_control"
 _SWITCH, _NODE = "EMULATED_SWITCH", "EMULATED_NODE"  # environment of a rank: the switch's namespace, its number
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # from a shell, a supervisor, and a terminal that closes
 _KILL_SECONDS = 5  # after which processes that do not even die of SIGKILL are left alone
 
 
@@ -143,11 +145,11 @@ def address(node: int) -> str:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM, for cleaning up: a second Ctrl-C must neither end that, nor the commands it runs."""
+    """Ignore SIGINT and its like, for cleaning up: a second Ctrl-C must neither end that, nor the commands it runs."""
     if threading.current_thread() is not threading.main_thread():  # which alone may, and gets the exceptions
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
     try:
         yield
     finally:

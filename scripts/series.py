@@ -22,7 +22,7 @@ from pathlib import Path
 
 import mails
 import trees
-from base import WORK, Failed, importable, requirement, run, unpack
+from base import WORK, Failed, git, importable, requirement, run, unpack
 from translation import ROOT
 
 # What ``test`` runs without arguments: parity, and what a user sees. Not what looks at the patching itself.
@@ -45,6 +45,8 @@ def check(args: argparse.Namespace) -> int:
             problems += trees.stale(tree, mail) + trees.missing(tree, mail)
             if not args.no_import:
                 problems += trees.import_problems(importable(tree), mail)
+        # Once more, or a patch could change by hand what an earlier one has brought.
+        problems += [problem for mail in found for problem in trees.stale(tree, mail)]
         rows = trees.table(tree, found)
     problems += trees.twin_problems(rows) + trees.readme_problems(rows)
     for row in rows:
@@ -65,6 +67,20 @@ def apply(args: argparse.Namespace) -> int:
     return 0
 
 
+def _finished(tree: Path) -> Path:
+    """A tree that has all commits it will have: seams are nowhere else than in these, and in the patches.
+
+    Raises:
+        Failed: something is not committed, or commits are being moved.
+    """
+    if git(tree, "status", "--porcelain").strip():
+        raise Failed(f"{tree} has changes that are not committed")
+    going_on = [name for name in ("rebase-merge", "rebase-apply") if (tree / ".git" / name).exists()]
+    if going_on or not git(tree, "rev-list", "base..HEAD").strip():
+        raise Failed(f"{tree} " + ("is in the middle of a rebase" if going_on else "has no commits after base"))
+    return tree
+
+
 def refresh(args: argparse.Namespace) -> int:
     """The patches again: what is generated from ours as it is; seams as they are, or as in the commits of a tree."""
     with tempfile.TemporaryDirectory() as folder:
@@ -72,17 +88,20 @@ def refresh(args: argparse.Namespace) -> int:
         if args.tree is None:
             edited = mails.series()
         else:
-            trees.export(args.tree, scratch / "mails")
+            trees.export(_finished(args.tree), scratch / "mails")
             edited = [mails.read(path) for path in sorted((scratch / "mails").iterdir())]
         tree = unpack(requirement().version, scratch / "tree")
         for mail in edited:
-            trees.apply(tree, mail)
+            # What an earlier patch brings now: this one does no more, which is known when it is regenerated.
+            earlier = [name for other in edited[: edited.index(mail)] for name in mails.targets(other)]
+            trees.apply(tree, mail, earlier)
             trees.regenerate(tree, mail)
         names = trees.export(tree, scratch / "made")
-        for path in mails.PATCHES.glob("*.patch"):  # not before there are others
-            path.unlink()
         for name in names:
             shutil.copy(scratch / "made" / name, mails.PATCHES)
+        for path in mails.PATCHES.glob("*.patch"):  # not before the others are there
+            if path.name not in names:
+                path.unlink()
         mails.SERIES.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
         trees.write_table(trees.table(tree, mails.series()))
     print(f"{len(names)} patches")
@@ -150,6 +169,7 @@ def drift(args: argparse.Namespace) -> int:
         "import json, sys; from deepspeed_ext import patches\n"
         "print(json.dumps([problem for patch in patches.PATCHES if (problem := patch.problem())]))"
     )
+    differ = False
     for version in args.versions or dict.fromkeys([requirement().version, trees.newest()]):
         with tempfile.TemporaryDirectory() as folder:
             library = importable(unpack(version, Path(folder) / "tree"))
@@ -157,7 +177,8 @@ def drift(args: argparse.Namespace) -> int:
             printed = run([sys.executable, "-W", "ignore", "-c", ask], env=there)
         problems = json.loads(printed.splitlines()[-1])
         print(f"DeepSpeed {version}: {len(problems)} symbols differ", *problems, sep="\n  ")
-    return 0
+        differ = differ or bool(problems)
+    return int(differ)
 
 
 def parse_arguments() -> argparse.Namespace:

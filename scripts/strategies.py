@@ -22,7 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from launching import add_options, exit_on_sigterm, launch, parse, start_rank
+from launching import add_options, exit_on_signals, launch, parse, start_rank
 from torch import Tensor, nn
 from tqdm import tqdm
 from train import Batches, ByteGPT, read_corpus
@@ -249,7 +249,7 @@ def main() -> int:
     if args.worker is not None:
         work(args)
         return 0
-    exit_on_sigterm()
+    exit_on_signals()
     rows = run(args)
     print_table(rows, args)
     if args.json is not None:

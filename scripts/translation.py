@@ -8,9 +8,10 @@ from pathlib import Path, PurePosixPath
 from deepspeed_ext.fork import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
-# What patches DeepSpeed while it runs, and what is said there.
+# What patches DeepSpeed while it runs, what is said there, and what only our own tests and measurements use.
 STAYS = frozenset(
-    f"deepspeed_ext/{name}.py" for name in ("__init__", "__main__", "activation", "fork", "patches", "symbols")
+    f"deepspeed_ext/{name}.py"
+    for name in ("__init__", "__main__", "activation", "fork", "patches", "symbols", "traffic")
 )
 # Of a fork's package, what has no twin.
 BY_HAND = frozenset(f"{PACKAGE.replace('.', '/')}/{name}.py" for name in ("__init__", "__main__"))

@@ -23,13 +23,15 @@ _DECORATED = re.compile(r"^\+ *@(?P<ours>\w+\.\w+)\n(?:[ +] *@.*\n)*[ +] *def (?
 _ASSIGNED = re.compile(r"^\+(?P<theirs>\w+) = (?P<ours>\w+\.\w+)\((?P=theirs)\)$", re.MULTILINE)
 
 
-def apply(tree: Path, mail: Mail) -> None:
-    """Commit a patch. git knows no fuzz: the context of each change must be as the patch has it.
+def apply(tree: Path, mail: Mail, but: Iterable[str] = ()) -> None:
+    """Commit a patch, but for what it does to some files. git knows no fuzz: the context of each change must be as the
+    patch has it.
 
     Raises:
         Failed: it does not apply.
     """
-    git(tree, "am", "--quiet", "--keep-cr", "--committer-date-is-author-date", str(mail.path))
+    without = [f"--exclude={name}" for name in but]
+    git(tree, "am", "--quiet", "--keep-cr", "--committer-date-is-author-date", *without, str(mail.path))
 
 
 def applied(folder: Path) -> Path:
@@ -71,17 +73,22 @@ def missing(tree: Path, mail: Mail) -> list[str]:
         if not name.endswith(".py"):
             continue
         for node in ast.walk(ast.parse((tree / name).read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                modules = [one.name for one in node.names]
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                modules = [str(node.module)]
-            else:
-                continue
-            for module in modules:
+            for module in _imported(tree, node):
                 path = tree / module.replace(".", "/")
                 if module.startswith(PACKAGE) and not (path.with_suffix(".py").is_file() or path.is_dir()):
                     found.append(f"{mail.path.name}: {name} imports {module}, which is not there")
     return found
+
+
+def _imported(tree: Path, node: ast.AST) -> list[str]:
+    """Modules; of a package, what is imported from it: none of ours has anything but modules."""
+    if isinstance(node, ast.Import):
+        return [one.name for one in node.names]
+    if not isinstance(node, ast.ImportFrom) or node.level:
+        return []
+    module = str(node.module)
+    folder = tree / module.replace(".", "/")
+    return [f"{module}.{one.name}" for one in node.names] if folder.is_dir() else [module]
 
 
 def export(tree: Path, folder: Path) -> list[str]:
@@ -100,6 +107,11 @@ def _import_all(library: str, names: list[str]) -> None:
 
     sys.dont_write_bytecode = True
     sys.path.insert(0, library)
+    # As where a fork is alone: what still needs the extension must fail.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("deepspeed_ext")]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed_ext"]:
+        del sys.modules[name]
+    sys.modules["deepspeed_ext"] = None  # type: ignore[assignment]
     for name in ["deepspeed", *names]:
         try:
             module = importlib.import_module(name)

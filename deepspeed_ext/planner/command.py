@@ -19,7 +19,7 @@ from deepspeed_ext.planner import report
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.cost import BUCKET, Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.topology import ranks_per_node
+from deepspeed_ext.topology import LOCAL_SIZE_VARIABLES, ranks_per_node
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
@@ -68,6 +68,11 @@ def run(arguments: argparse.Namespace) -> None:
     nodes, per_node = _nodes(arguments, launched)
     cluster = Cluster(nodes * per_node, arguments.group_size or per_node)
     model = _model(arguments)
+    if arguments.estimate and model.states.updated != model.states.parameters:
+        raise ValueError(
+            f"--estimate prints what DeepSpeed's estimators know, all parameters trained; of {arguments.model} "
+            f"{model.states.updated / model.states.parameters:.1%} are. Leave out --estimate."
+        )
     rates = _rates(arguments, cluster, per_node, launched)
     if launched and int(os.environ.get("RANK", "0")):
         return
@@ -113,6 +118,12 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.estimate and arguments.params is not None and arguments.largest_layer is None:
         raise ValueError("--estimate needs --largest-layer beside --params, as DeepSpeed's estimators do.")
+    if arguments.estimate and arguments.json == "-":
+        raise ValueError("--json - writes nothing else to the terminal. Leave out --estimate, or name a file.")
+    for name in ("json", "picture"):
+        path = getattr(arguments, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"there is no folder for --{name} {path}.")
     if (arguments.intra_gbps is None) != (arguments.inter_gbps is None):
         raise ValueError("--intra-gbps and --inter-gbps go together.")
     above = (
@@ -142,8 +153,13 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
         if None in given:
             raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which says how many there are).")
         return given
-    ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node()
-    if per_node is None or ranks % per_node:
+    ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node() or arguments.ranks_per_node
+    if per_node is None:
+        raise ValueError(
+            f"the launcher started {ranks} ranks, and none of {', '.join(LOCAL_SIZE_VARIABLES)} says how many of them "
+            f"are on this node. Set --ranks-per-node."
+        )
+    if ranks % per_node:
         raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
     found = ranks // per_node, per_node
     if any(value not in (None, have) for value, have in zip(given, found, strict=True)):
@@ -180,6 +196,8 @@ def _rates(arguments: argparse.Namespace, cluster: Cluster, per_node: int, launc
     from deepspeed_ext.planner import probe
     from deepspeed_ext.topology import get_topology
 
+    # Or all ranks of a node would measure on its first device.
+    deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
     return probe.measure(get_topology(None, cluster.group_size), dtype)

@@ -74,7 +74,7 @@ class Prediction:
         loco: whether gradients cross between groups in few bits.
         memory: bytes of model states.
         transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, the largest
-            layer gathered, LoCo's errors. No activations, no buckets.
+            layer gathered, LoCo's errors, before and after (Note [Errors of messages]). No activations, no buckets.
         host: bytes of what is offloaded.
         volume: bytes received in a step.
         seconds: of a step, by part: compute, within groups, between groups, update.
@@ -144,5 +144,5 @@ def _transient(strategy: Strategy, cluster: Cluster, model: Model, loco: LocoSet
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
     if loco is not None:
-        total += loco.kept_bits / 8 * trainable / cluster.shards(Placement.I)
+        total += 2 * loco.kept_bits / 8 * trainable / cluster.shards(Placement.I)
     return total

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where ``"paro_strategy": "fastest"`` keeps what it has decided: a JSON file, an entry for each kind of run."""
 
+import contextlib
 import datetime
 import json
 import logging
@@ -57,7 +58,7 @@ class Decisions:
             aside.replace(self.path)
         except (OSError, ValueError, TypeError) as error:
             say(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
-            if aside.exists():
+            with contextlib.suppress(OSError):
                 aside.unlink()
 
     def _read(self, quietly: bool = False) -> list[dict[str, Any]]:

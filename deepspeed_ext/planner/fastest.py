@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.config import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, offloads, possible_strategies
+from deepspeed_ext.config import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, possible_strategies
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.planner import probe
@@ -24,6 +24,7 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.decisions import Decisions, say
 from deepspeed_ext.planner.models import describe
+from deepspeed_ext.states import numel, on_device
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
@@ -88,21 +89,14 @@ def _described(engine: Any, model: nn.Module) -> Model:
     """The model, as it is moved and as it is held on the device."""
     config = engine._config
     zero = config.zero_config
-    model_dtype, sums = engine.get_data_types()
+    model_dtype, _ = engine.get_data_types()
     wire = engine.communication_data_type.itemsize
     width = 2 if model_dtype.itemsize == 2 else None
     accumulation = config.gradient_accumulation_steps
     found = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
-    states = found.states
-    held = ModelStates(
-        parameters=0.0 if offloads(zero.offload_param) else states.parameters,
-        gradients=states.gradients / wire * sums.itemsize,
-        updated=states.updated,
-        optimizer=0.0 if offloads(zero.offload_optimizer) else states.optimizer,
-    )
-    elements = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters())
+    elements = sum(map(numel, model.parameters()))
     kept = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
-    return replace(found, held=held, regathered=not kept)
+    return replace(found, held=on_device(engine, model), regathered=not kept)
 
 
 def _same_everywhere(model: Model) -> Model:

@@ -4,13 +4,10 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import nn
 
-from deepspeed_ext.placement import ModelStates
 from deepspeed_ext.planner.cost import BUCKET, Model
-
-ADAM_BYTES = 12  # of a parameter: master copy and two moments in fp32
+from deepspeed_ext.states import count, nbytes
 
 
 def describe(
@@ -34,30 +31,20 @@ def describe(
     Raises:
         ValueError: the model has no parameters.
     """
-    parameters = list({id(p): p for p in model.parameters()}.values())
-    if not parameters:
+    first = next((p for p in model.parameters() if p.requires_grad), next(model.parameters(), None))
+    if first is None:
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
-    trained = [p for p in parameters if p.requires_grad]
-
-    def nbytes(some: list[nn.Parameter]) -> float:
-        return float(sum(_numel(p) * (parameter_bytes or p.element_size()) for p in some))
-
-    width = gradient_bytes or parameter_bytes or (trained or parameters)[0].element_size()
-    count = sum(map(_numel, trained))
+    width = gradient_bytes or parameter_bytes or first.element_size()
     layers = list(_layers(model))
     return Model(
-        ModelStates(nbytes(parameters), float(count * width), nbytes(trained), float(count * ADAM_BYTES)),
+        count(model, parameter_bytes, width),
         width,
         accumulation,
         compute,
         fetches=len(layers),
-        largest_layer=max(map(nbytes, layers)),
+        largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
         bucket=bucket,
     )
-
-
-def _numel(parameter: torch.Tensor) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:

@@ -8,7 +8,8 @@ Note [Rates]
 
     By figures: of a flat ring over a group that reaches over several nodes one flow enters each node; of the rings
     between groups as many as the node has numbers (the position of a rank in its group), at most the ranks of a node.
-    A flow that shares a node's link of B bytes/s with f-1 others has B/f.
+    A flow that shares a node's link of B bytes/s with f-1 others has B/f. Where neither of node and group is a
+    multiple of the other, some node has two groups that reach over its border, and so two rings.
 """
 
 from collections.abc import Sequence
@@ -108,9 +109,9 @@ class Rates:
         own, node = intra_gbps * GIGA / BITS, inter_gbps * GIGA / BITS
         m, one_node = cluster.group_size, cluster.ranks <= ranks_per_node
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
-        flows = min(m, ranks_per_node)
+        flows, rings = min(m, ranks_per_node), 2 if m % ranks_per_node and cluster.groups > 1 else 1
         hops = HopRates(
-            intra=Rate(0.0, own if within_node else min(own, node)),
+            intra=Rate(0.0, own if within_node else min(own, node / rings)),
             inter=Rate(latency, own if one_node else min(own, node / flows)),
         )
         return cls(hops, hops, memory)
@@ -152,7 +153,9 @@ def fit(samples: Sequence[tuple[float, float]]) -> Rate:
     """The rate of messages of several sizes.
 
     The bandwidth is the slope between the two largest sizes: there what a link lets pass at once (the burst of a
-    traffic shaper, the buffers of a socket) cancels. The latency is what the smallest takes beyond its bytes.
+    traffic shaper, the buffers of a socket) cancels. It is no flatter than the one over all sizes, which is the same
+    for latency + bytes / bandwidth, and less for a burst: so it does not vanish where the larger message is lucky, or
+    the smaller one was disturbed. The latency is what the smallest takes beyond its bytes.
 
     Args:
         samples: (bytes, seconds), each size once.
@@ -164,6 +167,7 @@ def fit(samples: Sequence[tuple[float, float]]) -> Rate:
     if len({nbytes for nbytes, _ in ordered}) < 2:
         raise ValueError(f"a rate is fitted to messages of at least 2 sizes, got {list(samples)}.")
     (small, quickest), (less, sooner), (most, latest) = ordered[0], ordered[-2], ordered[-1]
-    # Noise may have the larger one arrive first: then what it took says all that is known.
-    slope = (latest - sooner) / (most - less) if latest > sooner else latest / most
+    slope = max((latest - sooner) / (most - less), (latest - quickest) / (most - small))
+    if slope <= 0:  # the largest took less than the smallest: then what it took says all that is known
+        slope = latest / most
     return Rate(max(0.0, quickest - small * slope), 1 / slope)

@@ -17,10 +17,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
-from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY, offloads
+from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
 from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
-from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
+from deepspeed_ext.placement import STRATEGIES, Placement, Strategy
+from deepspeed_ext.states import on_device
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
@@ -147,7 +148,7 @@ def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> No
     available = get_accelerator().total_memory()
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
-    states = _states_on_device(engine)
+    states = on_device(engine, engine.module)
     needed = strategy.memory(topology.cluster, states).total
     if needed <= available:
         return
@@ -160,21 +161,4 @@ def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> No
         f"{topology.cluster.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
         ranks=[0],
         level=logging.WARNING,
-    )
-
-
-def _states_on_device(engine: Any) -> ModelStates:
-    """Bytes of the engine's model states that are kept on the device, for an optimizer with Adam's states."""
-    params = {id(p): p for p in engine.module.parameters()}.values()
-    numels = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in params]
-    trainable = sum(numel for numel, _, grad in numels if grad)
-    _, gradient_dtype = engine.get_data_types()
-    config = engine._config.zero_config
-    parameters = sum(numel * size for numel, size, _ in numels)
-    updated = sum(numel * size for numel, size, grad in numels if grad)
-    return ModelStates(
-        parameters=0.0 if offloads(config.offload_param) else parameters,
-        gradients=trainable * gradient_dtype.itemsize,
-        updated=updated,
-        optimizer=0.0 if offloads(config.offload_optimizer) else 12.0 * trainable,
     )

@@ -7,8 +7,8 @@ link of a limited rate and is counted by the link's own interface. All methods t
 from the same seed in the same processes, and take turns, a step each, in rounds whose order alternates: so whatever
 else this machine does falls on all of them. A step's time is that of the slowest rank.
 
-A step from which the host of a virtual machine has taken the CPU away (/proc/stat) is repeated, whatever it took.
-Methods whose steps are short have more of them.
+A step of up to 8 s from which the host of a virtual machine has taken the CPU away (/proc/stat) is repeated, whatever
+it took; of longer ones the rows say how much was taken. Methods whose steps are short have more of them.
 
 For each method: seconds of a step, bytes between nodes, bytes of model states that a rank holds, and the *floor*: the
 time of compute alone (forward and backward of all micro-batches on all ranks at once, and an update of 1/n of the
@@ -350,8 +350,9 @@ def main() -> int:
         setting, more = SETTINGS[name], ["--setting", name]
         found = collect(setting.nodes, setting.ranks_per_node, __file__, args.log, args.timeout, more)
         rows = [Row(**values | {"held": tuple(values["held"])}) for values in found]
-        failed |= verdict.print_all(rows, setting.cluster)
-        if args.csv is not None:
+        wrong = verdict.print_all(rows, setting.cluster)
+        failed |= wrong
+        if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result
             records.append_rows(args.csv, [row.to_csv() for row in rows])
     return int(failed)
 

@@ -33,7 +33,7 @@ from typing import Any
 import records
 import torch
 import torch.distributed as dist
-from launching import exit_on_sigterm, start_rank
+from launching import exit_on_signals, start_rank
 from torch import Tensor, nn
 
 HIDDEN, TOKENS = 32, 8
@@ -270,7 +270,7 @@ def main() -> int:
     if args.worker is not None:
         work(args.worker[0], Path(args.worker[1]), args)
         return 0
-    exit_on_sigterm()
+    exit_on_signals()
     try:
         rows = rows_of(measure(args), args)
     except RuntimeError as failure:

@@ -29,7 +29,7 @@ import deepspeed
 import records
 import torch
 import torch.distributed as dist
-from launching import add_options, exit_on_sigterm, launch, parse, start_rank
+from launching import add_options, exit_on_signals, launch, parse, start_rank
 from tqdm import tqdm
 from train import Batches, ByteGPT, average, read_corpus, train_step
 
@@ -334,7 +334,7 @@ def main() -> int:
     if args.worker is not None:
         work(args)
         return 0
-    exit_on_sigterm()
+    exit_on_signals()
     begin = time.perf_counter()
     runs = train(args)
     rows = rows_of(runs)

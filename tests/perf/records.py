@@ -53,11 +53,16 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _commit() -> str:
-    """Of the package that was measured."""
-    folder = Path(deepspeed_ext.__file__).parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
-    try:
+    """Of the package that was measured; earlier rows of the same run do not count as changes."""
+    root = Path(deepspeed_ext.__file__).parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/perf/results")
+        return git("describe", "--always") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -68,11 +68,20 @@ def _figures(some: dict[str, Row]) -> Iterator[str]:
     for peer in PEERS:
         yield f"{some[peer].median / ours.median:.2f}" if peer in some else ""
     yield f"{ours.median / ours.floor:.2f}"
-    planned = [[some[name + suffix] for name in STRATEGIES if name + suffix in some] for suffix in ("", LOCO)]
-    for strategies in planned:
-        yield f"{verdict.order(strategies):.3f}"
-    for strategies in planned:
-        yield f"{verdict.regret(strategies):.3f}"
+    for judge in (verdict.order, verdict.regret):
+        for suffix in ("", LOCO):
+            planned = [some[name + suffix] for name in STRATEGIES if name + suffix in some]
+            yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
+
+
+def write(readme: Path, rows: Sequence[Row]) -> None:
+    """Put the tables where the file wants them."""
+
+    def table(match: re.Match[str]) -> str:
+        name = match["name"]
+        return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
+
+    readme.write_text(_TABLE.sub(table, readme.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main() -> None:
@@ -80,13 +89,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=KEPT, help="rows")
     parser.add_argument("--readme", type=Path, default=README, help="what is written")
     args = parser.parse_args()
-    rows = read(args.csv)
-
-    def table(match: re.Match[str]) -> str:
-        name = match["name"]
-        return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
-
-    args.readme.write_text(_TABLE.sub(table, args.readme.read_text(encoding="utf-8")), encoding="utf-8")
+    write(args.readme, read(args.csv))
 
 
 if __name__ == "__main__":

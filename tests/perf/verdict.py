@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cluster_rows import LOCO, NATIVE, Row
 
 from deepspeed_ext.placement import STRATEGIES, Cluster
-from deepspeed_ext.planner.choice import TIE
+from deepspeed_ext.planner.choice import best
 
 BYTES_BOUND = 0.05
 PARITY_BOUND = 1e-4  # of the largest weight
@@ -97,10 +97,10 @@ def _print_ratios(rows: Sequence[Row]) -> None:
     for peer in (row for row in rows if row.predicted is None and row.formula_bytes is None):
         rivals = [row for row in exact if row.memory <= 1.02 * peer.memory]
         if rivals:
-            best = min(rivals, key=lambda row: row.median)
+            first = min(rivals, key=lambda row: row.median)
             print(
                 f"  {peer.method:<16} {peer.median:.3f} s with {peer.memory / 1e6:.1f} MB: the best strategy in no "
-                f"more memory is {best.method}, {best.median:.3f} s ({peer.median / best.median:.2f} times as fast)"
+                f"more memory is {first.method}, {first.median:.3f} s ({peer.median / first.median:.2f} times as fast)"
             )
 
 
@@ -120,9 +120,7 @@ def regret(rows: Sequence[Row]) -> float:
     worst = 1.0
     for limit in (row.memory for row in rows):
         fitting = [row for row in rows if row.memory <= limit]
-        quickest = min(row.predicted or 0.0 for row in fitting)
-        close = [row for row in fitting if (row.predicted or 0.0) <= (1 + TIE) * quickest]
-        chosen = min(close, key=lambda row: (row.memory, row.predicted))
+        chosen = best(fitting, lambda row: row.predicted or 0.0, lambda row: row.memory)
         worst = max(worst, chosen.median / min(row.median for row in fitting))
     return worst
 

@@ -178,6 +178,7 @@ def test_bytes_between_nodes_are_counted_and_limited(start: Start) -> None:
         ("is killed", None, 128 + signal.SIGKILL),
         ("waits", signal.SIGTERM, 128 + signal.SIGTERM),
         ("waits", signal.SIGINT, 128 + signal.SIGINT),
+        ("waits", signal.SIGHUP, 128 + signal.SIGHUP),
     ],
 )
 def test_nothing_is_left(start: Start, tmp_path: Path, how: str, number: int | None, status: int) -> None:

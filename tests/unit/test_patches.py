@@ -131,7 +131,15 @@ PRIVATE = (
 OVERRIDE = "import torch, deepspeed.runtime.zero.stage_1_and_2 as z\ndel z.DeepSpeedZeroOptimizer.average_tensor\n"
 GATE = "import torch, deepspeed.runtime.config as c\nc.get_zero_config = lambda param_dict, more: None\n"
 GATE_GONE = "import torch, deepspeed.runtime.config as c, deepspeed.runtime.zero.config as z\ndel c.get_zero_config\n"
+# A DeepSpeed with a part of the series, and with one that is too new: nothing but the gates is patched.
 VERSION = "import deepspeed\ndeepspeed.__version__ = '0.20.1'\n"
+PART = """
+import deepspeed, pathlib, tempfile
+folder = pathlib.Path(tempfile.mkdtemp()) / "runtime" / "paro"
+folder.mkdir(parents=True)
+(folder / "__init__.py").touch()
+deepspeed.__spec__.submodule_search_locations.append(str(folder.parents[1]))
+"""
 BROKEN = {
     "missing": (MISSING, "deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups is gone"),
     "changed": (CHANGED, "all_gather_dp_groups has signature (groups), expected (groups_flat, "),
@@ -140,6 +148,7 @@ BROKEN = {
     "gate": (GATE, "deepspeed.runtime.config.get_zero_config has signature (param_dict, more), expected (param_dict)"),
     "gate gone": (GATE_GONE, "deepspeed.runtime.config.get_zero_config is gone"),
     "version": (VERSION, "its version is 0.20.1, supported is >=0.19.8,<0.20"),
+    "part": (PART, "it has a part of these features built in (deepspeed.runtime.paro), and not all of them"),
 }
 
 
@@ -161,6 +170,7 @@ for name, code in {pieces!r}.items():
 """
 ACTIVATE = "import deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
 USE = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))\n"
+PATCHED = "from deepspeed_ext import patches\nprint([p.gate for p, state in patches.status() if state == 'applied'])\n"
 DO_NOT = "print(int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage))\n"
 
 
@@ -170,9 +180,12 @@ def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used() -> None:
         pieces[fault] = breakage + ACTIVATE + USE
         if not fault.startswith("gate"):
             pieces[f"{fault}, unused"] = breakage + ACTIVATE + DO_NOT
+        if fault in ("version", "part"):
+            pieces[f"{fault}, patched"] = breakage + ACTIVATE + PATCHED
     out = dict(part.split("\n", 1) for part in run(IN_FORKS.format(pieces=pieces), "import sys").split("> ")[1:])
     for fault, (_, message) in BROKEN.items():
         assert out[fault].startswith("raised RuntimeError"), fault
         for part in (message, "Tested: DeepSpeed 0.19.8", "or remove the keys of deepspeed_ext (paro_*"):
             assert part in out[fault], fault
         assert fault.startswith("gate") or out[f"{fault}, unused"] == "2\n", fault
+        assert out.get(f"{fault}, patched", "[True, True, True]\n") == "[True, True, True]\n", fault

@@ -77,6 +77,18 @@ print(deepspeed.__version__)
 """
 
 
+# A fork where the extension is not installed.
+ALONE = """
+import runpy, sys
+sys.modules["deepspeed_ext"] = None
+import deepspeed, deepspeed.runtime.pipe.engine, deepspeed.runtime.zero.stage3
+from deepspeed.runtime.config import DeepSpeedConfig
+section = {"paro_strategy": "NIG", "paro_group_size": 1}
+DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": section})
+runpy.run_module("deepspeed.runtime.paro", run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize(
     "first",
     ["torch", "deepspeed_ext", "deepspeed_ext.placement", "deepspeed.runtime.paro"],
@@ -105,7 +117,8 @@ def test_the_command_says_so(fork: Path, inside: dict[str, str]) -> None:
     ]
     ours = run(sys.executable, None, "-W", "ignore", "-m", "deepspeed_ext", *plan)
     assert "<-- choice" in ours
-    assert ours == run(fork, inside, "-W", "ignore", "-m", "deepspeed.runtime.paro", *plan)
+    alone = inside | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert ours == run(fork, alone, "-W", "ignore", "-c", ALONE, *plan)
 
 
 def test_the_kernels_are_reported(fork: Path, inside: dict[str, str]) -> None:

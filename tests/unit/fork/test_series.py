@@ -13,6 +13,7 @@ sys.path.insert(0, str(SCRIPTS))
 
 import base  # noqa: E402
 import mails  # noqa: E402
+import series  # noqa: E402
 import translation  # noqa: E402
 import trees  # noqa: E402
 
@@ -71,6 +72,7 @@ def test_a_mail_is_read(tmp_path: Path) -> None:
     [
         ("Signed-off-by: somebody <somebody@example.com>\n", "", "no trailer Signed-off-by"),
         ("Remove-When: pigs fly\n", "", "no trailer Remove-When"),
+        ("pending", "submitted", "Upstream-Status 'submitted' without an address"),
         ("pending", "soon", "Upstream-Status 'soon', expected one of pending, submitted"),
         ("Because of a reason that takes more than fifteen words", "So", "does not say why"),
         ("zero: a", "zero: a subject with many words, and a", "characters, at most 72 fit"),
@@ -92,11 +94,11 @@ def test_what_is_no_mail_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_file_of_ours_is_in_one_patch(tmp_path: Path) -> None:
-    series = mails.series()
-    assert mails.unplaced(series) == []
-    assert set(translation.sources()) == {name for one in series for name in one.generated}
-    assert any("units.py is in 2 patches" in line for line in mails.unplaced([*series, mail(tmp_path)]))
-    assert any("is in 0 patches" in line for line in mails.unplaced(series[:-1]))
+    found = mails.series()
+    assert mails.unplaced(found) == []
+    assert set(translation.sources()) == {name for one in found for name in one.generated}
+    assert any("units.py is in 2 patches" in line for line in mails.unplaced([*found, mail(tmp_path)]))
+    assert any("is in 0 patches" in line for line in mails.unplaced(found[:-1]))
 
 
 def test_series_and_folder_must_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -141,6 +143,36 @@ def test_what_is_imported_must_be_there(tmp_path: Path) -> None:
     assert found and all("imports deepspeed.runtime.paro.support, which is not there" in line for line in found)
     (package / "support.py").touch()
     assert trees.missing(tmp_path, one) == []
+
+
+def test_what_is_imported_late_from_a_package_must_be_there(tmp_path: Path) -> None:
+    one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/zero/units.py\n")
+    place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
+    place.parent.mkdir(parents=True)
+    place.write_text("def late():\n    from deepspeed.runtime.paro.zero import modified\n")
+    assert "imports deepspeed.runtime.paro.zero.modified, which is not there" in trees.missing(tmp_path, one)[0]
+    place.with_name("modified.py").touch()
+    assert trees.missing(tmp_path, one) == []
+
+
+def test_a_tree_that_is_not_finished_is_not_taken(tmp_path: Path) -> None:
+    """Or the seams of commits that are not there would be lost: they are nowhere else."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    base.git(tree, "init", "--quiet")
+    base.git(tree, "commit", "--quiet", "--allow-empty", "-m", "base")
+    base.git(tree, "tag", "base")
+    with pytest.raises(base.Failed, match="has no commits after base"):
+        series._finished(tree)
+    base.git(tree, "commit", "--quiet", "--allow-empty", "-m", "a seam")
+    assert series._finished(tree) == tree
+    (tree / ".git" / "rebase-merge").mkdir()
+    with pytest.raises(base.Failed, match="in the middle of a rebase"):
+        series._finished(tree)
+    (tree / ".git" / "rebase-merge").rmdir()
+    (tree / "file").touch()
+    with pytest.raises(base.Failed, match="changes that are not committed"):
+        series._finished(tree)
 
 
 def test_modules_are_translated() -> None:

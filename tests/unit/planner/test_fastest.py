@@ -133,7 +133,8 @@ def test_a_broken_file_costs_no_run(ranks: Any, tmp_path: Path, content: str) ->
 
 def test_a_folder_that_cannot_be_written_costs_no_run(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for impossible in (tmp_path / "file" / "below" / "decision.json", tmp_path):
+    # Below a file, in the place of a folder, and with a name as long as a name can be, which the one aside is not.
+    for impossible in (tmp_path / "file" / "below" / "decision.json", tmp_path, tmp_path / ("x" * 255)):
         lines = ranks(2).run(engine_case, {"paro_decision_file": str(impossible)}, {})[0][1]
         assert "the decision is not kept" in lines[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

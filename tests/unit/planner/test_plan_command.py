@@ -3,13 +3,20 @@
 """``python -m deepspeed_ext plan``: what it prints, writes and refuses."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from deepspeed_ext import __main__
+
+sys.path.append(str(Path(__file__).parents[3] / "scripts"))
+
+from launching import environment as cpu_environment
+from launching import free_port
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
 NODES = ["--nodes", "4", "--ranks-per-node", "8"]
@@ -80,6 +87,12 @@ def test_json_and_picture_and_estimate(
         ),
         (["--params", "7B", "--estimate", *NODES, *LINKS], "--estimate needs --largest-layer beside --params"),
         (["--params", "7B", "--estimate", "--dtype", "fp32", *NODES, *LINKS], "16 bits, all parameters trained"),
+        (
+            ["--params", "7B", "--largest-layer", "1M", "--estimate", "--json", "-", *NODES, *LINKS],
+            "--json - writes nothing else",
+        ),
+        (["--params", "7B", "--json", "/nowhere/plan", *NODES, *LINKS], "there is no folder for --json /nowhere/plan"),
+        (["--params", "7B", "--picture", "/nowhere/p", *NODES, *LINKS], "there is no folder for --picture /nowhere/p"),
         (["--model", "a:b", "--largest-layer", "7", *NODES, *LINKS], "--largest-layer goes with --params"),
         (["--params", "seven", *NODES, *LINKS], "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
         (["--model", "no_such_module:f", *NODES, *LINKS], "'no_such_module:f' cannot be imported"),
@@ -95,9 +108,67 @@ def test_bad_arguments_get_clear_errors(
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("option", ["--ranks", "--group-size"])
+def test_what_the_report_takes_is_not_dropped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", option, "4", "plan", "--params", "7B", *NODES, *LINKS])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert "are the report's: put what plan takes behind it" in capsys.readouterr().err
+
+
+MODELS = """
+import torch
+
+def half_frozen():
+    model = torch.nn.Sequential(*[torch.nn.Linear(8, 8, bias=False, device="meta") for _ in range(2)])
+    model[0].requires_grad_(False)
+    return model
+"""
+LAUNCHES = {
+    "none": [sys.executable, "-m"],
+    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m"],
+    "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()), "--module"],
+}
+
+
+def plan_a_model(folder: Path, launcher: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The command in processes of its own, on a model whose first half is frozen."""
+    (folder / "models.py").write_text(MODELS)
+    env = cpu_environment() | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    command = [*LAUNCHES[launcher], "deepspeed_ext", "plan", "--model", "models:half_frozen", *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHES)
+def test_a_model_is_counted_under_each_launcher(tmp_path: Path, launcher: str) -> None:
+    where = [*NODES, *LINKS] if launcher == "none" else []  # else the launch's, and measured
+    done = plan_a_model(tmp_path, launcher, *where, "--dtype", "fp32", "--json", str(tmp_path / "plan.json"))
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "plan.json").read_text())["exact"]
+    assert written["ranks"] == (2 if where == [] else 32)
+    (whole,) = (one for one in written["predictions"] if one["strategy"] == "NNN")
+    assert {key: whole["memory"][key] for key in ("parameters", "gradients", "optimizer")} == {
+        "parameters": 4.0 * 128,
+        "gradients": 4.0 * 64,
+        "optimizer": 12.0 * 64,
+    }
+    if launcher != "none":
+        assert written["rates"]["gather"]["intra"]["bandwidth"] > 1e6
+
+
+def test_deepspeeds_estimators_know_no_frozen_parameters(tmp_path: Path) -> None:
+    done = plan_a_model(tmp_path, "none", *NODES, *LINKS, "--estimate")
+    assert done.returncode == 2
+    assert "all parameters trained; of models:half_frozen 50.0% are. Leave out --estimate" in done.stderr
+
+
 @pytest.mark.parametrize(
     "environment, more, message",
     [
+        ({"WORLD_SIZE": "8"}, [], "8 ranks, and none of LOCAL_WORLD_SIZE, LOCAL_SIZE says .* Set --ranks-per-node"),
+        ({"WORLD_SIZE": "8"}, ["--ranks-per-node", "3"], "8 ranks, of which 3 are on this node"),
         ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, [], "6 ranks, of which 4 are on this node"),
         (
             {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
@@ -113,6 +184,8 @@ def test_a_launch_that_contradicts_the_arguments(
     more: list[str],
     message: str,
 ) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "plan", "--params", "7B", *LINKS, *more])
