@@ -116,7 +116,9 @@ def start(emulation: None, tmp_path: Path) -> Iterator[Start]:
         script = tmp_path / "script.py"
         script.write_text(code)
         command = [sys.executable, str(SCRIPTS / "cluster.py"), *options, str(script), *arguments]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 - also where tests run under nohup
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(command, **pipes, text=True, preexec_fn=heard))
         return processes[-1]
 
     yield run
