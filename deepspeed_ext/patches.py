@@ -368,13 +368,20 @@ def foreign() -> str | None:
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    # While DeepSpeed is imported it does not say its version yet.
-    said = getattr(sys.modules.get("deepspeed"), "__version__", None) or metadata.version("deepspeed")
-    if not SpecifierSet(DEEPSPEED_VERSIONS).contains(Version(said).base_version):
+    said = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed()
+    if said is not None and not SpecifierSet(DEEPSPEED_VERSIONS).contains(Version(said).base_version):
         return f"its version is {said}, supported is {DEEPSPEED_VERSIONS}"
     if fork.is_partial():
         return f"it has a part of these features built in ({fork.PACKAGE}), and not all of them"
     return None
+
+
+def _installed() -> str | None:
+    """DeepSpeed's version as pip knows it: while it is imported it does not say it yet."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:  # a folder on the search path
+        return None
 
 
 def apply(module: str) -> None:
