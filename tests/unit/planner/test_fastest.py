@@ -21,7 +21,7 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
     from unittest import mock
 
     import torch.distributed as dist
-    from logs import logged
+    from logs import is_ours, logged
     from zero.test_factory import make_engine
 
     from deepspeed_ext.planner import probe
@@ -37,7 +37,7 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
     found = engine._config.zero_config.paro_strategy, engine.zero_optimization_stage(), type(engine.optimizer).__name__
     engine.destroy()
-    return found, [text for level, text in lines if level == "WARNING" and "deepspeed_ext: " in text]
+    return found, [text for level, text in lines if level == "WARNING" and is_ours(text)]
 
 
 def train_case(folder: str) -> tuple[list[float], list[float]]:
