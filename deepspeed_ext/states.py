@@ -5,10 +5,11 @@
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed_ext.config import offloads
 from deepspeed_ext.placement import ModelStates
+from deepspeed_ext.zero.leaf_modules import numel_of
 
 ADAM_BYTES = 12  # of a parameter: master copy and two moments in fp32
 
@@ -23,7 +24,7 @@ def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: 
     """
     parameters = list({id(p): p for p in model.parameters()}.values())
     trained = [p for p in parameters if p.requires_grad]
-    elements = sum(map(numel, trained))
+    elements = sum(map(numel_of, trained))
     return ModelStates(
         parameters=nbytes(parameters, parameter_bytes),
         gradients=float(elements * gradient_bytes),
@@ -46,9 +47,4 @@ def on_device(engine: Any, model: nn.Module) -> ModelStates:
 
 def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
     """Of parameters, each element of which has so many, by default those it has."""
-    return float(sum(numel(p) * (each or p.element_size()) for p in parameters))
-
-
-def numel(parameter: Tensor) -> int:
-    """Elements, also of a parameter that is cut."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))

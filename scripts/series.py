@@ -91,11 +91,11 @@ def refresh(args: argparse.Namespace) -> int:
             trees.export(_finished(args.tree), scratch / "mails")
             edited = [mails.read(path) for path in sorted((scratch / "mails").iterdir())]
         tree = unpack(requirement().version, scratch / "tree")
+        earlier: list[str] = []  # what is there already: a patch that brought it before does so no more
         for mail in edited:
-            # What an earlier patch brings now: this one does no more, which is known when it is regenerated.
-            earlier = [name for other in edited[: edited.index(mail)] for name in mails.targets(other)]
             trees.apply(tree, mail, earlier)
             trees.regenerate(tree, mail)
+            earlier += mails.targets(mail)
         names = trees.export(tree, scratch / "made")
         for name in names:
             shutil.copy(scratch / "made" / name, mails.PATCHES)

@@ -24,8 +24,9 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.decisions import Decisions, say
 from deepspeed_ext.planner.models import describe
-from deepspeed_ext.states import numel, on_device
+from deepspeed_ext.states import on_device
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
+from deepspeed_ext.zero.leaf_modules import numel_of
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
 _NAMES = tuple(STRATEGIES)
@@ -94,7 +95,7 @@ def _described(engine: Any, model: nn.Module) -> Model:
     width = 2 if model_dtype.itemsize == 2 else None
     accumulation = config.gradient_accumulation_steps
     found = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
-    elements = sum(map(numel, model.parameters()))
+    elements = sum(map(numel_of, model.parameters()))
     kept = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
     return replace(found, held=on_device(engine, model), regathered=not kept)
 

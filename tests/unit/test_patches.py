@@ -131,7 +131,7 @@ PRIVATE = (
 OVERRIDE = "import torch, deepspeed.runtime.zero.stage_1_and_2 as z\ndel z.DeepSpeedZeroOptimizer.average_tensor\n"
 GATE = "import torch, deepspeed.runtime.config as c\nc.get_zero_config = lambda param_dict, more: None\n"
 GATE_GONE = "import torch, deepspeed.runtime.config as c, deepspeed.runtime.zero.config as z\ndel c.get_zero_config\n"
-# A DeepSpeed with a part of the series, and with one that is too new: nothing but the gates is patched.
+# Of a DeepSpeed that is too new, and of one with a part of the series, nothing but the gates is patched.
 VERSION = "import deepspeed\ndeepspeed.__version__ = '0.20.1'\n"
 PART = """
 import deepspeed, pathlib, tempfile
