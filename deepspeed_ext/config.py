@@ -11,6 +11,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext.data_parallel import refuse_mesh, sharding_ranks
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy, parse_strategy
 from deepspeed_ext.refusals import REFUSED, SECTION
@@ -39,6 +40,10 @@ _OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of De
 DECISION_FILE = "paro_decision.json"
 _PREFIXES = ("paro", "stage3_leaf")
 _OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES)
+
+
+class ImpliedStage(int):
+    """A stage that we have written into a user's section, where it was left out: the next reader may imply another."""
 
 
 def our_keys(section: Any) -> list[str]:
@@ -183,7 +188,8 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
         if key not in (*_OURS, LOCO):
             close = difflib.get_close_matches(str(key).lower(), _OURS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {', '.join(_OURS)}.{hint}")
+            known = ", ".join((*_OURS, *_REMOVED))
+            raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {known}.{hint}")
     if STRATEGY not in section:
         alone = next(key for key in (GROUP_SIZE, *OF_FASTEST) if key in section)
         raise ValueError(
@@ -207,15 +213,18 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
         raise ValueError(
             f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy.name} places p = {strategy.p.name}, "
             f"g = {strategy.g.name}, which is stage {strategy.stage}, got stage {stage!r}. "
-            f"Remove stage, or set it to {strategy.stage}."
+            f"Set {SECTION}.stage to {strategy.stage}."
         )
     return strategy
 
 
-def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
-    """Validate our keys against the rest of a parsed configuration and the number of ranks.
+def check_config(config: "DeepSpeedConfig", mpu: Any = None, mesh_device: Any = None) -> None:
+    """Validate our keys against the rest of a parsed configuration and the ranks.
 
-    Runs when the configuration is parsed: on every rank alike, before any communication.
+    Runs when the configuration is parsed: on every rank alike, before any communication of ours.
+
+    Args:
+        mpu, mesh_device: what DeepSpeed was given of other kinds of parallelism.
 
     Raises:
         ValueError: what is configured contradicts the strategy, or the group size does not fit.
@@ -225,11 +234,13 @@ def check_config(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
 
     size = getattr(config.zero_config, GROUP_SIZE, None)
     if size is not None and dist.is_initialized():
-        Cluster(data_parallel_size, size)
+        Cluster(sharding_ranks(config, mpu), size)
+    strategy = active_strategy(config)
+    if strategy is not None or undecided(config):
+        refuse_mesh(f"{SECTION}.{_given(config._param_dict[SECTION])}", mpu, mesh_device)
     if undecided(config):
         possible_strategies(config)
         return
-    strategy = active_strategy(config)
     if strategy is None:
         return
     refuse_beside(config, strategy)
@@ -337,8 +348,11 @@ def _parse_strategy(section: Mapping[str, Any]) -> Strategy | None:
     return None
 
 
-def use_strategy_of_stage(config: "DeepSpeedConfig", data_parallel_size: int) -> None:
+def use_strategy_of_stage(config: "DeepSpeedConfig", mpu: Any) -> None:
     """Have a parsed configuration of plain ZeRO ask for the strategy that its stage is.
+
+    Args:
+        mpu: a pipeline's grid.
 
     Raises:
         ValueError: what is configured contradicts it.
@@ -348,7 +362,7 @@ def use_strategy_of_stage(config: "DeepSpeedConfig", data_parallel_size: int) ->
     require()
     section = config._param_dict[SECTION]
     config.zero_config = parse_section({**section, STRATEGY: _OF_STAGE[int(config.zero_config.stage)]})
-    check_config(config, data_parallel_size)
+    check_config(config, mpu)
 
 
 @functools.cache
@@ -414,11 +428,8 @@ def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
     Raises:
         ValueError: see ``check_section``; pydantic's for DeepSpeed's own keys.
     """
-    section = revive_mics(section)
-    if not our_keys(section):
-        return _stock_class()(**section)
     given = _given(section)
-    section = with_loco(with_leaf_bytes(section))
+    section = resolved(section)
     if not our_keys(section):
         return _stock_class()(**section)
     strategy = check_section(section)
@@ -428,3 +439,14 @@ def parse_section(section: Mapping[str, Any]) -> "DeepSpeedZeroConfig":
         log_dist(f"deepspeed_ext: {SECTION}.{given} does nothing at stage 0", ranks=[0])
     # An undecided stage: any that is not 0, for it is parsed again.
     return zero_config_class()(**{"stage": strategy.stage if strategy else 1, **section})
+
+
+def resolved(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a raw section as its user wrote it, with a strategy in the place of keys that imply one.
+
+    Raises:
+        ValueError: a key of MiCS, LoCo or leaf modules is not valid.
+    """
+    section = {key: value for key, value in section.items() if not isinstance(value, ImpliedStage)}
+    section = revive_mics(section)
+    return with_loco(with_leaf_bytes(section)) if our_keys(section) else section

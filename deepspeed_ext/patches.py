@@ -15,6 +15,7 @@ from typing import Any
 from deepspeed_ext import fork, support
 from deepspeed_ext.replacements import (
     checkpoints,
+    frameworks,
     granularity,
     kernels,
     keys,
@@ -103,10 +104,11 @@ PATCHES: tuple[Patch, ...] = (
         granularity.fetch_leaves_as_units,
     ),
     Patch(
-        "deepspeed.runtime.zero.partition_parameters:zero3_linear_wrap",
+        "deepspeed.runtime.zero.linear:zero3_linear_wrap",
         "multiply by the small weights of a leaf module without inspecting a signature each time",
         "(input, weight, bias=None)",
         granularity.call_without_detour,
+        copies=("deepspeed.runtime.zero.partition_parameters",),
     ),
     Patch(
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
@@ -355,12 +357,22 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
+# Symbols of other packages: replaced where these are imported and as we know them; without them all else works.
+BESIDE: tuple[Patch, ...] = (
+    Patch(
+        "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload",
+        "have Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",
+        "(self)",
+        frameworks.read_the_stage_that_is_implied,
+    ),
+)
+
 _originals: dict[str, tuple[Any, str, Any, Any]] = {}  # path: owner, name, original, replacement
 
 
 def modules() -> frozenset[str]:
     """Modules that hold a symbol to replace."""
-    return frozenset(patch.module for patch in PATCHES if patch.replace)
+    return frozenset(patch.module for patch in PATCHES + BESIDE if patch.replace)
 
 
 def foreign() -> str | None:
@@ -390,7 +402,8 @@ def apply(module: str) -> None:
     A symbol that is not as we know it stays as it is, and so do all where DeepSpeed is none that we know; but for the
     gates, which refuse our keys then.
     """
-    due = [patch for patch in PATCHES if patch.module == module and patch.replace and patch.path not in _originals]
+    listed = PATCHES + BESIDE
+    due = [patch for patch in listed if patch.module == module and patch.replace and patch.path not in _originals]
     unknown = bool(due) and foreign() is not None
     for patch in due:
         if (unknown or patch.problem()) and not patch.gate:
@@ -403,16 +416,34 @@ def apply(module: str) -> None:
         setattr(replacement, _MARK, True)
         if isinstance(original, staticmethod):
             replacement = staticmethod(replacement)
-        setattr(owner, name, replacement)
+        for holder in (owner, *_copies(patch)):
+            _exchange(holder, name, original, replacement)
         _originals[patch.path] = (owner, name, original, replacement)
+
+
+def _copies(patch: Patch) -> list[Any]:
+    """Return the modules that may hold the symbol as well; what is imported later imports the replacement."""
+    return [sys.modules[name] for name in patch.copies if name in sys.modules]
+
+
+def _exchange(owner: Any, name: str, old: Any, new: Any) -> bool:
+    """Put an object in the place of another one, and return whether that was there."""
+    found = inspect.getattr_static(owner, name, None) is old
+    if found:
+        setattr(owner, name, new)
+    return found
 
 
 def undo() -> None:
     """Put the originals back, except where somebody else has patched on top of us."""
-    for path, (owner, name, original, replacement) in list(_originals.items()):
-        if inspect.getattr_static(owner, name) is replacement:
-            setattr(owner, name, original)
-            del _originals[path]
+    for patch in PATCHES + BESIDE:
+        if patch.path not in _originals:
+            continue
+        owner, name, original, replacement = _originals[patch.path]
+        for holder in _copies(patch):
+            _exchange(holder, name, replacement, original)
+        if _exchange(owner, name, replacement, original):
+            del _originals[patch.path]
 
 
 def import_all() -> None:
@@ -424,7 +455,7 @@ def import_all() -> None:
 def status() -> list[tuple[Patch, str]]:
     """For each patch: applied, relied on, not imported, not applied, or what is wrong. Imports nothing new."""
     rows = []
-    for patch in PATCHES:
+    for patch in (*PATCHES, *(patch for patch in BESIDE if patch.module in sys.modules)):
         if patch.path in _originals and not patch.problem():
             state = "applied"
         elif patch.module not in sys.modules:

@@ -280,6 +280,8 @@ def parse_strategy(name: object, besides: str = "") -> Strategy:
             _row(name, "")
         except ValueError as error:
             why = f" {error}"
+    elif isinstance(name, str) and name.strip().upper() in STRATEGIES:
+        why = f" Did you mean {name.strip().upper()!r}?"
     raise ValueError(
         f"paro_strategy must be one of {', '.join(STRATEGIES)} (placements of p, g, os){besides}, got {name!r}.{why}"
     )

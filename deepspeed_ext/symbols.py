@@ -19,6 +19,7 @@ class Patch:
         signature: of the symbol as we know it, without annotations; another one is refused.
         replace: makes the replacement from the original; None where a subclass of ours overrides or calls it.
         gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
+        copies: modules that import the symbol by name, and may have done so before it is replaced.
     """
 
     target: str
@@ -26,6 +27,7 @@ class Patch:
     signature: str
     replace: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     gate: bool = False
+    copies: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:

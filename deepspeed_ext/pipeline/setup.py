@@ -78,7 +78,7 @@ def _strategy(config: Any, module: Any) -> Strategy | None:
             f"the strategies; `python -m deepspeed_ext plan` compares them."
         )
     if active_strategy(config) is None and config.zero_config.stage > 1:
-        use_strategy_of_stage(config, module._grid.data_parallel_size)
+        use_strategy_of_stage(config, module.mpu())
     return active_strategy(config)
 
 

@@ -17,6 +17,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from deepspeed_ext.config import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, possible_strategies
+from deepspeed_ext.frameworks import imply_stage
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
 from deepspeed_ext.planner import probe
@@ -64,6 +65,7 @@ def decide_for(engine: Any, model: nn.Module) -> None:
             f"{', '.join(row.name for row in allowed)}."
         )
     engine._config = decided(config, STRATEGIES[name])
+    imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if made is not None and dist.get_rank() == 0:
         say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {made.reason}')
         file.keep(name, inputs, made.as_dict())

@@ -11,6 +11,7 @@ def parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_zero_config)
     def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         from deepspeed_ext import config
+        from deepspeed_ext.frameworks import imply_stage
         from deepspeed_ext.support import require
 
         config.check_top_level(param_dict)
@@ -18,7 +19,10 @@ def parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
         if not config.our_keys(section):
             return get_zero_config(param_dict, *args, **kwargs)
         require()
-        return config.parse_section(section)
+        parsed = config.parse_section(section)
+        if getattr(parsed, config.STRATEGY, config.FASTEST) != config.FASTEST:
+            imply_stage(section, int(parsed.stage))
+        return parsed
 
     return parse
 
@@ -35,19 +39,20 @@ def leave_removed_keys_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_our_keys(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: Any, config: Any, mpu: Any = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         from deepspeed_ext.config import SECTION, check_config, our_keys
+        from deepspeed_ext.frameworks import refuse_unread_stage
         from deepspeed_ext.support import require
 
         try:
-            init(self, config, mpu, *args, **kwargs)
+            init(self, config, mpu, mesh_device)
         except Exception:
             # The reason may be that this DeepSpeed is not the one that we patch: then say that instead.
             if our_keys(getattr(self, "_param_dict", {}).get(SECTION)):
                 require()
             raise
-        # ZeRO cuts over data- and sequence-parallel ranks together, where the mpu knows such a group.
-        size = getattr(mpu, "get_sequence_data_parallel_world_size", lambda: self.world_size)()
-        check_config(self, int(size))
+        check_config(self, mpu, mesh_device)
+        if our_keys(self._param_dict.get(SECTION)):
+            refuse_unread_stage(self)
 
     return __init__

@@ -35,7 +35,7 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
             if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.parameters" in sys.modules:
                 from deepspeed_ext.zero.parameters import recut_for_stock
 
-                recut_for_stock(self.module, self.seq_data_parallel_group)
+                recut_for_stock(self.module)
             if not self.zero_module_granularity_threshold():
                 return configure(self, optimizer)
             from deepspeed_ext.zero.coordinator import coordinator_of

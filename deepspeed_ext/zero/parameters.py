@@ -462,9 +462,13 @@ def recut(param: Any, group: Any) -> None:
     param.partition()
 
 
-def recut_for_stock(module: Any, group: Any) -> None:
-    """Before DeepSpeed's own ZeRO-3 takes a model: cut over its group what an engine of ours has cut inside groups."""
+def recut_for_stock(module: Any) -> None:
+    """Cut what an engine of ours has cut inside groups over all data-parallel ranks, for DeepSpeed's own ZeRO-3.
+
+    It reduces each parameter over the group that the parameter is cut over: that must be the one it was cut over
+    before ours, and not the group that its engine names, which with a mesh is a part of it.
+    """
     for param in module.parameters():
         if hasattr(param, REPLICAS):
-            recut(param, group)
+            recut(param, getattr(param, REPLICAS))
             delattr(param, REPLICAS)

@@ -19,6 +19,7 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
     ({"paro_strategy": "ZeRO"}, "one of NNN, .*got 'ZeRO'"),
     ({"paro_strategy": "auto"}, "one of NNN, .*got 'auto'"),
+    ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'NIG'\\?"),
     ({"paro_strategy": 3}, "got 3"),
     ({"paro_strategy": None}, "got None"),
     ({"paro_group_size": 2}, r"paro_group_size is set \(2\) without zero_optimization.paro_strategy"),
@@ -28,14 +29,20 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NIG", "paro_group_size": 2.0}, "got 2.0 of type float"),
     ({"paro_strategy": "NIG", "paro_group_size": True}, "got True of type bool"),
     ({"paro_strategy": "NIG", "paro_group_size": "auto"}, "got 'auto'"),
-    ({"paro_strategy": "NIG", "stage": 3}, "NIG places p = N, g = I, which is stage 2, got stage 3. Remove stage"),
+    (
+        {"paro_strategy": "NIG", "stage": 3},
+        "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
+    ),
     ({"paro_strategy": "NNG", "stage": 2}, "which is stage 1, got stage 2"),
     ({"paro_strategy": "GGG", "stage": 1}, "which is stage 3, got stage 1"),
-    ({"paro_strategy": "IIG", "stage": 2}, "IIG places p = I, g = I, which is stage 3, got stage 2. Remove stage"),
+    (
+        {"paro_strategy": "IIG", "stage": 2},
+        "IIG places p = I, g = I, which is stage 3, got stage 2. Set .*stage to 3",
+    ),
     ({"paro_strategy": "GNG", "stage": 2}, "GNG places p = G, g = N, which is stage 3, got stage 2"),
     (
         {"paro_stratgy": "NIG"},
-        "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .* Did you mean 'paro_strategy'",
+        "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .*zeropp_loco_param. Did you mean 'paro_strategy'",
     ),
     ({"paro_strategy": "NIG", "paro_groupsize": 2}, "no key 'paro_groupsize'.*Did you mean 'paro_group_size'"),
     ({"PaRO": "auto"}, "no key 'PaRO'"),
@@ -106,7 +113,28 @@ def test_each_form_of_config(ranks: Any, tmp_path: Path, form: str) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config(**section)), encoding="utf-8")
     for answer in ranks(4).run(parsed_zero_config, form, section, str(file)):
-        assert answer == ("ParoZeroConfig", {"stage": 2, "overlap_comm": False, **section}, section)
+        assert answer == ("ParoZeroConfig", {"stage": 2, "overlap_comm": False, **section}, {"stage": 2, **section})
+
+
+def test_the_callers_dict_says_the_stage(ranks: Any) -> None:
+    """Frameworks read it there; and the next engine may be given the same dict with another strategy."""
+    assert ranks(1).run(implied_stages_case) == [[1, 3, 2, 3, 0, "absent"]]
+
+
+def implied_stages_case() -> list[Any]:
+    """The stage in a section that was parsed with one strategy after the other, and in others."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    zero: dict[str, Any] = {}
+    stages: list[Any] = []
+    for name in ("NNG", "IIG", "NIG"):
+        zero["paro_strategy"] = name
+        DeepSpeedConfig(config(**zero) | {"zero_optimization": zero})
+        stages.append(json.loads(json.dumps(zero))["stage"])
+    for other in ({"mics_shard_size": 1}, {"paro_strategy": "IIG", "stage": 0}, {"paro_strategy": "fastest"}):
+        DeepSpeedConfig(config() | {"zero_optimization": other})
+        stages.append(other.get("stage", "absent"))
+    return stages
 
 
 def test_off_means_the_exact_upstream_class(ranks: Any) -> None:
@@ -367,7 +395,7 @@ def test_mics_shard_size_is_iii_in_groups_of_that_size(
     for kind, fields, raw in ranks(4).run(parsed_zero_config, form, section, str(file)):
         assert kind == "ParoZeroConfig"
         assert (fields["stage"], fields["paro_strategy"], fields["paro_group_size"]) == (3, "III", 2)
-        assert raw == section  # what the user wrote is what DeepSpeed keeps and prints
+        assert raw == {**section, "stage": 3}  # what the user wrote, and what frameworks read
 
 
 def test_mics_shard_size_minus_one_is_off(ranks: Any) -> None:
@@ -395,7 +423,8 @@ def test_loco_is_a_strategy_of_the_stage_or_stands_beside_one(
     ranks: Any, section: dict[str, Any], strategy: str, stage: int
 ) -> None:
     for kind, fields, raw in ranks(4).run(parsed_zero_config, "dict", section, ""):
-        assert (kind, fields["paro_strategy"], fields["stage"], raw) == ("ParoZeroConfig", strategy, stage, section)
+        assert (kind, fields["paro_strategy"], fields["stage"]) == ("ParoZeroConfig", strategy, stage)
+        assert raw == {**section, "stage": stage}
 
 
 def test_stage_3_with_quantized_gradients_alone_is_deepspeeds(ranks: Any) -> None:

@@ -40,7 +40,7 @@ def test_the_list_says_what_for() -> None:
         "zero.stage_1_and_2:all_gather_dp_groups",
         "zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
         "zero.partitioned_param_coordinator:iter_params",
-        "zero.partition_parameters:zero3_linear_wrap",
+        "zero.linear:zero3_linear_wrap",
         "zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
         "zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks",
         "zero.stage3:DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue",
@@ -58,6 +58,29 @@ def test_the_list_says_what_for() -> None:
         "pipe.engine:PipelineEngine.__init__",
         "pipe.module:PipelineModule._partition_layers",
     ]
+
+
+def test_what_zero_init_makes_of_linear_is_what_deepspeed_exports() -> None:
+    """As it is without us; also where DeepSpeed was imported first, and after all is undone."""
+    look = """
+from deepspeed.runtime.zero import linear, partition_parameters
+def same():
+    return linear.zero3_linear_wrap is partition_parameters.zero3_linear_wrap
+"""
+    run(look + "assert same() and hasattr(linear.zero3_linear_wrap, '__deepspeed_ext__')")
+    run(
+        look
+        + """
+import deepspeed_ext
+assert same() and not hasattr(linear.zero3_linear_wrap, "__deepspeed_ext__")
+del os.environ["DEEPSPEED_EXT_DISABLE"]
+deepspeed_ext.activate()
+assert same() and linear.zero3_linear_wrap.__deepspeed_ext__
+deepspeed_ext.activation.deactivate()
+assert same() and not hasattr(linear.zero3_linear_wrap, "__deepspeed_ext__")
+""",
+        prelude="import os; os.environ['DEEPSPEED_EXT_DISABLE'] = '1'\n",
+    )
 
 
 def test_all_symbols_are_as_recorded() -> None:

@@ -1,0 +1,154 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Over which ranks a strategy shards and reduces, beside tensor and sequence parallelism: over stock's, or refused."""
+
+from typing import Any
+
+import pytest
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_allow_untested_optimizer": True,
+}
+ON_MESH = {"data_parallel_size": 2, "sequence_parallel_size": 2}
+
+
+def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, **arguments: Any) -> Any:
+    """An engine over a small network, from a fixed seed."""
+    import contextlib
+
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # or zero.Init makes bf16 on a CPU
+    config = {**CONFIG, **beside, "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
+    torch.manual_seed(3)
+    sharded = zero_init and (zero.get("stage") == 3 or zero.get("paro_strategy", "N")[0] != "N")
+    with deepspeed.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **arguments)[0]
+
+
+def trained(engine: Any, steps: int = 2) -> Any:
+    """The weights after some steps on data of this rank's own, 1D."""
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2 * steps):
+        engine.backward(engine(torch.randn(2, 5, generator=generator)).square().sum())
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        weights = torch.cat([param.detach().reshape(-1).clone() for param in engine.module.parameters()])
+    engine.destroy()
+    return weights
+
+
+def differences(strategy: str, **how: Any) -> tuple[float, float]:
+    """How far the weights are from those of stock's stage, and from those of the first rank."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.placement import STRATEGIES
+
+    stock = trained(make({"stage": STRATEGIES[strategy].stage}, **how))
+    ours = trained(make({"paro_strategy": strategy, "paro_group_size": 2}, **how))
+    first = ours.clone()
+    dist.broadcast(first, 0)
+    return (ours - stock).abs().max().item(), (ours - first).abs().max().item()
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "IIG", "III"])
+@pytest.mark.parametrize("beside", ["mpu", "size alone", "mesh of one axis"])
+def test_sequence_parallel_ranks_are_of_one_replica(ranks: Any, strategy: str, beside: str) -> None:
+    for from_stock, from_first in ranks(4).run(sequence_parallel_case, strategy, beside):
+        assert from_stock < 1e-6 and from_first == 0
+
+
+def sequence_parallel_case(strategy: str, beside: str) -> tuple[float, float]:
+    """See ``differences``; ranks 0 and 1 share a sequence, and so do 2 and 3, or none, or all do."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    if beside == "mpu":
+        parallel_state_sp.initialize_sequence_parallel(2)
+        return differences(strategy, beside={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
+    if beside == "size alone":  # as HF Trainer writes it, whose model is made before there is an mpu
+        return differences(strategy, beside={"sequence_parallel_size": 4}, zero_init=True)
+    return differences(strategy, beside={"data_parallel_size": 4, "sequence_parallel_size": 1})
+
+
+@pytest.mark.parametrize(
+    "zero, key",
+    [
+        ({"paro_strategy": "NIG", "paro_group_size": 2}, "paro_strategy"),
+        ({"paro_strategy": "IIG", "paro_group_size": 2}, "paro_strategy"),
+        ({"paro_strategy": "fastest"}, "paro_strategy"),
+        ({"stage": 3, "stage3_leaf_bytes": True}, "stage3_leaf_bytes"),
+        ({"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("given", ["config", "mesh_param"])
+def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, zero: dict[str, Any], key: str, given: str) -> None:
+    for error in ranks(4).run_expect_error(mesh_case, zero, given):
+        assert error.type == "ValueError", error
+        assert error.message.startswith(
+            f"zero_optimization.{key} cannot be combined with a mesh of data_parallel_size 2 and "
+            f"sequence_parallel_size 2 (or mesh_param): DeepSpeed takes 2 of the 4 ranks"
+        ), error.message
+
+
+def mesh_case(zero: dict[str, Any], given: str) -> None:
+    """Make an engine with two data-parallel ranks of two sequence-parallel ones."""
+    make(zero, **({"beside": ON_MESH} if given == "config" else {"beside": {}, "mesh_param": (2, 2)}))
+
+
+def test_what_the_refusal_advises_works(ranks: Any) -> None:
+    for from_stock, from_first in ranks(4).run(mesh_and_mpu_case):
+        assert from_stock < 1e-6 and from_first == 0
+
+
+def mesh_and_mpu_case() -> tuple[float, float]:
+    """See ``differences``: an mpu that names the group over both axes, beside the mesh and without."""
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    return differences("IIG", beside=ON_MESH, mpu=parallel_state_sp)
+
+
+@pytest.mark.parametrize("first", ["III", "INI"])
+def test_a_stock_engine_takes_over_what_was_cut_inside_groups(ranks: Any, first: str) -> None:
+    """It reduces over the ranks of the mesh, as stock does, though its own group is one axis."""
+    answers = ranks(4).run(takeover_case, first)
+    assert answers == [answers[0]] * 4
+
+
+def takeover_case(first: str) -> list[float]:
+    """Weights of a stock engine on a mesh over the model of an engine of ours."""
+    import deepspeed
+
+    engine = make({"paro_strategy": first, "paro_group_size": 2}, {})
+    model = engine.module
+    engine.destroy()
+    config = {**CONFIG, **ON_MESH, "zero_optimization": {"stage": 3}}
+    stock, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return list(map(float, trained(stock)))
+
+
+def test_the_size_of_groups_is_of_the_ranks_that_zero_shards_over(ranks: Any) -> None:
+    for error in ranks(4).run_expect_error(tensor_parallel_case):
+        assert error.type == "ValueError", error
+        assert "got paro_group_size 4 with 2 data-parallel rank(s)" in error.message
+
+
+def tensor_parallel_case() -> None:
+    """Two data-parallel ranks of two tensor-parallel ones, as AutoTP makes them."""
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was communicated")):
+        make({"paro_strategy": "IIG", "paro_group_size": 4}, {"tensor_parallel": {"autotp_size": 2}})
