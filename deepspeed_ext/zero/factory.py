@@ -20,7 +20,7 @@ from deepspeed.utils import log_dist
 from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
 from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
-from deepspeed_ext.placement import STRATEGIES, Placement, Strategy
+from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy
 from deepspeed_ext.states import on_device
 from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
 from deepspeed_ext.version import __version__
@@ -52,7 +52,7 @@ def configure_with(
     refuse_unsupported(strategy, engine, optimizer)
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
-    announce(strategy, topology)
+    announce(strategy, topology, compressed=engine._config.zero_config.zeropp_loco_param is not None)
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topology, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
@@ -129,18 +129,35 @@ def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
             )
 
 
-def announce(strategy: Strategy, topology: Topology) -> None:
-    """One line on rank 0: versions, strategy, groups; a second one where groups make no difference."""
+def announce(strategy: Strategy, topology: Topology, compressed: bool = False) -> None:
+    """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
+
+    At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
+    will be.
+
+    Args:
+        compressed: whether gradients are to cross between groups compressed.
+    """
     n, m, k = topology.cluster.ranks, topology.cluster.group_size, topology.cluster.groups
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
-        f"over {n} data-parallel ranks in {k} group(s) of {m}",
+        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.cluster, compressed)}",
         ranks=[0],
+        level=logging.WARNING,
     )
-    if m in (1, n):
-        same = "the whole of the data-parallel ranks, so I means G" if m == n else "one rank, so I means N"
-        log_dist(f"deepspeed_ext: a group is {same}. {SECTION}.{GROUP_SIZE} is {m}.", ranks=[0])
+
+
+def _meaning(strategy: Strategy, cluster: Cluster, compressed: bool) -> str:
+    """Return what a strategy comes down to where there is one group, or groups are one rank; else nothing."""
+    n, m = cluster.ranks, cluster.group_size
+    if 1 < m < n:
+        return ""
+    groups = "one group" if m == n else "groups of one rank"
+    name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
+    plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, name)
+    nothing = ", and nothing crosses between groups that could be compressed" if compressed and m == n else ""
+    return f": {groups}, so {strategy.name} is {plain} here{nothing} ({SECTION}.{GROUP_SIZE} is {m})"
 
 
 def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> None:

@@ -87,11 +87,12 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     zero = {**zero, "paro_strategy": name, "paro_group_size": 2}
 
     fits = ranks(4).run(initialization_case, zero, config, int(4000 * needed), zero_init)
-    assert not any("WARNING" in level for lines in fits for level, _ in lines), fits
+    assert not any(" GB of model states" in text for lines in fits for _, text in lines), fits
 
     available = needed - 0.25  # of each of the four ranks, which share the machine
     answers = ranks(4).run(initialization_case, zero, config, int(4000 * available), zero_init)
-    warnings = [[text for level, text in lines if level == "WARNING"] for lines in answers]
+    too_large = " GB of model states"
+    warnings = [[text for level, text in lines if level == "WARNING" and too_large in text] for lines in answers]
     assert [len(lines) for lines in warnings] == [1, 0, 0, 0], warnings
     others = [row for row in STRATEGIES if kilobytes(row, p, g, os) <= available]
     assert warnings[0][0].removeprefix("[Rank 0] ") == (
@@ -102,18 +103,38 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     )
 
 
-@pytest.mark.parametrize("name", ["INI", "IIG", "GNG", "GGG"])
-@pytest.mark.parametrize("group, words", [(2, None), (4, "so I means G"), (1, "so I means N")])
-def test_one_line_says_what_runs(ranks: Any, name: str, group: int, words: str | None) -> None:
+@pytest.mark.parametrize(
+    "name, group, meaning",
+    [
+        ("NIG", 2, None),
+        ("IIG", 2, None),
+        ("NIG", 4, "one group, so NIG is ZeRO-2 here"),
+        ("NII", 1, "groups of one rank, so NII is DDP here"),
+        ("IIG", 4, "one group, so IIG is ZeRO-3 here"),
+        ("IIG", 1, "groups of one rank, so IIG is ZeRO-1 here"),
+        ("INI", 4, "one group, so INI is GNG here"),
+        ("GNG", 1, "groups of one rank, so GNG is GNG here"),
+    ],
+)
+def test_one_warning_says_what_runs(ranks: Any, name: str, group: int, meaning: str | None) -> None:
     p, g, os = name
     zero = {"paro_strategy": name, "paro_group_size": group}
-    for rank, lines in enumerate(ranks(4).run(initialization_case, zero, {}, 10**9, False)):
-        assert len(lines) == (0 if rank else 1 if words is None else 2), lines
-        if rank == 0:
-            assert all(level == "INFO" for level, _ in lines), lines
-            first = f"{name} (p={p}, g={g}, os={os}; stage 3) over 4 data-parallel ranks in {4 // group} group(s) of"
-            assert f"{first} {group}" in lines[0][1]
-            assert words is None or words in lines[1][1]
+    answers = ranks(4).run(initialization_case, zero, {}, 10**9, False)
+    assert [len(lines) for lines in answers] == [1, 0, 0, 0], answers
+    (level, line), *_ = answers[0]
+    assert level == "WARNING"  # what DeepSpeed shows
+    what = f"{name} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
+    assert f"{what} {4 // group} group(s) of {group}" in line
+    assert line.endswith(f": {meaning} (zero_optimization.paro_group_size is {group})" if meaning else f"of {group}")
+
+
+@pytest.mark.parametrize("group", [2, 4])
+def test_locos_line_says_where_nothing_is_compressed(ranks: Any, group: int) -> None:
+    zero = {"stage": 2, "zeropp_loco_param": {}, "paro_strategy": "NIG", "paro_group_size": group}
+    lines, *others = ranks(4).run(initialization_case, zero, {}, 10**9, False)
+    warnings = [line for level, line in lines if level == "WARNING"]
+    assert len(warnings) == 1 and not any(others)
+    assert ("nothing crosses between groups that could be compressed" in warnings[0]) == (group == 4)
 
 
 UNSUPPORTED = {

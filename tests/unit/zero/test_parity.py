@@ -9,7 +9,6 @@ import pytest
 import training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from logs import is_ours, logged
 from training import BF16, REPLICATED, Difference, Job
 
 SHARDED_GRADIENTS = ("NII", "NIG", "NGG")
@@ -260,27 +259,6 @@ def replicas_case() -> list[tuple[str, float, bool, float]]:
 
 def test_one_rank_alone(ranks: Any) -> None:
     check(run(ranks, Job(accumulation=2, zero=SMALL_BUCKETS), world=1, group=1))
-
-
-@pytest.mark.parametrize("group, words", [(2, None), (4, "so I means G"), (1, "so I means N")])
-def test_one_line_says_what_runs(ranks: Any, group: int, words: str | None) -> None:
-    for rank, lines in enumerate(ranks(4).run(announcement_case, group)):
-        ours = [line for line in lines if is_ours(line)]
-        assert len(ours) == (0 if rank else 1 if words is None else 2), ours
-        if rank == 0:
-            assert (
-                f"NIG (p=N, g=I, os=G; stage 2) over 4 data-parallel ranks in {4 // group} group(s) of {group}"
-                in ours[0]
-            )
-            assert words is None or words in ours[1]
-
-
-def announcement_case(group: int) -> list[str]:
-    """Log lines of an initialization at INFO."""
-    with logged() as lines:
-        engine, _ = training.make_engine(Job(), {"paro_strategy": "NIG", "paro_group_size": group})
-    engine.destroy()
-    return [message for _, message in lines]
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
