@@ -21,6 +21,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.bandwidth import counted_over
+
 Transfer = Generator[Any, None, Tensor]  # yields handles with a wait() method
 
 
@@ -104,8 +106,10 @@ class Hop(ABC):
         # gloo's own messages are for tensors of the host only, its collectives also for others.
         self._swaps = _backend(self.group) == "gloo" and get_accelerator().device_name() == "cpu"
 
-    def _options(self, operation: str) -> dict[str, Any]:
-        return {"group": self.group, "async_op": True, "log_name": f"{self.name}_{operation}"}
+    def _start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a collective over the group, and return its handle; ``operation`` is for the records."""
+        with counted_over(self.size):
+            return collective(*arguments, group=self.group, async_op=True, log_name=f"{self.name}_{operation}")
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
@@ -150,7 +154,7 @@ class Hop(ABC):
         if self._swaps:
             yield swap(self.group, gathered.split(shard.numel()), [shard] * self.size, f"{self.name}_all_gather")
         else:
-            yield dist.all_gather_into_tensor(gathered, shard, **self._options("all_gather"))
+            yield self._start("all_gather", dist.all_gather_into_tensor, gathered, shard)
         return gathered
 
     def _exchange(self, received: Tensor, sent: Tensor, splits: Sequence[int], operation: str) -> Any:
@@ -165,7 +169,7 @@ class Hop(ABC):
         mine = [splits[self.rank]] * self.size
         if self._swaps:
             return swap(self.group, received.split(mine), sent.split(list(splits)), f"{self.name}_{operation}")
-        return dist.all_to_all_single(received, sent, mine, list(splits), **self._options(operation))
+        return self._start(operation, dist.all_to_all_single, received, sent, mine, list(splits))
 
 
 class _All:
@@ -257,7 +261,7 @@ class NativeHop(Hop):
             return (yield from self._padded(flat, splits, longest))
         parts = flat.split(list(splits))
         yield _All(
-            dist.reduce(part, dist.get_global_rank(self.group, owner), **self._options("reduce_scatter"))
+            self._start("reduce_scatter", dist.reduce, part, dist.get_global_rank(self.group, owner))
             for owner, part in enumerate(parts)
             if part.numel()
         )
@@ -270,12 +274,12 @@ class NativeHop(Hop):
                 row[: part.numel()].copy_(part)
             flat = rows.view(-1)
         mine = flat.new_empty(longest)
-        yield dist.reduce_scatter_tensor(mine, flat, **self._options("reduce_scatter"))
+        yield self._start("reduce_scatter", dist.reduce_scatter_tensor, mine, flat)
         return mine[: splits[self.rank]]
 
     def all_reduce(self, flat: Tensor, runs: Part = ()) -> Transfer:
         if self.size > 1 and flat.numel():
-            yield dist.all_reduce(flat, **self._options("all_reduce"))
+            yield self._start("all_reduce", dist.all_reduce, flat)
         return flat
 
 

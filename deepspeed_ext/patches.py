@@ -23,6 +23,7 @@ from deepspeed_ext.replacements import (
     pipelines,
     planning,
     quantized,
+    records,
     strategies,
 )
 from deepspeed_ext.symbols import Patch
@@ -152,6 +153,12 @@ PATCHES: tuple[Patch, ...] = (
         "bug fix: zero_quantized_gradients gives the mean, and takes bfloat16 for what it is",
         "(tensors, groups)",
         quantized.reduce_to_the_mean,
+    ),
+    Patch(
+        "deepspeed.utils.comms_logging:calc_bw_log",
+        "record bandwidths over the ranks of a hop, not over all",
+        "(comm_op, size, duration)",
+        records.count_the_ranks_of_a_hop,
     ),
     Patch(
         "deepspeed.env_report:op_report",

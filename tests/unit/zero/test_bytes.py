@@ -102,15 +102,25 @@ def bytes_case(
 
 
 def test_comms_logger_tells_the_hops_apart(ranks: Any) -> None:
-    for record in ranks(4).run(logger_case):
-        assert {"intra_reduce_scatter", "inter_reduce_scatter", "intra_all_gather", "inter_all_gather"} <= set(record)
+    for records in ranks(4).run(logger_case):
+        assert {"intra_reduce_scatter", "inter_reduce_scatter"} <= set(records)
+        for name in ("intra_all_gather", "inter_all_gather"):  # over 2 ranks, not over all 4
+            assert records[name] and all(abs(bus / algorithm - 1 / 2) < 1e-9 for algorithm, bus in records[name])
 
 
-def logger_case() -> list[str]:
-    """Names that DeepSpeed's comms logger has recorded after a step of NIG."""
+def logger_case() -> dict[str, list[tuple[float, float]]]:
+    """What DeepSpeed's comms logger has recorded after a step of NIG with collectives: by name, the bandwidths."""
+    from unittest import mock
+
     import training
     from deepspeed.comm.comm import comms_logger
 
+    from deepspeed_ext import hops
+
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
-    training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})
-    return list(comms_logger.comms_dict)
+    with mock.patch.object(hops, "_backend", lambda group: "nccl"):
+        training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})
+    return {
+        name: [both for _, _, *found in sizes.values() for both in zip(*found, strict=True)]
+        for name, sizes in comms_logger.comms_dict.items()
+    }
