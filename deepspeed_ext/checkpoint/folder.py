@@ -18,6 +18,8 @@ import shutil
 import time
 from pathlib import Path
 
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
 LATEST = "latest"
 _SAVING = ".saving"
 _REPLACED = ".replaced"
@@ -27,8 +29,11 @@ _STALE_SECONDS = 24 * 3600  # since when what a save of another tag has left is 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that could not be saved, or cannot be loaded. Raised on all ranks alike; nothing has changed."""
+class CheckpointError(ZeRORuntimeException, RuntimeError):
+    """A checkpoint that could not be saved, or cannot be loaded. Raised on all ranks alike; nothing has changed.
+
+    Scripts catch DeepSpeed's class, which its loads raise where the states are cut otherwise.
+    """
 
 
 class CheckpointFolder:

@@ -182,8 +182,9 @@ def test_states_that_are_cut_otherwise_are_refused(
 
 
 def misfit_case(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> tuple[str, bool]:
-    """The error of a load, and whether a weight changed."""
+    """The error of a load, of the class that scripts catch with stock, and whether a weight changed."""
     import training
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, saved)
@@ -193,7 +194,11 @@ def misfit_case(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> t
     engine.destroy()
     engine, model = training.make_engine(job, loaded)
     before = training.whole_weights(model)
-    message = error_of(engine.load_checkpoint, folder)
+    message = ""
+    try:
+        engine.load_checkpoint(folder)
+    except ZeRORuntimeException as error:
+        message = f"{type(error).__name__}: {error}"
     changed = bool((training.whole_weights(model) - before).any())
     engine.destroy()
     return message, changed
