@@ -62,7 +62,12 @@ class LocoBuilder(CUDAOpBuilder):
         """Import what was built ahead of time, or build it now."""
         if self.is_built():
             return importlib.import_module(self.absolute_name())
-        return self.jit_load(verbose)
+        from torch.utils.cpp_extension import _get_build_directory  # where ``jit_load`` will build
+
+        from deepspeed_ext.loco.build_lock import built_once
+
+        with built_once(Path(_get_build_directory(self.name, verbose=False)), "the kernels of LoCo"):
+            return self.jit_load(verbose)
 
 
 def source_folder() -> Path:

@@ -141,6 +141,7 @@ def load_kernels() -> bool:
 def _warn(reason: str) -> None:
     warnings.warn(
         f"deepspeed_ext: the kernels of LoCo could not be built ({reason}), so its operators run in plain PyTorch, "
-        f"which is slower. Install a C++ compiler and ninja, or build ahead of time with DS_BUILD_LOCO=1.",
+        f"which is slower. Install a C++ compiler and ninja, with a GPU also nvcc of torch's CUDA version; or build "
+        f"ahead of time with DS_BUILD_LOCO=1.",
         stacklevel=3,
     )

@@ -149,6 +149,19 @@ def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(tmp_path:
     assert done.returncode == 0, done.stderr
 
 
+def test_with_a_gpu_but_no_nvcc_the_warning_says_what_to_install(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(ops, "_loaded", False)
+    monkeypatch.setattr(ops, "_failed", [])
+    with pytest.warns(UserWarning, match="CUDA_HOME does not exist.*with a GPU also nvcc"):
+        assert not ops.load_kernels()
+    assert not list(tmp_path.rglob("lock"))
+
+
 def test_ds_report_has_a_row() -> None:
     assert importlib.util.find_spec("deepspeed_ext.loco._kernels") is None  # not built ahead of time
     command = "import deepspeed.env_report as report; report.op_report(verbose=False)"

@@ -1,0 +1,147 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A build that was killed holds up no later one; where that cannot be told, who waits says for what."""
+
+import fcntl
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.loco import build_lock
+
+TINY = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "loco"};
+PyMODINIT_FUNC PyInit_loco(void) { return PyModule_Create(&module); }
+"""
+FORKED = multiprocessing.get_context("fork")
+
+
+def in_child(act: Callable[[], None]) -> int:
+    """Run this in a fork of the process; its exit code."""
+    child = FORKED.Process(target=act)
+    child.start()
+    child.join(60)
+    assert child.exitcode is not None
+    return child.exitcode
+
+
+def killed_while_it_builds(folder: Path) -> None:
+    with build_lock.built_once(folder, "it"):
+        (folder / "lock").touch()  # as torch does
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings, which come early."""
+    messages: list[str] = []
+    monkeypatch.setattr(build_lock.logger, "warning", messages.append)
+    monkeypatch.setattr(build_lock, "_UNKNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(build_lock, "_ALIVE_SECONDS", 0.5)
+    return messages
+
+
+def test_ranks_build_where_a_build_was_killed(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "tiny.cpp").write_text(TINY)
+    assert in_child(lambda: killed_while_it_builds(tmp_path / "loco")) == -signal.SIGKILL
+    answers = ranks(2).run(real_build_case, str(tmp_path), timeout=60)
+    assert sorted(removed for removed, _ in answers) == [False, True]
+    assert all(file == f"{tmp_path}/loco/loco.so" for _, file in answers)
+    assert not (tmp_path / "loco" / "lock").exists()
+
+
+def real_build_case(root: str) -> tuple[bool, str]:
+    """Whether this rank has removed the lock of the dead, and what it has loaded, by way of torch."""
+    from deepspeed_ext.op_builder import LocoBuilder
+
+    class Tiny(LocoBuilder):
+        def sources(self) -> list[str]:
+            return [f"{root}/tiny.cpp"]
+
+    os.environ["TORCH_EXTENSIONS_DIR"] = root
+    messages: list[str] = []
+    build_lock.logger.warning = messages.append
+    try:
+        file = Tiny().load(verbose=False).__file__
+    finally:
+        del build_lock.logger.warning
+    return any(f"removed {root}/loco/lock" in message for message in messages), file
+
+
+def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
+    """What two say that wait for the folder until this is done, and then are in it together."""
+    together = threading.Barrier(2, timeout=20)
+
+    def build() -> None:
+        with build_lock.built_once(folder, "it"):
+            together.wait()
+
+    waiters = [threading.Thread(target=build, daemon=True) for _ in range(2)]
+    for waiter in waiters:
+        waiter.start()
+    deadline = time.monotonic() + 20
+    while len(told) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(3 * build_lock._POLL_SECONDS)
+    done()
+    for waiter in waiters:
+        waiter.join(20)
+    assert not together.broken and not any(waiter.is_alive() for waiter in waiters)
+    first, second = told  # each says it once
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("last", ["nobody", "of another machine", "here, but another was there, too", "no flock"])
+def test_a_holder_that_may_be_alive_is_waited_for(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    lock = tmp_path / "lock"
+    if last == "of another machine":
+        with monkeypatch.context() as patch:
+            patch.setattr(build_lock, "_boot_id", lambda: "another")
+            in_child(lambda: killed_while_it_builds(tmp_path))
+    elif last != "nobody":
+        in_child(lambda: killed_while_it_builds(tmp_path))
+    if last == "here, but another was there, too":
+        lock.unlink()
+        with (tmp_path / "holders").open("a+") as ours, monkeypatch.context() as patch:
+            fcntl.flock(ours, fcntl.LOCK_SH)
+            patch.setattr(build_lock, "_boot_id", lambda: "another")
+            in_child(lambda: killed_while_it_builds(tmp_path))
+            lock.unlink()
+            patch.undo()
+            in_child(lambda: killed_while_it_builds(tmp_path))
+    if last == "no flock":
+        monkeypatch.setattr(fcntl, "flock", no_flock)
+    lock.touch()
+    os.utime(lock, (time.time() - 300, time.time() - 300))
+    message = waits(tmp_path, told, lock.unlink)
+    assert re.match(rf"deepspeed_ext: waiting for {lock}, 3\d\d s old, the lock file of a process", message), message
+    assert message.endswith("If no process on any machine builds there, remove the file."), message
+
+
+def no_flock(*_: Any) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) -> None:
+    builder = build_lock.built_once(tmp_path, "it")
+    builder.__enter__()
+    (tmp_path / "lock").touch()
+
+    def finish() -> None:
+        (tmp_path / "lock").unlink()
+        builder.__exit__(None, None, None)
+
+    message = waits(tmp_path, told, finish)
+    assert message.startswith("deepspeed_ext: waiting for another process, which builds it"), message
