@@ -35,6 +35,15 @@ def _updated_between_groups(strategy: Strategy) -> bool:
     return _cut(strategy) and strategy.p != strategy.os
 
 
+def _partitions_gradients(strategy: Strategy) -> bool:
+    return strategy.stage > 1
+
+
+def _passes(config: "DeepSpeedConfig") -> set[str]:
+    """The passes of DeepCompile, where it is on."""
+    return set(config.compile_config.passes or []) if config.compile_config.deepcompile else set()
+
+
 _OFFLOAD_PARAM = ", ".join(name for name, row in STRATEGIES.items() if row.p == row.os != Placement.N)
 
 REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
@@ -132,9 +141,22 @@ REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
     ),
     (
         "compile.deepcompile",
-        lambda c: c.compile_config.deepcompile,
-        "DeepCompile replaces the reduction of gradients",
+        lambda c: c.compile_config.deepcompile and not (_passes(c) and _passes(c) <= {"autosp", "autotp"}),
+        "DeepCompile replaces the reduction of gradients, except with compile.passes of autosp or autotp only",
         _always,
+    ),
+    (
+        "compile.passes autosp",
+        lambda c: "autosp" in _passes(c),
+        "DeepSpeed leaves this pass out at stages 2 and 3; strategies of stage 1: "
+        f"{', '.join(name for name, row in STRATEGIES.items() if row.stage == 1)}",
+        _partitions_gradients,
+    ),
+    (
+        "compile.passes autotp",
+        lambda c: "autotp" in _passes(c),
+        "this pass compiles the model as one graph, in which no parameter can be gathered",
+        _cut,
     ),
     (
         "optimizer.type",

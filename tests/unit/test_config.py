@@ -203,6 +203,14 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     )
 ] + [
     (NIG | {"offload_param": CPU}, {}, cannot(in_zero("offload_param"), "NIG")),
+    *(
+        (strategy, {"compile": {"deepcompile": True, "passes": passes}}, cannot(key, strategy["paro_strategy"]))
+        for strategy, key, passes in (
+            (NIG, "compile.deepcompile", ["autosp", "z1"]),
+            (NIG, "compile.passes autosp", ["autosp"]),
+            (IIG, "compile.passes autotp", ["autotp"]),
+        )
+    ),
     (
         NIG | {"stage3_module_granularity_threshold": 9},
         {},
