@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
-from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY
+from deepspeed_ext.config import GROUP_SIZE, LEAF_BYTES, LOCO, MICS_SIZE, SECTION, STRATEGY
 from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy
@@ -115,17 +115,25 @@ def _inference(
 
 def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
     """Refuse what only the model or the optimizer object can tell; the same on all ranks."""
+    own = f"to {strategy.stage}"
     reasons = (
-        (engine.has_moe_layers, "the model has DeepSpeed MoE layers, whose experts are not data-parallel"),
+        (
+            engine.has_moe_layers,
+            "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
+            "to 1 or 2: DeepSpeed's stage 3 does not support them, either" if strategy.stage == 3 else own,
+        ),
         (
             "muon" in type(optimizer).__name__.lower(),
             f"{type(optimizer).__name__} needs whole gradients where its state is",
+            own,
         ),
     )
-    for unsupported, reason in reasons:
+    given = [key for key in (STRATEGY, MICS_SIZE, LOCO, LEAF_BYTES) if key in engine._config._param_dict[SECTION]]
+    for unsupported, reason, stages in reasons:
         if unsupported:
             raise ValueError(
-                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {reason}. Remove {STRATEGY}."
+                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {reason}. Remove {' and '.join(given)}, "
+                f"and set {SECTION}.stage {stages}."
             )
 
 

@@ -143,21 +143,45 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("name", ["NIG", "IIG", "GGG"])
-@pytest.mark.parametrize("what", UNSUPPORTED)
-def test_models_and_optimizers_that_no_strategy_supports(ranks: Any, what: str, name: str) -> None:
-    for error in ranks(4).run_expect_error(unsupported_case, what, name):
+NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
+
+
+@pytest.mark.parametrize(
+    "what, zero, remove, stage, why",
+    [
+        ("moe", NIG, "paro_strategy", 2, ""),
+        ("moe", IIG, "paro_strategy", 1, " or 2: DeepSpeed's stage 3 does not support them, either"),
+        ("moe", {"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param", 2, ""),
+        ("muon", NIG, "paro_strategy", 2, ""),
+        (
+            "muon",
+            {**IIG, "stage3_leaf_bytes": 99, "reduce_scatter": False},
+            "paro_strategy and stage3_leaf_bytes",
+            3,
+            "",
+        ),
+    ],
+)
+def test_models_and_optimizers_that_no_strategy_supports(
+    ranks: Any, what: str, zero: dict[str, Any], remove: str, stage: int, why: str
+) -> None:
+    name = zero.get("paro_strategy", "NGG")
+    for error in ranks(4).run_expect_error(unsupported_case, what, zero):
         assert error.type == "ValueError", error
         assert error.message == (
-            f"zero_optimization.paro_strategy {name} is not supported here: {UNSUPPORTED[what]}. Remove paro_strategy."
+            f"zero_optimization.paro_strategy {name} is not supported here: {UNSUPPORTED[what]}. "
+            f"Remove {remove}, and set zero_optimization.stage to {stage}{why}."
         )
+    left = {key: value for key, value in zero.items() if key not in (*remove.split(" and "), "paro_group_size")}
+    ranks(4).run(unsupported_case, what, {**left, "stage": stage})  # what is advised works
 
 
-def unsupported_case(what: str, name: str) -> None:
+def unsupported_case(what: str, zero: dict[str, Any]) -> None:
     """Initialize with a model or an optimizer that the configuration says nothing of."""
     import deepspeed
     import torch
     from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     class Expert(torch.nn.Module):
@@ -169,12 +193,13 @@ def unsupported_case(what: str, name: str) -> None:
     if what == "moe":
         model = Expert()
     parameters: Any = list(model.parameters())
-    optimizer: Any = torch.optim.Adam(parameters)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
+    optimizer: Any = torch.optim.Adam(groups)
     if what == "muon":
         optimizer = MuonWithAuxAdam([{"params": parameters[:1], "use_muon": True}])
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"paro_strategy": name, "paro_group_size": 2},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
     }
     deepspeed.initialize(model=model, optimizer=optimizer, config=config)
