@@ -5,6 +5,7 @@
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -114,27 +115,40 @@ def _inference(
 
 
 def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
-    """Refuse what only the model or the optimizer object can tell; the same on all ranks."""
-    own = f"to {strategy.stage}"
+    """Refuse what only the model or the optimizer object can tell; the same on all ranks.
+
+    Raises:
+        ValueError: the model or the optimizer is of a kind that the strategy does not support.
+    """
+    given = [key for key in (STRATEGY, MICS_SIZE, LOCO, LEAF_BYTES) if key in engine._config._param_dict[SECTION]]
+    plain = f"Remove {' and '.join(given)}, and set {SECTION}.stage to"
     reasons = (
         (
             engine.has_moe_layers,
             "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
-            "to 1 or 2: DeepSpeed's stage 3 does not support them, either" if strategy.stage == 3 else own,
+            f"{plain} 1 or 2: DeepSpeed's stage 3 does not support them, either"
+            if strategy.stage == 3
+            else f"{plain} {strategy.stage}",
         ),
         (
             "muon" in type(optimizer).__name__.lower(),
             f"{type(optimizer).__name__} needs whole gradients where its state is",
-            own,
+            f"{plain} {strategy.stage}",
+        ),
+        (
+            strategy.p != Placement.N and _has_compiled_modules(engine.module),
+            "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
+            "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
         ),
     )
-    given = [key for key in (STRATEGY, MICS_SIZE, LOCO, LEAF_BYTES) if key in engine._config._param_dict[SECTION]]
-    for unsupported, reason, stages in reasons:
+    for unsupported, reason, advice in reasons:
         if unsupported:
-            raise ValueError(
-                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {reason}. Remove {' and '.join(given)}, "
-                f"and set {SECTION}.stage {stages}."
-            )
+            raise ValueError(f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {reason}. {advice}.")
+
+
+def _has_compiled_modules(model: Any) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # whoever has compiled a module has imported it
+    return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
 def announce(strategy: Strategy, topology: Topology, compressed: bool = False) -> None:

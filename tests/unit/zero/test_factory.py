@@ -129,7 +129,7 @@ def test_one_warning_says_what_runs(ranks: Any, name: str, group: int, meaning: 
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_locos_line_says_where_nothing_is_compressed(ranks: Any, group: int) -> None:
+def test_locos_line_says_where_nothing_is_compressed(ranks: Any, kernels: bool, group: int) -> None:
     zero = {"stage": 2, "zeropp_loco_param": {}, "paro_strategy": "NIG", "paro_group_size": group}
     lines, *others = ranks(4).run(initialization_case, zero, {}, 10**9, False)
     warnings = [line for level, line in lines if level == "WARNING"]
@@ -174,6 +174,40 @@ def test_models_and_optimizers_that_no_strategy_supports(
         )
     left = {key: value for key, value in zero.items() if key not in (*remove.split(" and "), "paro_group_size")}
     ranks(4).run(unsupported_case, what, {**left, "stage": stage})  # what is advised works
+
+
+@pytest.mark.parametrize("compiled", ["all of it", "a part"])
+def test_a_compiled_model_is_refused_where_parameters_are_sharded(ranks: Any, compiled: str) -> None:
+    for error in ranks(2).run_expect_error(compiled_case, "IIG", compiled):
+        assert error.type == "ValueError", error
+        assert "paro_strategy IIG is not supported here: the model comes from torch.compile" in error.message
+        assert error.message.endswith("and call engine.compile() after it.")
+    for name, how in (("NIG", compiled), ("IIG", "afterwards")):
+        assert ranks(2).run(compiled_case, name, how) == [True] * 2
+
+
+def compiled_case(name: str, compiled: str) -> bool:
+    """Whether a model that is compiled before or after initialization takes a step."""
+    import deepspeed
+    import torch
+
+    model: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    if compiled == "all of it":
+        model = torch.compile(model, backend="eager")
+    elif compiled == "a part":
+        model[1] = torch.compile(model[1], backend="eager")
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"paro_strategy": name, "paro_group_size": 2},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if compiled == "afterwards":
+        engine.compile(backend="eager")
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    return bool(engine.was_step_applied())
 
 
 def unsupported_case(what: str, zero: dict[str, Any]) -> None:
