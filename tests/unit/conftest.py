@@ -16,7 +16,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import DeepSpeed while the first tests run, if any test will need ranks."""
     needed = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not session.config.getoption("collectonly"):
-        rank_pools.start_fork_server()
+        rank_pools.fork_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

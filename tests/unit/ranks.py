@@ -5,6 +5,7 @@
 Note [How a case runs]
     Starting a rank means importing torch and DeepSpeed, seconds each time. A ``RankPool`` therefore forks its ranks
     from a server that has imported them once, and keeps them: each case sends the ranks one function, by reference.
+    What takes long to import and few cases need has a server of its own (``preload``).
     Cases stay independent, because before every case a rank puts back what DeepSpeed keeps in globals and makes a new
     process group: no group, count or half-done collective of the last case is left. That is also why one rank may
     run ahead: groups of different cases never meet.
@@ -17,6 +18,7 @@ This module imports neither torch nor DeepSpeed in the process that runs pytest.
 
 import contextlib
 import fcntl
+import functools
 import multiprocessing
 import os
 import pickle
@@ -33,12 +35,13 @@ from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+from unittest import mock
 
 from rank_process import Finished, Place, Raised, serve
 
-# What the fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, which alone
+# What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, which alone
 # imports a thousand modules of torch's compiler.
-_PRELOAD = ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "pytest"]
+_PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "pytest")
 _GRACE = 1.0  # seconds that the other ranks get to answer once one rank has failed
 _TAIL_LINES = 30
 
@@ -102,10 +105,16 @@ class _Rank:
 
 
 class RankPool:
-    """``world_size`` rank processes, started at first use, that run functions together over gloo."""
+    """``world_size`` rank processes, started at first use, that run functions together over gloo.
 
-    def __init__(self, world_size: int) -> None:
+    Args:
+        world_size: number of ranks.
+        preload: modules that ranks find imported, beside DeepSpeed.
+    """
+
+    def __init__(self, world_size: int, preload: tuple[str, ...] = ()) -> None:
         self.world_size = world_size
+        self._preload = preload
         self._ranks: list[_Rank] = []
         self._workdir: Path | None = None
 
@@ -159,7 +168,7 @@ class RankPool:
         return [answers[rank] for rank in range(self.world_size)]
 
     def _start(self) -> None:
-        start_fork_server()
+        server = fork_server(self._preload)
         self._workdir = Path(tempfile.mkdtemp(prefix="ranks-"))
         port = _free_port()
         context = multiprocessing.get_context("forkserver")
@@ -171,7 +180,9 @@ class RankPool:
             place = Place(rank, self.world_size, port, self._workdir)
             args = (remote, place, log, stacks)
             process = context.Process(target=serve, args=args, name=f"rank{rank}", daemon=True)
-            process.start()
+            # multiprocessing knows one server only; this is where it asks that one to fork.
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                process.start()
             remote.close()
             self._ranks.append(_Rank(process, conn, log, stacks))
 
@@ -242,13 +253,14 @@ class RankPool:
 class RankPools:
     """One pool per world size, and few of them: each rank holds memory, and threads and sockets of its groups."""
 
-    def __init__(self, limit: int = 2) -> None:
+    def __init__(self, limit: int = 2, preload: tuple[str, ...] = ()) -> None:
         self._limit = limit
+        self._preload = preload
         self._pools: OrderedDict[int, RankPool] = OrderedDict()
 
     def __call__(self, world_size: int) -> RankPool:
         """The pool of this world size; the pool that was not used for longest makes room."""
-        pool = self._pools.pop(world_size, None) or RankPool(world_size)
+        pool = self._pools.pop(world_size, None) or RankPool(world_size, self._preload)
         self._pools[world_size] = pool
         while len(self._pools) > self._limit:
             self._pools.popitem(last=False)[1].close()
@@ -283,10 +295,16 @@ def prepare_environment() -> None:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 
-def start_fork_server() -> None:
-    """Begin to import torch and DeepSpeed in the background, in the process that ranks are forked from."""
-    forkserver.set_forkserver_preload(_PRELOAD)
-    forkserver.ensure_running()
+@functools.cache
+def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
+    """The process that ranks are forked from; it begins to import torch, DeepSpeed and ``preload`` in the background.
+
+    A module that is not installed is left out.
+    """
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([*_PRELOAD, *preload])
+    server.ensure_running()
+    return server
 
 
 def remove_stale_build_locks(directory: Path) -> TextIO:

@@ -1,0 +1,48 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Rank processes that have imported the frameworks, and the option that writes the table."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import ranks as rank_pools
+import table
+
+# What the cases use of the frameworks, which import most of themselves late.
+_FRAMEWORKS = (
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "lightning.pytorch.strategies.deepspeed",
+    "bitsandbytes",
+)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A progress bar of tqdm has a semaphore, which ranks that are killed would leave behind.
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-table", action="store_true", help="write tests/unit/frameworks/README.md")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the server import the frameworks while earlier tests run."""
+    needed = any("frameworks" in getattr(item, "fixturenames", ()) for item in session.items)
+    if needed and not session.config.getoption("collectonly"):
+        rank_pools.fork_server(_FRAMEWORKS)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.config.getoption("write_table", False) and exitstatus == pytest.ExitCode.OK:
+        table.write()
+
+
+@pytest.fixture(scope="session")
+def frameworks() -> Iterator[rank_pools.RankPools]:
+    """``frameworks(4).run(fn, ...)``: as ``ranks``, but the ranks are forked with the frameworks imported."""
+    pools = rank_pools.RankPools(limit=1, preload=_FRAMEWORKS)
+    yield pools
+    pools.close()

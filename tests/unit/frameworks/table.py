@@ -1,0 +1,101 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How a run under a framework is compared with stock DeepSpeed's, and the table of what was found (README.md).
+
+This module imports neither torch nor a framework: it serves the process that runs pytest, too.
+"""
+
+import datetime
+import importlib.metadata
+import importlib.util
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+TABLE = Path(__file__).with_name("README.md")
+_HEAD = """\
+# Frameworks that run on the strategies
+
+Each row is a test of this folder: a tiny model is trained on 4 gloo ranks in groups of 2, by the framework with stock
+DeepSpeed and with a strategy. Differences are the largest of all strategies and ranks, relative to the largest loss and
+the largest weight; "resume" says whether a resumed run ended with the bits of the uninterrupted one.
+`python -m pytest tests/unit/frameworks --write-table` writes this file when all tests have passed.
+
+| framework | version | last passed | what ran | strategies | losses | weights | resume |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+class Row(NamedTuple):
+    """How far a run under a framework is from stock DeepSpeed's under the same framework."""
+
+    strategy: str  # that ran
+    losses: float  # largest difference, relative to stock's largest loss
+    weights: float  # relative to stock's largest weight
+    moved: float  # how far stock training moved the weights, relative as well
+    replicas_equal: bool
+    resumed: bool | None = None  # whether a resumed run ended with the same bits; None if there was none
+
+
+class _Entry(NamedTuple):
+    """A row of the table, before it is written."""
+
+    strategies: list[str]
+    losses: float
+    weights: float
+    resumed: bool | None
+
+
+_entries: dict[tuple[str, str], _Entry] = {}
+
+
+def needs(*names: str) -> pytest.MarkDecorator:
+    """Skip the tests of a module where one of these packages is not installed. None is imported."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
+
+
+def check(
+    rows: list[Row],
+    strategy: str,
+    framework: str,
+    what: str,
+    losses: float = 1e-6,
+    weights: float = 1e-5,
+    resumed: bool | None = None,
+) -> None:
+    """Check that all ranks ran the strategy and ended where stock did, and note it for the table.
+
+    The bounds are far above fp32 rounding, and far below what an error in any gradient makes.
+    """
+    for row in rows:
+        assert row.strategy == strategy and row.resumed is resumed, row
+        assert row.moved > 0.02, row
+        assert row.losses <= losses and row.weights <= weights, row
+        assert row.replicas_equal, row
+    before = _entries.get((framework, what), _Entry([], 0.0, 0.0, resumed))
+    _entries[framework, what] = _Entry(
+        [*before.strategies, strategy],
+        max(before.losses, *(row.losses for row in rows)),
+        max(before.weights, *(row.weights for row in rows)),
+        resumed,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Version of each framework in the table."""
+    return dict(re.findall(r"^\| (\w+) \| ([^ |]+) \|", TABLE.read_text(), re.MULTILINE)[1:])
+
+
+def write() -> None:
+    """Write the table of what has passed in this session."""
+    today = datetime.date.today().isoformat()
+    lines = []
+    for (framework, what), entry in sorted(_entries.items()):
+        names = ", ".join(dict.fromkeys(entry.strategies))
+        resume = {None: "", True: "exact", False: "differs"}[entry.resumed]
+        cells = (framework, importlib.metadata.version(framework), today, what, names)
+        lines.append(f"| {' | '.join(cells)} | {entry.losses:.1g} | {entry.weights:.1g} | {resume} |\n")
+    TABLE.write_text(_HEAD + "".join(lines))

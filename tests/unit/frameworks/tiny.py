@@ -1,0 +1,100 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models and data that are made here, and what is looked at after a run; all of it runs inside rank processes."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import training
+from accelerate.state import AcceleratorState, GradientState
+from table import Row
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from deepspeed_ext.placement import STRATEGIES
+
+VOCABULARY = 53
+# A large eps: Adam would blow rounding of near-zero gradients up to the size of a step.
+LR, EPS = 3e-2, 1e-3
+ADAM = {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "torch_adam": True}}
+
+
+def placed(strategy: str) -> dict[str, Any]:
+    """A ``zero_optimization`` section with a strategy, in groups of 2."""
+    return {**stock(strategy), "paro_strategy": strategy, "paro_group_size": 2}
+
+
+def stock(strategy: str) -> dict[str, Any]:
+    """The section of stock DeepSpeed that a strategy is compared with; several buckets, nothing stays gathered."""
+    return {"stage": STRATEGIES[strategy].stage, "reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
+
+
+def shape(**more: Any) -> LlamaConfig:
+    """Sizes of the model; all weights count, for embeddings are not tied."""
+    sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    return LlamaConfig(**{**sizes, **heads, **tokens, "use_cache": False, "tie_word_embeddings": False, **more})
+
+
+def make_model(**more: Any) -> LlamaForCausalLM:
+    """A Llama with the same random weights each time; no file is read and nothing is downloaded."""
+    torch.manual_seed(11)
+    return LlamaForCausalLM(shape(**more))
+
+
+def sequences(rows: int, length: int = 9) -> list[dict[str, list[int]]]:
+    """Token sequences, the same on every rank, with what is to be predicted."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(2, VOCABULARY, (rows, length), generator=generator).tolist()
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def forget() -> None:
+    """Forget what the last run left in globals of the frameworks, and in the generators of random numbers."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    torch.manual_seed(0)
+
+
+class Run(NamedTuple):
+    """What a run leaves on a rank."""
+
+    losses: list[float]  # of each micro-step
+    weights: Tensor  # 1D, all parameters in fp32
+    strategy: str | None  # of the engine's optimizer; None if it is DeepSpeed's own
+    stage: int
+
+
+def ended(engine: Any, losses: Sequence[float]) -> Run:
+    """What a run has left; destroys the engine.
+
+    Raises:
+        TypeError: the framework has trained without DeepSpeed, as Accelerate does where it finds no accelerator.
+    """
+    if not isinstance(engine, deepspeed.DeepSpeedEngine):
+        raise TypeError(f"expected that a DeepSpeedEngine trains, got {type(engine).__name__}")
+    strategy = getattr(engine.optimizer, "strategy", None)
+    name = strategy.name if strategy else None
+    run = Run(list(losses), training.whole_weights(engine.module), name, engine.zero_optimization_stage())
+    engine.destroy()
+    return run
+
+
+def compared(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None) -> Row:
+    """Compare a run, and the end of the resumed one, to stock's; ``start``: the weights before training."""
+    if stock.strategy or stock.stage != ours.stage:
+        raise ValueError(f"expected a run of stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}")
+    largest = stock.weights.abs().max()
+    return Row(
+        str(ours.strategy),
+        max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)) / max(stock.losses),
+        ((ours.weights - stock.weights).abs().max() / largest).item(),
+        ((start - stock.weights).abs().max() / largest).item(),
+        training.replicas_equal(ours.weights),
+        None if resumed is None else torch.equal(resumed.weights, ours.weights) and resumed.strategy == ours.strategy,
+    )
