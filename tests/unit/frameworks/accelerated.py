@@ -5,10 +5,11 @@
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import configurations
+import deepspeed
 import tiny
 import torch
 import training
@@ -18,29 +19,18 @@ from table import Row
 from torch import Tensor
 
 STEPS = 4
-ACCUMULATION = 2
+HALF = STEPS // 2 * configurations.ACCUMULATION  # micro-steps until the checkpoint
 
 
-def configuration(zero: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that leaves to Accelerate what it can fill in."""
-    batch = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    adam = {**tiny.ADAM, "params": {**tiny.ADAM["params"], "lr": "auto", "weight_decay": "auto"}}
-    return {
-        **dict.fromkeys(batch, "auto"),
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.5,
-        "optimizer": adam,
-        "zero_optimization": {**zero, "stage3_gather_16bit_weights_on_model_save": True},
-    }
+def make_accelerator(zero: dict[str, Any] | None = None) -> Accelerator:
+    """An Accelerator with a DeepSpeedPlugin of this section, or with that of ``accelerate launch``.
 
-
-def by_plugin(zero: dict[str, Any]) -> Accelerator:
-    """An Accelerator with a DeepSpeedPlugin.
-
-    The state comes first: ``Accelerator(cpu=True, deepspeed_plugin=...)`` would train without DeepSpeed.
+    The state comes first: without it, Accelerate finds no accelerator and one process, and with
+    ``Accelerator(cpu=True, deepspeed_plugin=...)`` it trains without DeepSpeed.
     """
     PartialState(cpu=True)
-    return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=configuration(zero)))
+    plugin = zero and DeepSpeedPlugin(hf_ds_config=configurations.for_accelerate(zero))
+    return Accelerator(deepspeed_plugin=plugin)
 
 
 def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor, bool]:
@@ -53,18 +43,18 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     start = training.whole_weights(model)
     rows = [{key: torch.tensor(value) for key, value in row.items()} for row in tiny.sequences(64)]
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
-    engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=tiny.LR), loader)
+    engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=configurations.LR), loader)
     if resume:
         accelerator.load_state(folder)
     losses = []
     for step, batch in enumerate(loader):
-        if resume and step < STEPS // 2 * ACCUMULATION:
+        if resume and step < HALF:
             continue
         with accelerator.accumulate(engine):
             loss = engine(**batch).loss
             accelerator.backward(loss)
         losses.append(loss.item())
-        if not resume and step + 1 == STEPS // 2 * ACCUMULATION:
+        if not resume and step + 1 == HALF:
             accelerator.save_state(folder)
     saved = accelerator.get_state_dict(engine)
     run = tiny.ended(engine, losses)
@@ -72,16 +62,16 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     return run, start, not saved or torch.equal(whole, run.weights)
 
 
-def compare(make: Callable[[], Accelerator], strategy: str, folder: str) -> Row:
-    """Train with stock DeepSpeed, with a strategy (``make`` makes its Accelerator), and on from the latter's checkpoint.
+def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> Row:
+    """Train with stock DeepSpeed, with our section (None: of the launch), and from the latter's checkpoint.
 
     Raises:
         ValueError: the state dict for saving differs from the weights.
     """
     runs = []
-    for number, accelerator in enumerate((lambda: by_plugin(tiny.stock(strategy)), make, make)):
+    for number, zero in enumerate((stock, ours, ours)):
         tiny.forget()
-        run, start, saved = train(accelerator(), f"{folder}/{min(number, 1)}", resume=number == 2)
+        run, start, saved = train(make_accelerator(zero), f"{folder}/{min(number, 1)}", resume=number == 2)
         if not saved:
             raise ValueError(f"the state dict of run {number} differs from its weights")
         runs.append(run)
@@ -89,6 +79,8 @@ def compare(make: Callable[[], Accelerator], strategy: str, folder: str) -> Row:
 
 
 if __name__ == "__main__":
+    # A shared-memory all-reduce for inference, which takes long to compile; without it DeepSpeed uses gloo.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     strategy, folder = sys.argv[1:]
-    row = compare(Accelerator, strategy, folder)
+    row = compare(configurations.stock(strategy), None, folder)
     Path(folder, f"row{os.environ['RANK']}.json").write_text(json.dumps(row))

@@ -18,9 +18,9 @@ TABLE = Path(__file__).with_name("README.md")
 _HEAD = """\
 # Frameworks that run on the strategies
 
-Each row is a test of this folder: a tiny model is trained on 4 gloo ranks in groups of 2, by the framework with stock
-DeepSpeed and with a strategy. Differences are the largest of all strategies and ranks, relative to the largest loss and
-the largest weight; "resume" says whether a resumed run ended with the bits of the uninterrupted one.
+Each row is a test of this folder: a framework trains a tiny model with stock DeepSpeed and with strategies, on 4 gloo
+ranks in groups of 2. Differences are the largest of all strategies and ranks, relative to the largest loss and the
+largest weight; "resume" says whether a resumed run ended with the bits of the uninterrupted one.
 `python -m pytest tests/unit/frameworks --write-table` writes this file when all tests have passed.
 
 | framework | version | last passed | what ran | strategies | losses | weights | resume |

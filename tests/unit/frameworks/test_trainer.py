@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configurations import placed, stock
 from table import Row, check, needs
 
 pytestmark = needs("transformers", "accelerate")
@@ -20,8 +21,7 @@ def make(folder: str, how: str, more: dict[str, Any], zero: dict[str, Any]) -> A
     import trainers
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
-    config = trainers.configuration(zero)
-    args = trainers.arguments(TrainingArguments, config, folder, **more)
+    args = trainers.arguments(TrainingArguments, zero, folder, **more)
     if how == "from_pretrained":
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
     elif how == "from_config":
@@ -36,8 +36,8 @@ def make(folder: str, how: str, more: dict[str, Any], zero: dict[str, Any]) -> A
     return trainers.recording(Trainer)(model=model, args=args, data_collator=default_data_collator, **data)
 
 
-def case(strategy: str, folder: str, how: str, more: dict[str, Any], zero: dict[str, Any], resume: bool) -> Row:
-    """Stock DeepSpeed and a strategy under the Trainer."""
+def case(ours: dict[str, Any], stock: dict[str, Any], folder: str, how: str, more: dict[str, Any]) -> Row:
+    """Stock DeepSpeed and a strategy under the Trainer, resumed as well."""
     import tiny
     import torch.distributed as dist
     import trainers
@@ -46,14 +46,14 @@ def case(strategy: str, folder: str, how: str, more: dict[str, Any], zero: dict[
         if dist.get_rank() == 0:
             tiny.make_model().save_pretrained(f"{folder}/model")
         dist.barrier()
-    return trainers.compare(functools.partial(make, folder, how, more), strategy, folder, resume, **zero)
+    return trainers.compare(functools.partial(make, folder, how, more), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 
 
 @pytest.mark.parametrize(("strategy", "how"), [("NIG", "model"), ("IIG", "from_pretrained")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_training_and_resuming(frameworks: Any, tmp_path: Path, strategy: str, how: str, dtype: str) -> None:
     more = {"bf16": dtype == "bf16", "eval_strategy": "steps", "eval_steps": 2}
-    rows = frameworks(4).run(case, strategy, str(tmp_path), how, more, {}, resume=True)
+    rows = frameworks(4).run(case, placed(strategy), stock(strategy), str(tmp_path), how, more)
     bounds = {"losses": 2e-3, "weights": 8e-3} if more["bf16"] else {}  # an ulp of the largest weight
     what = f'Trainer: {dtype}, "auto" values, accumulation, evaluation'
     check(rows, strategy, "transformers", what, **bounds, resumed=True)
@@ -62,20 +62,24 @@ def test_training_and_resuming(frameworks: Any, tmp_path: Path, strategy: str, h
 @pytest.mark.parametrize(("strategy", "how"), [("NIG", "model"), ("IIG", "from_config")])
 def test_without_a_stage(frameworks: Any, tmp_path: Path, strategy: str, how: str) -> None:
     """The Trainer reads the stage of the dictionary that it was given: to save, and to make models under zero.Init."""
-    rows = frameworks(4).run(case, strategy, str(tmp_path), how, {}, {"stage": None}, resume=True)
+    rows = frameworks(4).run(case, placed(strategy, stage=None), stock(strategy), str(tmp_path), how, {})
     check(rows, strategy, "transformers", "Trainer, `stage` left out", resumed=True)
 
 
 def test_loco(frameworks: Any, kernels: bool, tmp_path: Path) -> None:
-    more = {"learning_rate": 3.0, "adam_epsilon": 1.0}  # near to SGD: what 4 bits lose is not normalized to a whole step
-    rows = frameworks(4).run(case, "NIG", str(tmp_path), "model", more, {"zeropp_loco_param": {}}, resume=True)
+    more = {
+        "learning_rate": 0.3,
+        "adam_epsilon": 1.0,
+    }  # near to SGD: what 4 bits lose is not normalized to a whole step
+    rows = frameworks(4).run(case, placed("NIG", zeropp_loco_param={}), stock("NIG"), str(tmp_path), "model", more)
     check(rows, "NIG", "transformers", "Trainer, LoCo", losses=2e-3, weights=1e-2, resumed=True)
     # Without the other group's gradients, half of each step would be missing.
     assert all(1e-3 * row.moved < row.weights < 0.2 * row.moved for row in rows), rows
 
 
 def test_fastest(frameworks: Any, tmp_path: Path) -> None:
-    zero = {"paro_strategy": "fastest", "paro_decision_file": str(tmp_path / "decision.json")}
-    rows = frameworks(4).run(case, "NGG", str(tmp_path), "model", {}, zero, resume=True)
-    decided = json.loads((tmp_path / "decision.json").read_text())["decisions"][0]["strategy"]
+    file = tmp_path / "decision.json"
+    section = placed("NGG", paro_strategy="fastest", paro_decision_file=str(file))
+    rows = frameworks(4).run(case, section, stock("NGG"), str(tmp_path), "model", {})
+    decided = json.loads(file.read_text())["decisions"][0]["strategy"]
     check(rows, decided, "transformers", 'Trainer, `"fastest"`', resumed=True)

@@ -14,22 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from deepspeed_ext.placement import STRATEGIES
-
 VOCABULARY = 53
-# A large eps: Adam would blow rounding of near-zero gradients up to the size of a step.
-LR, EPS = 3e-2, 1e-3
-ADAM = {"type": "AdamW", "params": {"lr": LR, "eps": EPS, "torch_adam": True}}
-
-
-def placed(strategy: str) -> dict[str, Any]:
-    """A ``zero_optimization`` section with a strategy, in groups of 2."""
-    return {**stock(strategy), "paro_strategy": strategy, "paro_group_size": 2}
-
-
-def stock(strategy: str) -> dict[str, Any]:
-    """The section of stock DeepSpeed that a strategy is compared with; several buckets, nothing stays gathered."""
-    return {"stage": STRATEGIES[strategy].stage, "reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
 
 
 def shape(**more: Any) -> LlamaConfig:
@@ -88,7 +73,9 @@ def ended(engine: Any, losses: Sequence[float]) -> Run:
 def compared(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None) -> Row:
     """Compare a run, and the end of the resumed one, to stock's; ``start``: the weights before training."""
     if stock.strategy or stock.stage != ours.stage:
-        raise ValueError(f"expected a run of stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}")
+        raise ValueError(
+            f"expected a run of stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}"
+        )
     largest = stock.weights.abs().max()
     return Row(
         str(ours.strategy),

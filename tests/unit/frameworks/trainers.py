@@ -5,6 +5,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import configurations
 import tiny
 import training
 from table import Row
@@ -12,6 +13,7 @@ from torch import Tensor
 
 MakeTrainer = Callable[[dict[str, Any]], Any]  # from a ``zero_optimization`` section
 STEPS = 4
+CHECKPOINT = f"checkpoint-{STEPS // 2}"
 
 
 def recording(trainer_class: type) -> type:
@@ -28,26 +30,13 @@ def recording(trainer_class: type) -> type:
     return Recording
 
 
-def configuration(zero: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that leaves to the Trainer what it can fill in."""
-    adam = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
-    batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    buckets = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
-    return {
-        **dict.fromkeys(batch, "auto"),
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {**adam, "torch_adam": True}},
-        "zero_optimization": {**zero, **dict.fromkeys(buckets, "auto")},
-    }
-
-
-def arguments(arguments_class: type, config: dict[str, Any], folder: str, **more: Any) -> Any:
-    """Arguments of a Trainer on the CPU: 4 steps of 2 micro-batches each, a checkpoint after the second."""
-    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS}
-    adam = {"learning_rate": tiny.LR, "adam_epsilon": tiny.EPS, "lr_scheduler_type": "constant"}
-    saving = {"output_dir": folder, "save_steps": STEPS // 2}
+def arguments(arguments_class: type, zero: dict[str, Any], folder: str, **more: Any) -> Any:
+    """Arguments of a Trainer on the CPU: few steps, and a checkpoint after half of them."""
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": configurations.ACCUMULATION}
+    adam = {"learning_rate": configurations.LR, "adam_epsilon": configurations.EPS, "lr_scheduler_type": "constant"}
+    saving = {"output_dir": folder, "max_steps": STEPS, "save_steps": STEPS // 2}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    return arguments_class(deepspeed=config, **{**batch, **adam, **saving, **quiet, **more})
+    return arguments_class(deepspeed=configurations.for_trainer(zero), **{**batch, **adam, **saving, **quiet, **more})
 
 
 def train(make: MakeTrainer, zero: dict[str, Any], checkpoint: str | None = None) -> tuple[tiny.Run, Tensor]:
@@ -59,18 +48,8 @@ def train(make: MakeTrainer, zero: dict[str, Any], checkpoint: str | None = None
     return tiny.ended(trainer.deepspeed, trainer.micro_losses), start
 
 
-def compare(make: MakeTrainer, strategy: str, folder: str, resume: bool = False, **zero: Any) -> Row:
-    """Train with stock DeepSpeed and with a strategy, and on from the latter's checkpoint in ``folder``.
-
-    Args:
-        make: makes the trainer.
-        strategy: what the stage of stock DeepSpeed goes by.
-        folder: where the trainer saves.
-        resume: whether to resume.
-        zero: further keys of the strategy's section; None takes one away.
-    """
-    keys = {key: value for key, value in {**tiny.placed(strategy), **zero}.items() if value is not None}
-    stock, start = train(make, tiny.stock(strategy))
-    ours, _ = train(make, keys)
-    resumed = train(make, keys, f"{folder}/checkpoint-{STEPS // 2}")[0] if resume else None
-    return tiny.compared(start, stock, ours, resumed)
+def compare(make: MakeTrainer, stock: dict[str, Any], ours: dict[str, Any], checkpoint: str | None = None) -> Row:
+    """Train with a section of stock DeepSpeed's and with ours, and from a checkpoint that the latter has left."""
+    expected, start = train(make, stock)
+    run, _ = train(make, ours)
+    return tiny.compared(start, expected, run, train(make, ours, checkpoint)[0] if checkpoint else None)
