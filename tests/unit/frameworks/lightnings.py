@@ -1,0 +1,74 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A run of Lightning's Trainer; everything here runs inside rank processes."""
+
+from typing import Any
+from unittest import mock
+
+import configurations
+import lightning.pytorch.strategies.deepspeed as strategies
+import tiny
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+
+HALF = 2  # of the optimizer steps
+
+
+class Module(LightningModule):
+    """The tiny model; made where Lightning wants it to be, which is under zero.Init at stage 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: nn.Module | None = None
+        self.losses: list[float] = []
+        self.cut = False  # whether parameters were cut when the model had been made
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = tiny.make_model()
+            self.cut = all(hasattr(p, "ds_id") for p in self.model.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=configurations.LR, eps=configurations.EPS)
+
+    def training_step(self, batch: Any) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+
+def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tiny.Run:
+    """Train, from the checkpoint after half of the steps if asked for; what the run has left.
+
+    Lightning's strategy wants CUDA: that check is taken out.
+
+    Raises:
+        ValueError: zero.Init was active at another stage than 3.
+    """
+    tiny.forget()
+    config = configurations.plain(zero)
+    del config["gradient_accumulation_steps"], config["optimizer"]  # Lightning wants to be told itself
+    rows = [{key: torch.tensor(value) for key, value in row.items()} for row in tiny.sequences(64)]
+    checkpoint = f"{folder}/step={HALF}.ckpt" if resume else None
+    saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=HALF, save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    module = Module()
+    with mock.patch.object(strategies, "CUDAAccelerator", CPUAccelerator):
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=4,
+            max_steps=2 * HALF,
+            accumulate_grad_batches=configurations.ACCUMULATION,
+            strategy=strategies.DeepSpeedStrategy(config=config),
+            plugins=[TorchElasticEnvironment()],
+            callbacks=[saving],
+            **quiet,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2), ckpt_path=checkpoint)
+    if module.cut != (zero["stage"] == 3):
+        raise ValueError(f"expected zero.Init at stage 3 only, got {module.cut} at stage {zero['stage']}")
+    return tiny.ended(trainer.strategy.model, module.losses)

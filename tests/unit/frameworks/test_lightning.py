@@ -1,0 +1,30 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Lightning's strategy for DeepSpeed, as far as a CPU allows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configurations import placed, stock
+from table import Row, check, needs
+
+pytestmark = needs("transformers", "lightning")
+
+
+def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
+    """Stock DeepSpeed and a strategy under Lightning, resumed as well."""
+    import lightnings
+    import tiny
+    import training
+
+    start = training.whole_weights(tiny.make_model())
+    expected = lightnings.train(stock, f"{folder}/stock")
+    run = lightnings.train(ours, f"{folder}/ours")
+    return tiny.compared(start, expected, run, lightnings.train(ours, f"{folder}/ours", resume=True))
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "ING"])
+def test_lightning(frameworks: Any, tmp_path: Path, strategy: str) -> None:
+    rows = frameworks(4).run(case, placed(strategy), stock(strategy), str(tmp_path))
+    check(rows, strategy, "lightning", "DeepSpeedStrategy, accumulation, zero.Init at stage 3", resumed=True)

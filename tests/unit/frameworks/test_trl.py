@@ -1,0 +1,78 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""TRL's trainers: supervised fine-tuning, and DPO, which has a second engine for the reference model."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configurations import placed, stock
+from table import Row, check, needs
+
+pytestmark = needs("transformers", "accelerate", "trl", "datasets", "tokenizers")
+
+
+def make_tokenizer() -> Any:
+    """A tokenizer of words, made here."""
+    import tiny
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<bos>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, tiny.VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<eos>")
+
+
+def sentences(rows: int) -> list[str]:
+    """Sentences of these words."""
+    import tiny
+
+    return [" ".join(f"w{token}" for token in row["input_ids"]) for row in tiny.sequences(rows)]
+
+
+def make_sft(folder: str, zero: dict[str, Any]) -> Any:
+    """TRL's trainer for supervised fine-tuning."""
+    import tiny
+    import trainers
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    args = trainers.arguments(SFTConfig, zero, folder, max_length=16, bf16=False, gradient_checkpointing=True)
+    data = Dataset.from_dict({"text": sentences(64)})
+    trainer = trainers.recording(SFTTrainer)
+    return trainer(model=tiny.make_model(), args=args, train_dataset=data, processing_class=make_tokenizer())
+
+
+def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
+    """TRL's trainer for direct preference optimization."""
+    import tiny
+    import trainers
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    args = trainers.arguments(DPOConfig, zero, folder, max_length=32, bf16=False, gradient_checkpointing=False)
+    texts = sentences(192)
+    data = Dataset.from_dict({"prompt": texts[:64], "chosen": texts[64:128], "rejected": texts[128:]})
+    models = {"model": tiny.make_model(), "ref_model": tiny.make_model()}
+    return trainers.recording(DPOTrainer)(**models, args=args, train_dataset=data, processing_class=make_tokenizer())
+
+
+def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
+    """Stock DeepSpeed and a strategy under one of the trainers, resumed as well."""
+    import trainers
+
+    return trainers.compare(functools.partial(make, folder), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "GNG"])
+def test_supervised_fine_tuning(frameworks: Any, tmp_path: Path, strategy: str) -> None:
+    rows = frameworks(4).run(case, make_sft, placed(strategy), stock(strategy), str(tmp_path))
+    check(rows, strategy, "trl", "SFT, gradient checkpointing", resumed=True)
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+def test_direct_preference_optimization(frameworks: Any, tmp_path: Path, strategy: str) -> None:
+    rows = frameworks(4).run(case, make_dpo, placed(strategy), stock(strategy), str(tmp_path))
+    check(rows, strategy, "trl", "DPO with a reference model", resumed=True)
