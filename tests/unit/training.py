@@ -272,10 +272,10 @@ def whole_weights(model: nn.Module) -> Tensor:
         return torch.cat([p.detach().float().flatten() for p in parameters])
 
 
-def replicas_equal(weights: Tensor) -> bool:
-    """Whether all ranks hold the same bits."""
-    everybody = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybody, weights)
+def replicas_equal(weights: Tensor, group: Any = None) -> bool:
+    """Whether all ranks, or those of a group, hold the same bits."""
+    everybody = [torch.empty_like(weights) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everybody, weights, group)
     return all(torch.equal(other, weights) for other in everybody)
 
 

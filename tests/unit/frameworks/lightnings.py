@@ -9,6 +9,7 @@ import configurations
 import lightning.pytorch.strategies.deepspeed as strategies
 import tiny
 import torch
+import training
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,7 +20,7 @@ HALF = 2  # of the optimizer steps
 
 
 class Module(LightningModule):
-    """The tiny model; made where Lightning wants it to be, which is under zero.Init at stage 3."""
+    """A small model, made where Lightning wants it to be: under zero.Init at stage 3."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,22 +30,30 @@ class Module(LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = tiny.make_model()
+            torch.manual_seed(11)
+            sizes = (tiny.VOCABULARY, 24), (24, 37), (37, tiny.VOCABULARY)
+            self.model = nn.Sequential(nn.Embedding(*sizes[0]), nn.Linear(*sizes[1]), nn.Tanh(), nn.Linear(*sizes[2]))
             self.cut = all(hasattr(p, "ds_id") for p in self.model.parameters())
+            self.start = training.whole_weights(self.model)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=configurations.LR, eps=configurations.EPS)
 
     def training_step(self, batch: Any) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
+        loss = nn.functional.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         self.losses.append(loss.item())
         return loss
 
 
-def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tiny.Run:
-    """Train, from the checkpoint after half of the steps if asked for; what the run has left.
+def numbered(devices: int) -> list[torch.device]:
+    """Devices of the ranks of a node, as DeepSpeed's strategy numbers them."""
+    return [torch.device("cpu", index) for index in range(devices)]
 
-    Lightning's strategy wants CUDA: that check is taken out.
+
+def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor]:
+    """Train, from the checkpoint after half of the steps if asked for; what the run has left, and the weights before.
+
+    Lightning's strategy wants CUDA: its check is taken out, and devices have numbers.
 
     Raises:
         ValueError: zero.Init was active at another stage than 3.
@@ -52,12 +61,15 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tiny.Run:
     tiny.forget()
     config = configurations.plain(zero)
     del config["gradient_accumulation_steps"], config["optimizer"]  # Lightning wants to be told itself
-    rows = [{key: torch.tensor(value) for key, value in row.items()} for row in tiny.sequences(64)]
+    rows = [torch.tensor(row["input_ids"]) for row in tiny.sequences(32)]  # an epoch of HALF
     checkpoint = f"{folder}/step={HALF}.ckpt" if resume else None
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=HALF, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     module = Module()
-    with mock.patch.object(strategies, "CUDAAccelerator", CPUAccelerator):
+    with (
+        mock.patch.object(strategies, "CUDAAccelerator", CPUAccelerator),
+        mock.patch.object(CPUAccelerator, "get_parallel_devices", numbered),
+    ):
         trainer = Trainer(
             accelerator="cpu",
             devices=4,
@@ -71,4 +83,4 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tiny.Run:
         trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2), ckpt_path=checkpoint)
     if module.cut != (zero["stage"] == 3):
         raise ValueError(f"expected zero.Init at stage 3 only, got {module.cut} at stage {zero['stage']}")
-    return tiny.ended(trainer.strategy.model, module.losses)
+    return tiny.ended(trainer.strategy.model, module.losses), module.start

@@ -9,12 +9,16 @@ import deepspeed
 import torch
 import training
 from accelerate.state import AcceleratorState, GradientState
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from table import Row
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 VOCABULARY = 53
+_ATTENTION = (ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping)
+_SAVED = tuple(dict(mapping) for mapping in _ATTENTION)
 
 
 def shape(**more: Any) -> LlamaConfig:
@@ -39,10 +43,14 @@ def sequences(rows: int, length: int = 9) -> list[dict[str, list[int]]]:
 
 
 def forget() -> None:
-    """Forget what the last run left in globals of the frameworks, and in the generators of random numbers."""
+    """Forget what the last run left in globals, Ulysses' groups and attention included, and start anew at random."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
+    parallel_state_sp._release_sequence_parallel_groups()
+    for live, saved in zip(_ATTENTION, _SAVED, strict=True):
+        live.clear()
+        live.update(saved)
     torch.manual_seed(0)
 
 
@@ -70,8 +78,15 @@ def ended(engine: Any, losses: Sequence[float]) -> Run:
     return run
 
 
-def compared(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None) -> Row:
-    """Compare a run, and the end of the resumed one, to stock's; ``start``: the weights before training."""
+def compared(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None, group: Any = None) -> Row:
+    """Compare a run to stock's.
+
+    Args:
+        start: the weights before training.
+        stock, ours: the runs.
+        resumed: the end of the resumed run.
+        group: ranks that hold the same weights; by default all.
+    """
     if stock.strategy or stock.stage != ours.stage:
         raise ValueError(
             f"expected a run of stock DeepSpeed at stage {ours.stage}, got {stock.strategy or stock.stage}"
@@ -82,6 +97,6 @@ def compared(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None) -
         max(abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=True)) / max(stock.losses),
         ((ours.weights - stock.weights).abs().max() / largest).item(),
         ((start - stock.weights).abs().max() / largest).item(),
-        training.replicas_equal(ours.weights),
+        training.replicas_equal(ours.weights, group),
         None if resumed is None else torch.equal(resumed.weights, ours.weights) and resumed.strategy == ours.strategy,
     )

@@ -1,0 +1,100 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What people do with the engine itself: engine.compile(), 8-bit Adam, generation during training."""
+
+from typing import Any
+
+import pytest
+from configurations import placed, plain, stock
+from table import Row, check, needs
+
+pytestmark = needs("transformers", "accelerate")
+
+
+def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
+    """Train through ``engine.compile()``, traced by Dynamo and run by the backend eager."""
+    import loops
+    import torch
+
+    frames: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        frames.append(len(graph.graph.nodes))
+        return graph.forward
+
+    def prepare(engine: Any) -> None:
+        torch._dynamo.reset()
+        frames.clear()
+        engine.compile(backend=backend)
+
+    row = loops.compare(plain(stock), plain(ours), prepare=prepare)
+    if not frames:
+        raise ValueError("nothing was compiled")
+    return row
+
+
+def eight_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
+    """Train with Adam of bitsandbytes, whose states have 8 bits."""
+    import bitsandbytes
+    import loops
+    import tiny
+
+    dtypes: list[set[str]] = []
+
+    def run(zero: dict[str, Any]) -> Any:
+        config = plain(zero, zero_allow_untested_optimizer=True)
+        del config["optimizer"]
+        model = tiny.make_model(hidden_size=64, intermediate_size=128)
+        optimizer = bitsandbytes.optim.Adam8bit(model.parameters(), lr=3e-3, min_8bit_size=1)
+        engines: list[Any] = []
+        found, start = loops.train(config, prepare=engines.append, model=model, optimizer=optimizer)
+        states = engines[0].optimizer.optimizer.state.values()
+        dtypes.append(
+            {str(value.dtype) for state in states for key, value in state.items() if key.startswith("state")}
+        )
+        return found, start
+
+    expected, start = run(stock)
+    row = tiny.compared(start, expected, run(ours)[0])
+    if dtypes != [{"torch.uint8"}] * 2:
+        raise ValueError(f"expected states of 8 bits, got {dtypes}")
+    return row
+
+
+def generate_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, list[list[int]], list[list[int]]]:
+    """Train, and generate on each rank another number of tokens; the tokens under stock DeepSpeed and under ours."""
+    import loops
+    import torch
+    import torch.distributed as dist
+
+    written: list[list[int]] = []
+
+    def generate(engine: Any) -> None:
+        prompt = torch.arange(2, 6 + dist.get_rank())[None]
+        options = {"do_sample": False, "use_cache": True, "synced_gpus": True}
+        tokens = engine.module.generate(prompt, max_new_tokens=3 + 2 * dist.get_rank(), eos_token_id=None, **options)
+        written.append(tokens[0].tolist())
+
+    row = loops.compare(plain(stock), plain(ours), finish=generate)
+    return row, *written
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+def test_compile(frameworks: Any, strategy: str) -> None:
+    rows = frameworks(4).run(compile_case, placed(strategy), stock(strategy))
+    check(rows, strategy, "deepspeed", "engine.compile()")
+
+
+@needs("bitsandbytes")
+@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+def test_adam_of_bitsandbytes(frameworks: Any, strategy: str) -> None:
+    rows = frameworks(4).run(eight_bit_case, placed(strategy), stock(strategy))
+    check(rows, strategy, "bitsandbytes", "Adam8bit")
+
+
+@pytest.mark.parametrize("strategy", ["GNG", "IIG"])
+def test_generate(frameworks: Any, strategy: str) -> None:
+    answers = frameworks(4).run(generate_case, placed(strategy), stock(strategy))
+    check([row for row, *_ in answers], strategy, "transformers", "generate(synced_gpus) after training")
+    for rank, (_, expected, ours) in enumerate(answers):
+        assert ours == expected and len(ours) == 7 + 3 * rank, (rank, ours, expected)

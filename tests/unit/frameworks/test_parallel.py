@@ -1,0 +1,105 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence parallelism (Ulysses) and tensor parallelism (AutoTP) of DeepSpeed on models of transformers."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from configurations import placed, plain, stock
+from table import Row, check, needs
+
+pytestmark = needs("transformers", "accelerate")
+
+
+def ulysses_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
+    """Two sequences at a time, each cut over two ranks; DeepSpeed is told by an mpu."""
+    import loops
+    import tiny
+    import torch
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    def run(zero: dict[str, Any]) -> Any:
+        tiny.forget()
+        model = tiny.make_model()
+        sizes = {"sequence_parallel_size": 2, "micro_batch_size": 2}
+        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", **sizes)
+        ranks = mpu.get_sequence_parallel_group()
+
+        def loss_of(engine: Any, batch: dict[str, Any]) -> Any:
+            """The mean over the whole sequence, of which this rank has a half."""
+            tokens = batch["input_ids"]
+            shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+            half = {"input_ids": tokens, "position_ids": positions, "shift_labels": shifted}
+            half = {k: v.chunk(2, dim=1)[mpu.get_sequence_parallel_rank()].contiguous() for k, v in half.items()}
+            loss = engine(**half, labels=half["shift_labels"]).loss
+            return loss
+            count = (half["shift_labels"] != -100).sum()
+            both = torch.distributed.nn.functional.all_reduce(torch.stack([loss * count, count.float()]), group=ranks)
+            return both[0] / both[1]
+
+        return loops.train(plain(zero), mpu=mpu, model=model, loss_of=loss_of, parts=2)
+
+    expected, start = run(stock)
+    return tiny.compared(start, expected, run(ours)[0])
+
+
+def make_ulysses(folder: str, zero: dict[str, Any]) -> Any:
+    """The Trainer of transformers with sequences that are cut over two ranks."""
+    import tiny
+    import trainers
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+    parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=2, sp_handler=handler)
+    args = trainers.arguments(TrainingArguments, zero, folder, parallelism_config=parallel)
+    data = [{**row, "position_ids": list(range(8))} for row in tiny.sequences(64, 8)]
+    model = {"model": tiny.make_model(), "data_collator": default_data_collator}
+    return trainers.recording(Trainer)(**model, args=args, train_dataset=data)
+
+
+def trainer_case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
+    """Stock DeepSpeed and a strategy under that trainer, resumed as well."""
+    import trainers
+
+    make = functools.partial(make_ulysses, folder)
+    return trainers.compare(make, stock, ours, f"{folder}/{trainers.CHECKPOINT}")
+
+
+def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
+    """Every linear layer cut over two ranks, and two such pairs."""
+    import loops
+    import tiny
+    from deepspeed.utils import groups
+
+    def run(zero: dict[str, Any]) -> Any:
+        config = plain(zero, tensor_parallel={"autotp_size": 2})
+        return loops.train(config, parts=2)
+
+    expected, start = run(stock)
+    found, _ = run(ours)
+    if not found.weights.numel() < start.numel():
+        raise ValueError(f"expected that ranks hold parts of {start.numel()} weights, got {found.weights.numel()}")
+    return tiny.compared(start, expected, found, group=groups._get_data_parallel_group())
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+def test_ulysses_by_an_mpu(frameworks: Any, strategy: str) -> None:
+    rows = frameworks(4).run(ulysses_case, placed(strategy), stock(strategy))
+    check(rows, strategy, "deepspeed", "Ulysses by an mpu")
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+def test_ulysses_by_the_trainer(frameworks: Any, tmp_path: Path, strategy: str) -> None:
+    rows = frameworks(4).run(trainer_case, placed(strategy), stock(strategy), str(tmp_path))
+    check(rows, strategy, "transformers", "Trainer with a ParallelismConfig (Ulysses)", resumed=True)
+
+
+@pytest.mark.parametrize("strategy", ["NNG", "NIG"])
+def test_tensor_parallelism(frameworks: Any, strategy: str) -> None:
+    rows = frameworks(4).run(tensor_case, placed(strategy, paro_group_size=1), stock(strategy))
+    check(rows, strategy, "deepspeed", "AutoTP")
