@@ -9,7 +9,9 @@ import configurations
 import deepspeed
 import tiny
 import torch
+import training
 from deepspeed import comm as dist
+from table import Row
 from torch import Tensor
 
 STEPS = 4
@@ -40,8 +42,8 @@ def train(
         given: further arguments of deepspeed.initialize; a model, if not the tiny one.
     """
     given.setdefault("model", tiny.make_model())
-    start = training.whole_weights(given["model"])
     engine, *_ = deepspeed.initialize(config=config, **given)
+    start = training.whole_weights(engine.module)
     prepare(engine)
     parts = parts or dist.get_world_size()
     part = dist.get_rank() // (dist.get_world_size() // parts)

@@ -14,6 +14,7 @@ pytestmark = needs("transformers", "accelerate")
 def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     """Train through ``engine.compile()``, traced by Dynamo and run by the backend eager."""
     import loops
+    import tiny
     import torch
 
     frames: list[int] = []
@@ -27,7 +28,13 @@ def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
         frames.clear()
         engine.compile(backend=backend)
 
-    row = loops.compare(plain(stock), plain(ours), prepare=prepare)
+    def run(zero: dict[str, Any]) -> Any:
+        # Of few modules: at stage 3 each of them is traced by itself.
+        options = {"model": tiny.make_network(), "loss_of": lambda e, batch: tiny.network_loss(e, batch["input_ids"])}
+        return loops.train(plain(zero), prepare=prepare, **options)
+
+    expected, start = run(stock)
+    row = tiny.compared(start, expected, run(ours)[0])
     if not frames:
         raise ValueError("nothing was compiled")
     return row
@@ -45,7 +52,7 @@ def eight_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
         config = plain(zero, zero_allow_untested_optimizer=True)
         del config["optimizer"]
         model = tiny.make_model(hidden_size=64, intermediate_size=128)
-        optimizer = bitsandbytes.optim.Adam8bit(model.parameters(), lr=3e-3, min_8bit_size=1)
+        optimizer = bitsandbytes.optim.Adam8bit(model.parameters(), lr=1e-2, min_8bit_size=1)
         engines: list[Any] = []
         found, start = loops.train(config, prepare=engines.append, model=model, optimizer=optimizer)
         states = engines[0].optimizer.optimizer.state.values()
@@ -89,7 +96,8 @@ def test_compile(frameworks: Any, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["NIG", "IIG"])
 def test_adam_of_bitsandbytes(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(eight_bit_case, placed(strategy), stock(strategy))
-    check(rows, strategy, "bitsandbytes", "Adam8bit")
+    # What rounding moves over an edge of the 8 bits is another value of the state.
+    check(rows, strategy, "bitsandbytes", "Adam8bit", weights=1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["GNG", "IIG"])

@@ -11,7 +11,7 @@ import training
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from table import Row
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -33,6 +33,17 @@ def make_model(**more: Any) -> LlamaForCausalLM:
     """A Llama with the same random weights each time; no file is read and nothing is downloaded."""
     torch.manual_seed(11)
     return LlamaForCausalLM(shape(**more))
+
+
+def make_network() -> nn.Module:
+    """A network of few modules, from tokens to what each next one may be."""
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Embedding(VOCABULARY, 24), nn.Linear(24, 37), nn.Tanh(), nn.Linear(37, VOCABULARY))
+
+
+def network_loss(network: Any, tokens: Tensor) -> Tensor:
+    """Of predicting each next token."""
+    return nn.functional.cross_entropy(network(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def sequences(rows: int, length: int = 9) -> list[dict[str, list[int]]]:
