@@ -15,7 +15,8 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-TEST = ["pytest", "pytest-timeout", "hypothesis", "peft", "transformers", "yapf"]
+FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
+TEST = ["pytest", "pytest-timeout", "hypothesis", *FRAMEWORKS, "yapf"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -28,8 +29,13 @@ DEV = [
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
     "hypothesis==6.170.15",
-    "peft==0.21.2",
     "transformers==5.23.0",
+    "accelerate==1.15.0",
+    "peft==0.21.2",
+    "trl==1.16.0",
+    "datasets==5.2.0",
+    "lightning==2.6.6",
+    "bitsandbytes==0.50.2",
     "matplotlib==3.11.2",
     "ruff==0.17.5",
     "yapf==0.43.0",

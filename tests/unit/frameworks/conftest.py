@@ -29,6 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", action="store_true", help="write tests/unit/frameworks/README.md")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    table.writing = config.getoption("write_table", False)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the server import the frameworks while earlier tests run."""
     needed = any("frameworks" in getattr(item, "fixturenames", ()) for item in session.items)
@@ -37,7 +41,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.config.getoption("write_table", False) and exitstatus == pytest.ExitCode.OK:
+    if table.writing and exitstatus == pytest.ExitCode.OK:
         table.write()
 
 

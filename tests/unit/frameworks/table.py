@@ -8,7 +8,6 @@ This module imports neither torch nor a framework: it serves the process that ru
 import datetime
 import importlib.metadata
 import importlib.util
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ _HEAD = """\
 Each row is a test of this folder: a framework trains a tiny model with stock DeepSpeed and with strategies, on 4 gloo
 ranks in groups of 2. Differences are the largest of all strategies and ranks, relative to the largest loss and the
 largest weight; "resume" says whether a resumed run ended with the bits of the uninterrupted one.
-`python -m pytest tests/unit/frameworks --write-table` writes this file when all tests have passed.
+`python -m pytest tests/unit/frameworks --write-table` writes this file where all tests pass.
 
 | framework | version | last passed | what ran | strategies | losses | weights | resume |
 |---|---|---|---|---|---|---|---|
@@ -45,10 +44,11 @@ class _Entry(NamedTuple):
     strategies: list[str]
     losses: float
     weights: float
-    resumed: bool | None
+    resumed: bool | None  # None, or true
 
 
 _entries: dict[tuple[str, str], _Entry] = {}
+writing = False  # whether this session writes the table
 
 
 def needs(*names: str) -> pytest.MarkDecorator:
@@ -75,18 +75,26 @@ def check(
         assert row.moved > 0.02, row
         assert row.losses <= losses and row.weights <= weights, row
         assert row.replicas_equal, row
+        note(framework, what, strategy, row.losses, row.weights, resumed)
+
+
+def note(framework: str, what: str, strategy: str, losses: float, weights: float, resumed: bool | None = None) -> None:
+    """Note for the table what a strategy's run has shown.
+
+    Raises:
+        AssertionError: the table that is there has no such row, and is not to be written.
+    """
+    if not writing:
+        assert (framework, what) in rows(), f"{TABLE} has no row {framework}, {what}: run with --write-table"
     before = _entries.get((framework, what), _Entry([], 0.0, 0.0, resumed))
-    _entries[framework, what] = _Entry(
-        [*before.strategies, strategy],
-        max(before.losses, *(row.losses for row in rows)),
-        max(before.weights, *(row.weights for row in rows)),
-        resumed,
-    )
+    names = list(dict.fromkeys([*before.strategies, strategy]))
+    _entries[framework, what] = _Entry(names, max(before.losses, losses), max(before.weights, weights), resumed)
 
 
-def versions() -> dict[str, str]:
-    """Version of each framework in the table."""
-    return dict(re.findall(r"^\| (\w+) \| ([^ |]+) \|", TABLE.read_text(), re.MULTILINE)[1:])
+def rows() -> dict[tuple[str, str], str]:
+    """What the table says: the version by framework and what ran."""
+    cells = [line.strip("| ").split(" | ") for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
+    return {(framework, what): version for framework, version, _, what, *_ in cells}
 
 
 def write() -> None:
@@ -94,8 +102,8 @@ def write() -> None:
     today = datetime.date.today().isoformat()
     lines = []
     for (framework, what), entry in sorted(_entries.items()):
-        names = ", ".join(dict.fromkeys(entry.strategies))
-        resume = {None: "", True: "exact", False: "differs"}[entry.resumed]
+        names = ", ".join(entry.strategies)
+        resume = "" if entry.resumed is None else "exact"
         cells = (framework, importlib.metadata.version(framework), today, what, names)
         lines.append(f"| {' | '.join(cells)} | {entry.losses:.1g} | {entry.weights:.1g} | {resume} |\n")
     TABLE.write_text(_HEAD + "".join(lines))

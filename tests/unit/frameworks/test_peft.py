@@ -4,11 +4,13 @@
 
 from typing import Any, NamedTuple
 
-from training import PARTITIONED
+from table import needs, note
 
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement
 
-STRATEGIES_HERE = ("NIG", *PARTITIONED)
+pytestmark = needs("transformers", "peft")
+
+STRATEGIES_HERE = ("NIG", *(name for name, strategy in STRATEGIES.items() if strategy.p))
 GROUP = 2
 CLUSTER = Cluster(4, GROUP)
 
@@ -37,8 +39,8 @@ class Answer(NamedTuple):
     moved: float  # how far stock training moves the adapters, relative to the largest weight
 
 
-def test_fine_tuning_with_lora(ranks: Any) -> None:
-    for answer in ranks(4).run(lora_case):
+def test_fine_tuning_with_lora(frameworks: Any) -> None:
+    for answer in frameworks(4).run(lora_case):
         assert answer.adapters and answer.moved > 0.01, answer.moved
         assert [row.strategy for row in answer.rows] == list(STRATEGIES_HERE)
         for row in answer.rows:
@@ -56,6 +58,8 @@ def test_fine_tuning_with_lora(ranks: Any) -> None:
             assert row.gradients == held(answer.adapters, strategy.g or strategy.os, strategy.os), row
             assert row.base_bytes == 4 * held(answer.base, strategy.p, strategy.os), row
             assert row.base_gathered == 0, row
+        for row in answer.rows:
+            note("peft", "LoRA, what is held of adapters and base", row.strategy, row.losses, row.weights)
 
 
 def held(numels: dict[str, int], placement: Placement, os: Placement) -> int:

@@ -1,0 +1,23 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The table of frameworks speaks of the versions that CI installs, and that are installed."""
+
+import importlib.metadata
+from pathlib import Path
+
+import table
+
+
+def test_versions_are_pinned_and_installed() -> None:
+    setup = Path(__file__).parents[3].joinpath("setup.py").read_text()
+    found = {(framework, version) for (framework, _), version in table.rows().items()}
+    assert len(found) >= 6 and len(found) == len({framework for framework, _ in found}), found
+    for framework, version in found:
+        assert f'"{framework}=={version}"' in setup, f"{framework} {version}: run with --write-table"
+        try:
+            installed = importlib.metadata.version(framework)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # its tests are skipped
+        assert installed == version, (
+            f"{framework} {version} in the table, {installed} installed: run with --write-table"
+        )
