@@ -349,7 +349,7 @@ class InFlight:
 
 
 class Started:
-    """A transfer whose first hop is on the wire; ``finish`` runs the rest.
+    """A transfer whose first hop is on the wire; ``finish`` runs the rest, and may be called by several streams.
 
     Args:
         transfer: what to start.
@@ -361,18 +361,29 @@ class Started:
         self._transfer = transfer
         self._handle: Any = None
         self._result: Tensor | None = None
+        self._streams = not get_accelerator().is_synchronized_device()
+        self._home = get_accelerator().current_stream()
+        self._done: Any = None  # event: the result is complete
         self._resume()
-        if not get_accelerator().is_synchronized_device():
+        if self._streams:
             for _ in range(hops - 1):
                 if self._result is None:
                     self._handle.wait()
                     self._resume()
 
     def finish(self) -> Tensor:
-        """The transfer's result."""
-        while self._result is None:
-            self._handle.wait()
-            self._resume()
+        """The transfer's result, complete for what the current stream runs from now on.
+
+        The rest runs where the transfer was started: the memory of its messages is that stream's. To wait for the
+        handle again would not do, for results may be made of what has arrived.
+        """
+        with get_accelerator().stream(self._home):
+            while self._result is None:
+                self._handle.wait()
+                self._resume()
+        if self._streams and get_accelerator().current_stream() != self._home:
+            get_accelerator().current_stream().wait_event(self._done)
+            self._result.record_stream(get_accelerator().current_stream())
         return self._result
 
     def _resume(self) -> None:
@@ -380,3 +391,6 @@ class Started:
             self._handle = next(self._transfer)
         except StopIteration as done:
             self._result = done.value
+            if self._streams:
+                self._done = get_accelerator().Event()
+                self._done.record()

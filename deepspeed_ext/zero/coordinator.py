@@ -114,6 +114,17 @@ class GroupCoordinator(PartitionedParameterCoordinator):
                 block.abandon()
         with _comparing_within(self._gathering_group):
             super().reset_step()
+        self.follow()
+
+    def follow(self) -> None:
+        """Have gathers from now on see what the current stream has been given to write until now.
+
+        They run on a stream of their own, which nothing else makes wait: an optimizer step, a checkpoint or the user
+        may just have written what they read. It is idle at these moments, so it loses no time.
+        """
+        if not get_accelerator().is_synchronized_device():
+            gathers = self._PartitionedParameterCoordinator__allgather_stream
+            gathers.wait_stream(get_accelerator().current_stream())
 
 
 @contextmanager

@@ -20,7 +20,7 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 import functools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ class Gather:
         self._gather: Started | None = gather
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Make the parameters available. ``handle_dependency`` needs no care: nothing outlives this call."""
+        """Make the parameters available, on the current stream. ``handle_dependency`` needs no care: what was
+        gathered is theirs, or is known to this stream."""
         if self._gather is None:
             return
         while self._gather in self._begun:
@@ -107,6 +108,7 @@ class PartitionedParameters:
         bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
         sequential: gather each parameter by itself (DeepSpeed's ``allgather_sequential``).
         leaves: leaf modules, whose parameters are taken as units; see ``units.py``.
+        written: called when the current stream has been given to write what is held.
     """
 
     def __init__(
@@ -118,12 +120,14 @@ class PartitionedParameters:
         bucket: int,
         sequential: bool = False,
         leaves: Iterable[Any] = (),
+        written: Callable[[], None] = lambda: None,
     ) -> None:
         self.strategy = strategy
         self.topology = topology
         self._moves = moves
         self._bucket = max(1, bucket)
         self._sequential = sequential
+        self._written = written
         self._params = list(params)
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
         self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
@@ -282,6 +286,7 @@ class PartitionedParameters:
                 for param, mine in self._gather_slices(some):
                     for row, gathered in zip(self._held(param), mine, strict=True):
                         row.copy_(gathered)
+            self._written()
 
     def _gather_slices(self, params: Sequence[Any]) -> list[tuple[Any, Tensor]]:
         """G -> I of their ``ds_tensor``: each parameter and its slice, (k, chunk)."""
@@ -292,11 +297,12 @@ class PartitionedParameters:
 
     @torch.no_grad()
     def gather_updates(self) -> None:
-        """os -> p: start to complete the slices from the groups' rows. Nothing to do where p = os.
+        """os -> p, after a step: start to complete the slices from the groups' rows. Where p = os there are none.
 
         All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
         another does with its data.
         """
+        self._written()
         if not self.sliced:
             return
         self.drain()
@@ -425,6 +431,8 @@ class PartitionedParameters:
                 if updated.ds_status == ZeroParamStatus.AVAILABLE:
                     self._write_rows(updated)
         partition(param_list=params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
+        if has_been_updated:
+            self._written()
 
     @torch.no_grad()
     def _write_rows(self, param: Any) -> None:
@@ -444,12 +452,20 @@ def partition(
         offload: DeepSpeed's, with a coordinator of ours.
         gathers: ``bucket`` and ``sequential`` of ``PartitionedParameters``.
     """
-    blocks = blocks_of(module)
-    offload.param_coordinator.watch(blocks)
+    blocks, coordinator = blocks_of(module), offload.param_coordinator
+    coordinator.watch(blocks)
     chunks = [chunk for block in blocks for chunk in block.chunks]
     experts = {id(expert) for chunk in chunks for expert in chunk.experts}
     leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
-    return PartitionedParameters(module.parameters(), strategy, topology, moves, leaves=[*leaves, *chunks], **gathers)
+    return PartitionedParameters(
+        module.parameters(),
+        strategy,
+        topology,
+        moves,
+        leaves=[*leaves, *chunks],
+        written=coordinator.follow,
+        **gathers,
+    )
 
 
 def recut(param: Any, group: Any) -> None:

@@ -208,9 +208,10 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
                 if param.grad is not None:
                     self.reduce_ready_partitions_and_remove_grads(param)
             return
+        ready = list(zero_gradients(ready))  # all written before the stream of reductions waits for that
         if self._gradient_stream is not None:
             self._gradient_stream.wait_stream(get_accelerator().current_stream())
-        for param in zero_gradients(ready):
+        for param in ready:
             dtype = self.get_param_comm_dtype(param)
             bucket = self.ipg_buckets[dtype]
             if bucket.elements and bucket.elements + param.ds_numel > self.reduce_bucket_size:

@@ -144,8 +144,8 @@ def test_started_has_all_hops_on_the_wire_where_waiting_does_not_block_the_host(
     with mock.patch("deepspeed_ext.hops.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
         started = Started(transfer(log, "a"), hops=2)
-    assert log == ["start a1", "wait a1", "start a2"]
-    assert started.finish().numel() == 0
+        assert log == ["start a1", "wait a1", "start a2"]
+        assert started.finish().numel() == 0
     assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
 
 
