@@ -187,7 +187,8 @@ class _Memory:
     home: Stream  # that it was allocated on
     accesses: list[Access] = field(default_factory=list)
     last: dict[int, Access] = field(default_factory=dict)  # by number of the stream
-    recorded: set[int] = field(default_factory=set)  # streams that its end waits for
+    recorded: set[Stream] = field(default_factory=set)  # when it is freed, it waits for what is on them
+    known: Clock = field(default_factory=dict)  # what was on these
     freed: str = ""  # where
 
     def add(self, access: Access) -> list[Access]:
@@ -205,11 +206,11 @@ class _Memory:
         return unordered
 
     def in_use(self) -> list[Access]:
-        """Accesses that its stream does not know to be over."""
+        """Accesses that may run beside what gets the memory next."""
         return [
             access
             for number, access in self.last.items()
-            if number not in self.recorded and not self.home.has_seen(access)
+            if not self.home.has_seen(access) and self.known.get(number, 0) < access.number
         ]
 
 
@@ -291,7 +292,7 @@ class Order:
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
         """``tensor.record_stream(stream)``."""
-        self._memory(tensor, self.default).recorded.add(stream.number)
+        self._memory(tensor, self.default).recorded.add(stream)
 
     def communicate(self, group: Any, name: str, start: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """A collective; its handle.
@@ -328,6 +329,8 @@ class Order:
             if self._watching and self._memories.get(key) is memory:  # else of an earlier context
                 del self._memories[key]
                 memory.freed = _where()
+                for stream in memory.recorded:
+                    _merge(memory.known, stream.clock)
                 self._freed.append(memory)
 
     def _give_out(self, stream: Stream, operation: str, where: str) -> None:
