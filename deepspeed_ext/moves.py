@@ -199,6 +199,21 @@ class Moves:
         contents = tuple(tuple(Run(0, row, *run) for run in runs) for row in range(rows))
         return self.reduce(cells.view(-1), [rows * width] * cols, contents if target == Placement.G else None)
 
+    def reduce_rows(self, window: Tensor, runs: Sequence[tuple[int, int]], buffer: int = 0) -> Transfer:
+        """I -> G of a part of a slice.
+
+        Args:
+            window: (rows, width), contiguous; may be overwritten.
+            runs: (start, numel) in the rank's shard of what a row holds.
+            buffer: whose slice it is.
+
+        Returns:
+            1D: this rank's row, ``width`` elements.
+        """
+        rows, width = window.shape
+        contents = tuple(tuple(Run(buffer, row, *run) for run in runs) for row in range(rows))
+        return (yield from self.inter.reduce_scatter(window.view(-1), [width] * rows, contents))
+
     def bucket_runs(self, plan: BucketPlan, target: Placement) -> list[Run]:
         """What ``reduce_bucket`` returns on this rank, in order."""
         runs = plan.runs[self.intra.rank]
@@ -220,7 +235,7 @@ class Moves:
         rows, width = window.shape
         contents = tuple((Run(buffer, row, start, width),) for row in range(rows))
         if target == Placement.G:
-            return (yield from self.inter.reduce_scatter(window.view(-1), [width] * rows, contents))
+            return (yield from self.reduce_rows(window, [(start, width)], buffer))
         total = yield from self.inter.all_reduce(window.view(-1), contents[0])  # of one row
         return (yield from self.gather(total, Placement.I, target))
 

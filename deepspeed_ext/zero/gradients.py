@@ -8,6 +8,8 @@ Note [Rows of gradients]
     With g = I and os = G it is the I-slice, one row for each group; a reduce-scatter between groups ends in row j,
     which is what the optimizer reads: a view, not a copy. With g = N it is there from the boundary to the next
     micro-step only; meanwhile a placeholder stands for it, of one element that is repeated.
+
+With p = I and g = G what arrives in the group crosses in an order of its own: Note [One order between groups].
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +23,7 @@ from torch import Tensor
 from deepspeed_ext.hops import InFlight, Transfer
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.zero.crossing import Crossing
 from deepspeed_ext.zero.messages import Message
 from deepspeed_ext.zero.remembering import Whereabouts, whereabouts_of
 
@@ -34,6 +37,7 @@ class PartitionedGradients:
         strategy: one with p = I or G.
         ranks: data-parallel ranks, over which the mean is taken.
         moves: hops of the data-parallel group.
+        bucket: elements (of whole parameters) reduced at a time.
         overlap: whether the hops of two buckets may overlap.
     """
 
@@ -44,6 +48,7 @@ class PartitionedGradients:
         strategy: Strategy,
         ranks: int,
         moves: Moves,
+        bucket: int,
         overlap: bool,
     ) -> None:
         self._params = list(params)
@@ -51,6 +56,9 @@ class PartitionedGradients:
         self._ranks = ranks
         self._moves = moves
         self._in_flight = InFlight(overlap)
+        ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and moves.inter.size > 1
+        self._crossing = Crossing(self._params, bucket) if ordered else None
+        self._crosses = InFlight(overlap)  # what ``_crossing`` gives
         self._os = strategy.os
         self._arrives = strategy.os if strategy.g == Placement.N else strategy.g  # placement in ``held``
         self.rows = layout(self._params[0]).rows if self._arrives == Placement.I else 1
@@ -103,6 +111,8 @@ class PartitionedGradients:
 
     def forget(self) -> None:
         """Drop what has been accumulated."""
+        if self._crossing is not None:
+            self._crossing.clear()
         self._whole.clear()
         self.begun = False
 
@@ -133,17 +143,32 @@ class PartitionedGradients:
         message.pack([gradient for _, gradient in gradients], cells)
         # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
         cells.div_(self._ranks / sequence_parallel_size)
-        transfer = self._accumulate([param for param, _ in gradients], message.width, cells)
+        params = [param for param, _ in gradients]
+        if self._crossing is None:
+            move = self._moves.reduce_cells(cells, self._arrives, self._spans(params))
+            transfer = self._accumulate(params, move)
+        else:
+            transfer = self._arrive(params, self._moves.reduce_cells(cells, Placement.I, ()))
         del cells  # owned by the transfer alone, which frees it after the first hop
         self._in_flight.submit(transfer)
+        self._cross()
+
+    def end_backward(self) -> None:
+        """All gradients of a backward have been given to ``reduce``."""
+        if self._crossing is not None:
+            self._in_flight.drain()
+            self._cross(last=True)
 
     def drain(self) -> None:
         """Wait for all buckets."""
         self._in_flight.drain()
+        self._cross()
+        self._crosses.drain()
 
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
         self._in_flight.drop()
+        self._crosses.drop()
         self.forget()
 
     def _begin(self) -> None:
@@ -158,12 +183,21 @@ class PartitionedGradients:
                     self.held[row].zero_()
         self.begun, self._finished = True, False
 
-    def _accumulate(self, params: Sequence[Any], width: int, cells: Tensor) -> Transfer:
-        runs = self._runs(params)
-        move = self._moves.reduce_cells(cells, self._arrives, [(start, numel) for start, _, numel in runs])
-        del cells
-        arrived = (yield from move).view(self.rows, width)
-        for start, offset, numel in runs:
+    def _arrive(self, params: Sequence[Any], move: Transfer) -> Transfer:
+        """Hand over what a move to I brings; (rows, columns) of the parameters."""
+        arrived = yield from move
+        self._crossing.add(params, arrived.view(self._moves.inter.size, -1))  # type: ignore[union-attr]
+        return arrived
+
+    def _cross(self, last: bool = False) -> None:
+        if self._crossing is not None:
+            for params, message in self._crossing.messages(last):
+                self._crosses.submit(self._accumulate(params, self._moves.reduce_rows(message, self._spans(params))))
+
+    def _accumulate(self, params: Sequence[Any], move: Transfer) -> Transfer:
+        """Add what a move of these parameters brings."""
+        arrived = (yield from move).view(self.rows, -1)
+        for start, offset, numel in self._runs(params):
             total = self.held[:, start : start + numel]
             part = arrived[:, offset : offset + numel]
             if total.device == part.device:
@@ -171,6 +205,10 @@ class PartitionedGradients:
             else:  # offloaded: adding on the host is slow
                 total.copy_(total.to(part.device, non_blocking=True).add_(part), non_blocking=True)
         return arrived
+
+    def _spans(self, params: Sequence[Any]) -> list[tuple[int, int]]:
+        """(column in ``held``, elements) of these stretches."""
+        return [(start, numel) for start, _, numel in self._runs(params)]
 
     def _runs(self, params: Sequence[Any]) -> list[tuple[int, int, int]]:
         """(column in ``held``, column in the message, elements) of stretches that are in one order in both."""

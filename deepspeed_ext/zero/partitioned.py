@@ -151,6 +151,7 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
             self.strategy,
             self.topology.cluster.ranks,
             self._moves,
+            self.reduce_bucket_size,
             self._overlap,
         )
         if self.gradients.rows == 1 and self.strategy.g != Placement.N:
@@ -252,6 +253,8 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
         with ordered_by_streams(self.overlaps_micro_steps):
             super().independent_gradient_partition_epilogue()
+        with self._reduction_stream():
+            self.gradients.end_backward()
         if not self.overlaps_micro_steps:
             self._finish_buckets()
         self._waiting = True

@@ -115,16 +115,45 @@ class Wandering(Network):
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """Apply the layers in this call's order."""
-        self.calls += 1
-        middle: tuple[int, ...] = (1, 2)
-        if dist.get_rank() < dist.get_world_size() // 2:
-            middle = self.paths[self.calls % len(self.paths)]
-        for i in (0, *middle, len(self.layers) - 1):
+        for i in (0, *self.order(), len(self.layers) - 1):
             x = torch.tanh(self.layers[i](x))
         return x
+
+    def order(self) -> tuple[int, ...]:
+        """Of the layers in the middle, in the next call."""
+        self.calls += 1
+        if dist.get_rank() < dist.get_world_size() // 2:
+            return self.paths[self.calls % len(self.paths)]
+        return (1, 2)
 
 
 class Reordering(Wandering):
     """The same, where all ranks use all layers once."""
 
     paths = ((1, 2), (2, 1))
+
+
+class ReorderingMixtures(Reordering):
+    """The same with three leaf modules of experts, which these ranks use in turns last to first, and a layer that is
+    used in every third call only."""
+
+    def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sizes, *args, **kwargs)
+        self.mixtures = nn.ModuleList(Experts(sizes[2]) for _ in range(3))
+        self.seldom = nn.Linear(sizes[-1], sizes[-1])
+        deepspeed.utils.set_z3_leaf_modules(self, [Experts])
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """The layers, one after each mixture, in this call's order."""
+        x = torch.tanh(self.layers[0](x))
+        turned = dist.get_rank() < dist.get_world_size() // 2 and self.calls % 2
+        mixtures = list(self.mixtures)
+        for mixture in reversed(mixtures) if turned else mixtures:
+            x = x + torch.tanh(mixture(x))
+        for i in self.order():
+            if self.checkpointing is None:
+                x = torch.tanh(self.layers[i](x))
+            else:
+                x = torch.tanh(torch.utils.checkpoint.checkpoint(self.layers[i], x, use_reentrant=self.checkpointing))
+        x = self.layers[-1](x)
+        return self.seldom(x) if self.calls % 3 == 0 else x

@@ -1,0 +1,131 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that cross between groups in every micro-step, where groups may use modules in different orders: IGG.
+
+Note [One order between groups]
+    Buckets fill in the order in which gradients get ready, and with p = I groups may differ in it. What is summed
+    between groups must be the same in all of them, in one order. So a bucket moves inside its group first, and what
+    arrives are *pieces*: these cross in an order that all groups know, the model's parameters last to first, in
+    buckets that are filled in that order. Which these are depends on nothing but the parameters that are used.
+
+    A piece waits for those before it; that is about a bucket where modules are used in the order in which they were
+    made, and at most what a rank of IIG holds of gradients. When the backward ends what is left crosses. A parameter
+    that the last backward has not used is not waited for, nor is a second gradient of one: those cross at the end.
+
+    No communication is needed for that, and no byte is added. Groups must use the same parameters in a backward.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from torch import Tensor
+
+
+class _Piece(NamedTuple):
+    """A parameter's part of what has arrived: ``numel`` columns of it, from ``start``."""
+
+    param: Any
+    arrived: Tensor
+    start: int
+    numel: int
+
+
+class Crossing:
+    """Puts what has arrived in a group into messages that are the same in all groups. See Note [One order between
+    groups].
+
+    Args:
+        params: all that may arrive.
+        bucket: elements (of whole parameters) of a message at most, unless one parameter has more.
+    """
+
+    def __init__(self, params: Iterable[Any], bucket: int) -> None:
+        self._order = sorted(params, key=lambda param: -param.ds_id)
+        self._position = {param.ds_id: number for number, param in enumerate(self._order)}
+        self._bucket = bucket
+        self._expect(self._order)
+        self.clear()
+
+    def clear(self) -> None:
+        """Be as at the begin of a backward."""
+        self._next = 0  # number of the expected parameter that crosses next
+        self._used: set[int] = set()
+        self._waiting: dict[int, _Piece] = {}
+        self._late: list[_Piece] = []
+        self._open: dict[torch.dtype, list[_Piece]] = {}
+
+    def add(self, params: Sequence[Any], arrived: Tensor) -> None:
+        """Parameters have arrived.
+
+        Args:
+            params: side by side in ``arrived``.
+            arrived: (rows, columns): their parts of this rank's I-slice.
+        """
+        start = 0
+        for param in params:
+            piece = _Piece(param, arrived, start, param.ds_tensor.ds_numel)
+            start += piece.numel
+            first = param.ds_id in self._expected_ids and param.ds_id not in self._used
+            self._used.add(param.ds_id)
+            if first:
+                self._waiting[param.ds_id] = piece
+            else:
+                self._late.append(piece)
+
+    def messages(self, last: bool = False) -> Iterator[tuple[list[Any], Tensor]]:
+        """What can cross by now, in order: the parameters, and (rows, columns).
+
+        Args:
+            last: whether the backward has ended.
+        """
+        while self._next < len(self._expected):
+            piece = self._waiting.pop(self._expected[self._next].ds_id, None)
+            if piece is None and not last:
+                return
+            self._next += 1
+            if piece is not None:
+                after = self._expected[self._next].ds_numel if self._next < len(self._expected) else 0
+                yield from self._fill(piece, after)
+        if last:
+            for piece in sorted(self._late, key=lambda piece: self._position[piece.param.ds_id]):
+                yield from self._fill(piece, 0)
+            for dtype in sort_dtypes(self._open):
+                yield _message(self._open[dtype])
+            if self._used:
+                self._expect([param for param in self._order if param.ds_id in self._used])
+            self.clear()
+
+    def _expect(self, params: list[Any]) -> None:
+        self._expected = params
+        self._expected_ids = {param.ds_id for param in params}
+
+    def _fill(self, piece: _Piece, after: int) -> Iterator[tuple[list[Any], Tensor]]:
+        """Add a piece to the open message of its dtype; that is complete where neither it nor ``after`` elements more
+        would fit."""
+        dtype = piece.arrived.dtype
+        some = self._open.setdefault(dtype, [])
+        numel = sum(other.param.ds_numel for other in some) + piece.param.ds_numel
+        if some and (numel > self._bucket or any(other.param is piece.param for other in some)):
+            yield _message(some)
+            some, numel = [], piece.param.ds_numel
+        some.append(piece)
+        self._open[dtype] = some
+        if numel + after > self._bucket:
+            yield _message(self._open.pop(dtype))
+
+
+def _message(pieces: Sequence[_Piece]) -> tuple[list[Any], Tensor]:
+    """Pieces side by side, in the order of most buckets, so that neighbors are copied together."""
+    pieces = sorted(pieces, key=lambda piece: piece.param.ds_id)
+    stretches: list[_Piece] = []
+    for piece in pieces:
+        last = stretches[-1] if stretches else None
+        if last is not None and last.arrived is piece.arrived and last.start + last.numel == piece.start:
+            stretches[-1] = last._replace(numel=last.numel + piece.numel)
+        else:
+            stretches.append(piece)
+    parts = [one.arrived[:, one.start : one.start + one.numel] for one in stretches]
+    message = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+    return [piece.param for piece in pieces], message
