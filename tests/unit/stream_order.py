@@ -43,7 +43,8 @@ Clock = dict[int, int]  # number of a stream: how many of its operations are kno
 Span = tuple[int, int]  # bytes of a storage, from and to
 
 _MOST_SPANS = 256  # of one tensor; more are taken as one that holds them all
-_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")  # outputs that nobody has filled
+# Outputs that nobody has filled.
+_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _ASKS_DEVICE = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")  # the host waits for their answer
 _FRAMES = 3  # of a place that is named
 # Of the methods of a process group: numbers of the arguments that are written, and that are read.

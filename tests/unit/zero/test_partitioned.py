@@ -292,20 +292,20 @@ def test_groups_may_use_modules_in_different_orders(ranks: Any, name: str) -> No
 @pytest.mark.parametrize(
     "bucket, overlap, more",
     [
-        (300, False, {}),
         (300, True, {"steps": 6}),  # less than a parameter
-        (1000, True, {"groups": 2}),
-        (1000, True, {"checkpointing": True}),
-        (2000, False, {"dtype": "bf16", "config": {"communication_data_type": "fp32"}}),
+        (1000, True, {"groups": 2, "checkpointing": True}),
+        (2000, False, {}),
+        (300, False, {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}}),  # two dtypes on the wire
     ],
 )
 def test_buckets_cross_in_one_order_where_groups_use_modules_in_others(
     ranks: Any, bucket: int, overlap: bool, more: dict[str, Any]
 ) -> None:
     # IGG moves buckets between groups in each micro-step: they must hold the same in all groups.
+    keys = {"network": networks.ReorderingMixtures, "accumulation": 2, "steps": 4, **more}
     zero = {**SMALL, "reduce_bucket_size": bucket, "overlap_comm": overlap}
-    job = Job(**{"sizes": SQUARE, "network": networks.ReorderingMixtures, "accumulation": 2, "steps": 4, **more}, empty=False, zero=zero)
-    bound = BF16 if job.dtype == "bf16" else {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}
+    job = Job(sizes=SQUARE, empty=False, zero=zero, **keys)
+    bound = BF16 if job.config else {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}
     for row in ranks(4).run(orders_case, job, "IGG"):
         assert row.replicas_equal and all(getattr(row, name) <= most for name, most in bound.items()), row
 

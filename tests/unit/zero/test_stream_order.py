@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On devices with streams nothing is used before it is complete. See Note [How order is checked] in stream_order.py."""
+"""On devices with streams nothing is used before it is complete. See Note [How order is checked]."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ FEW_AT_A_TIME = {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance"
 def training_case(name: str, more: dict[str, Any], removed: str = "") -> list[str]:
     """What has no order in four steps of two micro-steps each.
 
-    Between forward and backward, while gathers for the backward are on their way, one parameter is looked at and one is
-    changed. Ranks leave experts of a leaf module out.
+    Between forward and backward, while gathers for the backward are on their way, one parameter is looked at and one
+    is changed. Ranks leave experts of a leaf module out.
 
     Args:
         name: of a strategy, or a stage.
@@ -92,7 +92,7 @@ def gathers_case(name: str) -> tuple[list[str], bool]:
     from stream_order import device_with_streams
 
     with device_with_streams() as order:
-        engine, model = training.make_engine(Job(sizes=SQUARE, empty=False, zero=SMALL), placed(name))
+        _, model = training.make_engine(Job(sizes=SQUARE, empty=False, zero=SMALL), placed(name))
         ahead, used = get_accelerator().Stream(), get_accelerator().current_stream()
         params = list(model.layers[0].parameters())
         with order.watch():
