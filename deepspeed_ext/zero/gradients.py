@@ -28,6 +28,14 @@ from deepspeed_ext.zero.messages import Message
 from deepspeed_ext.zero.remembering import Whereabouts, whereabouts_of
 
 
+def add_to(total: Tensor, part: Tensor) -> None:
+    """Add what has arrived on the device to what is held there, or of an offloaded optimizer on the host."""
+    if total.device == part.device:
+        total.add_(part)
+    else:  # adding on the host is slow
+        total.copy_(total.to(part.device, non_blocking=True).add_(part), non_blocking=True)
+
+
 class PartitionedGradients:
     """Gradients of the trainable parameters. See Note [Rows of gradients].
 
@@ -198,12 +206,7 @@ class PartitionedGradients:
         """Add what a move of these parameters brings."""
         arrived = (yield from move).view(self.rows, -1)
         for start, offset, numel in self._runs(params):
-            total = self.held[:, start : start + numel]
-            part = arrived[:, offset : offset + numel]
-            if total.device == part.device:
-                total.add_(part)
-            else:  # offloaded: adding on the host is slow
-                total.copy_(total.to(part.device, non_blocking=True).add_(part), non_blocking=True)
+            add_to(self.held[:, start : start + numel], arrived[:, offset : offset + numel])
         return arrived
 
     def _spans(self, params: Sequence[Any]) -> list[tuple[int, int]]:

@@ -16,6 +16,8 @@ Note [What runs when]
     - After the step, updated parameters move os -> N (``_gather_parameters``).
 
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
+    With optimizer offload it is the gradient on the host that the optimizer reads. So the device holds nothing of the
+    gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, get_norm_dtype
 from torch import Tensor
 
 from deepspeed_ext.hops import InFlight, MakeHop, Transfer, make_hop
@@ -35,6 +37,7 @@ from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucke
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
 from deepspeed_ext.zero.checkpoint import cut_otherwise
+from deepspeed_ext.zero.gradients import add_to
 from deepspeed_ext.zero.model_parallel import ModelParallel, ordered_by_streams
 from deepspeed_ext.zero.remembering import Remembering, Whereabouts, whereabouts_of
 from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
@@ -52,6 +55,14 @@ class _FlatGroups(list[Tensor]):
     def all_gather(self) -> bool:
         """Gather updated parameters; False where the parent's own gather over its group does it."""
         return self._optimizer._gather_parameters()
+
+
+class _HostShard(list[Tensor]):
+    """An entry of ``averaged_gradients`` that is on the host already, and is not moved when states are offloaded."""
+
+    def __init__(self, flat_partition: Tensor) -> None:
+        super().__init__()
+        self.flat_partition = flat_partition
 
 
 class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
@@ -90,6 +101,8 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
             for params, offsets in zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
             for param, offset in zip(params, offsets, strict=True)
         }
+        if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
+            self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
         self._slices: dict[int, Tensor] = {}  # parameter group: (rows, chunk), this rank's I-slice of the gradients
         self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
 
@@ -140,7 +153,7 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
             part = mine.narrow(0, offset, run.numel)
             offset += run.numel
             if self._bucket_target == Placement.G:
-                self._shard(run.buffer).narrow(0, run.start, run.numel).add_(self._postscale(part))
+                self._add_to_shard(run.buffer, run.start, self._postscale(part))
             else:
                 self._slices[run.buffer][run.row].narrow(0, run.start, run.numel).add_(part)
         return mine
@@ -162,6 +175,27 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
     def _shard(self, group: int) -> Tensor:
         """1D: the gradients of the optimizer's shard of a parameter group."""
         return self._get_compact_grad_partition_buffer(group).flat_partition
+
+    def _add_to_shard(self, group: int, start: int, part: Tensor) -> None:
+        add_to(self._shard(group).narrow(0, start, part.numel()), part)
+        if self.cpu_offload:
+            self._record_offload_copy()
+
+    def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
+        """A shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host.
+
+        It is another tensor on the host where that one has less precision than ``grad_accum_dtype``.
+        """
+        if not self.cpu_offload:
+            return super()._build_compact_grad_partition_buffer(group_idx)
+        shard = self.single_partition_of_fp32_groups[group_idx].grad.view(-1)
+        if shard.dtype not in (torch.float32, self.gradient_accumulation_dtype):
+            shard = torch.empty_like(shard, dtype=self.gradient_accumulation_dtype)
+        shard.zero_()
+        for param in self.params_in_partition[group_idx]:
+            _, _, start, numel = self.grad_position[self.get_param_id(param)]
+            self.accumulated_grads_in_cpu[self.get_param_id(param)] = shard.narrow(0, start, numel)
+        return _HostShard(shard)
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Always: one flat buffer is what hops deliver into, and what the step reads without another copy."""
@@ -242,12 +276,14 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
             self._in_flight.drain()
         self._wait_for_reductions()
         self._slices.clear()
+        if self.cpu_offload:
+            self._wait_for_offload_copies()
         for group, padding in enumerate([] if self.keeps_zeros else self.groups_padding):
             if padding:  # of the last rank
                 self._shard(group)[-padding:].zero_()
         self.complete_gradients()
         if self.cpu_offload:
-            self._copy_shards_to_cpu()
+            self._measure_host_shards()
 
     def _finish_buckets(self) -> None:
         with self._reduction_stream():
@@ -260,9 +296,9 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         message = gradients[:, start : start + width].to(self._slice_wire_dtype()).contiguous()
         total = self._postscale((yield from self._moves.sync_slice(message, target, start, group)))
         if target == Placement.N:
-            layout.place(shard, start, total.view(layout.cols, layout.rows, -1), add=True)
+            layout.place(shard, start, total.view(layout.cols, layout.rows, -1).to(shard.device), add=True)
         else:
-            shard.narrow(0, start, width).add_(total)
+            self._add_to_shard(group, start, total)
         return total
 
     def _slice_wire_dtype(self) -> torch.dtype:
@@ -386,14 +422,22 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
             self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
 
-    def _copy_shards_to_cpu(self) -> None:
-        """Hand complete shards to the offloaded optimizer, with the norms and the overflow flag that it reads."""
-        used = set(self._offload_accumulated_param_ids)
+    def _measure_host_shards(self) -> None:
+        """Tell the offloaded optimizer the norms and the overflow flag that it reads, taken on the device."""
+        used, device = self._offload_accumulated_param_ids, get_accelerator().current_device_name()
         for group, params in enumerate(self.params_in_partition):
             for param in params:
-                super().copy_grads_in_partition(param, group)
-                if self.get_param_id(param) not in used:  # has no norm, which ignore_unused_parameters looks for
-                    del self.norm_for_param_grads[self.get_param_id(param)]
+                _, _, start, numel = self.grad_position[self.get_param_id(param)]
+                norms = []
+                for part in self._shard(group).narrow(0, start, numel).split(self.reduce_bucket_size):
+                    on_device = part.to(device)
+                    self.update_offload_overflow_tracker(on_device)
+                    norms.append(on_device.to(get_norm_dtype()).norm(2))
+                if self.get_param_id(param) in used:  # others have none: ignore_unused_parameters looks for that
+                    self.norm_for_param_grads[self.get_param_id(param)] = torch.stack(norms).norm(2)
+            gradient = self.single_partition_of_fp32_groups[group].grad.view(-1)
+            if gradient.data_ptr() != self._shard(group).data_ptr():
+                gradient.copy_(self._shard(group))
 
     def reset_cpu_buffers(self) -> None:
         """Also drop the shards: with offload the parent would add the next step's gradients to a skipped step's."""

@@ -59,15 +59,15 @@ def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None
     """An engine after its first step, which makes the optimizer's states, and what runs a micro-step of it."""
     import training
 
-    details = training.Job(**MIXED, **job)
-    engine, _ = training.make_engine(details, {"paro_strategy": name, "paro_group_size": group})
+    details = training.Job(**{**MIXED, **job})
+    engine, _ = training.make_engine(details, training.placed(name, group))
     data = training.batches(details)
 
     def micro_step(boundary: bool) -> None:
         engine.set_gradient_accumulation_boundary(boundary)
         training.micro_step(engine, details, 0, *next(data))
         engine.step()
-        if STRATEGIES[name].stage == 3:
+        if name in PARTITIONED:
             engine.optimizer.parameters.drain()
 
     micro_step(True)
@@ -155,6 +155,40 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
         other = bytes_in_use() - strategies.held(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
         rows.append((name, *(peak - other - due for peak in peaks)))
+        engine.destroy()
+    return rows[1:]
+
+
+@has_mallinfo
+def test_offloaded_gradients_wait_on_the_host(ranks: Any) -> None:
+    """In what the optimizer reads: with g = G a micro-step takes no other memory that outlives it."""
+    for rows in ranks(4).run(offloaded_case, ("NGG", "NIG")):
+        for name, left, numel, shares in rows:
+            gradients = 2 * numel  # bytes, in bf16
+            expected = {"NGG": 0, "NIG": gradients / 2}[name]
+            assert left == pytest.approx(expected, abs=gradients / 16), name
+            assert not shares or name == "NGG", "there is nothing on the host before the boundary"
+            assert name != "NGG" or 0.2 * numel < sum(shares) < 0.3 * numel, shares
+
+
+def offloaded_case(names: tuple[str, ...]) -> list[tuple[str, int, int, list[int]]]:
+    """Bytes that a micro-step leaves, elements of the model, those on the host where upstream's readers look."""
+    zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_force_ds_cpu_optimizer": False, "optimizer": {"params": {"lr": 1e-2}}}
+    rows = []
+    for name in names[:1] + names:  # as above
+        engine, micro_step = begin(name, 2, sizes=(WIDTH,) * 7, zero=zero, config=config)
+        optimizer = engine.optimizer
+        optimizer.accumulated_grads_in_cpu.clear()
+        gc.collect()
+        before = bytes_in_use()
+        micro_step(False)
+        gc.collect()
+        left = bytes_in_use() - before
+        read = {master.grad.data_ptr() for master in optimizer.single_partition_of_fp32_groups}
+        held = optimizer.accumulated_grads_in_cpu.values()
+        shares = [one.numel() for one in held if one.any() and one.untyped_storage().data_ptr() in read]
+        rows.append((name, left, sum(p.numel() for p in engine.module.parameters()), shares))
         engine.destroy()
     return rows[1:]
 
