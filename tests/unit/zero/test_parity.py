@@ -166,6 +166,32 @@ def test_optimizer_offload(ranks: Any, fp32_accumulation: bool) -> None:
     check(run(ranks, job), **(BF16 if fp32_accumulation else {}))
 
 
+def test_offload_of_masters_in_bf16_sums_in_fp32(ranks: Any) -> None:
+    for rows in ranks(4).run(low_precision_case):
+        check(rows, **BF16)
+
+
+def low_precision_case() -> list[Difference]:
+    """Against stock; DeepSpeed asks for its CPU Adam there, which takes minutes to build."""
+    from unittest import mock
+
+    import torch
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    job = Job(
+        accumulation=3,
+        dtype="bf16",
+        config={
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        zero={"offload_optimizer": {"device": "cpu"}, **SMALL_BUCKETS},
+    )
+    with mock.patch.object(stage_1_and_2, "DeepSpeedCPUAdam", torch.optim.SGD):
+        return training.compare(job, 2, ("NIG", "NGG"))
+
+
 def test_overflow_with_offload_drops_the_gradients(ranks: Any) -> None:
     config = {"zero_force_ds_cpu_optimizer": False, "data_types": {"grad_accum_dtype": "fp32"}}
     job = Job(accumulation=2, dtype="fp16", overflow=[(4, 1)], config=config, zero=SMALL_BUCKETS)
