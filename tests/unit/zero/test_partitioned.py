@@ -13,8 +13,8 @@ from hypothesis import strategies as some
 from networks import SQUARE
 from training import BF16, PARTITIONED, SMALL, Difference, Job, check, placed
 
-# One strategy for each pair of g and os, which are all that the way of a gradient depends on; p alternates.
-GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "GGG")
+# One strategy for each way of a gradient: it depends on g and os, and where both are G on p; p alternates.
+GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "IGG", "GGG")
 # One for each way to hold parameters: p = os = I, p = I with os = G, p = os = G.
 PARAMETER_PATHS = ("III", "ING", "GIG")
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
