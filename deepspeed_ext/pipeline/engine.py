@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_ext.config import active_strategy
-from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN, require_same_groups
+from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN, layout_hint, require_same_groups
 from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
-from deepspeed_ext.placement import Placement
+from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.topology import Topology
 
 
 class _Outputs:
@@ -47,6 +48,10 @@ class _Outputs:
 
 class ShardedPipelineEngine(PipelineEngine):
     """See Note [What runs when, in a pipeline]. Made of a ``PipelineEngine`` by ``setup.initialize``."""
+
+    def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
+        """Explain to who reads the log why groups are single ranks, where the pipeline's layout makes them so."""
+        return layout_hint(self, strategy, topology)
 
     def connect(self) -> None:
         """Once the parent is initialized. Collective over all ranks."""

@@ -3,7 +3,6 @@
 """Whether a pipeline's stages get our optimizers, and what must hold before they do."""
 
 import json
-import logging
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.utils import log_dist
 from torch import nn
 
 from deepspeed_ext.config import (
@@ -28,7 +26,7 @@ from deepspeed_ext.config import (
     use_strategy_of_stage,
 )
 from deepspeed_ext.placement import Placement, Strategy
-from deepspeed_ext.topology import data_parallel_ranks
+from deepspeed_ext.topology import Topology, data_parallel_ranks
 
 NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
 _TEXT_BYTES, _PROBLEM_LENGTH = 8192, 1000
@@ -68,7 +66,6 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
     with mock.patch.object(deepspeed.runtime.pipe.engine, "ZeroStageEnum", no_limit):
         init(engine, *args, **kwargs)
     engine.connect()
-    explain_layout(engine)
 
 
 def _strategy(config: Any, module: Any) -> Strategy | None:
@@ -147,25 +144,26 @@ def _device(module: Any) -> str:
     return str(get_accelerator().device_name(module.local_rank))
 
 
-def explain_layout(engine: Any) -> None:
-    """Warn on rank 0 where nobody has chosen a group size, and a node has one rank of each stage: I means N then."""
-    optimizer = engine.optimizer
-    if not hasattr(optimizer, "topology"):
-        return
-    cluster, topology = optimizer.topology.cluster, engine.grid.topology()
+def layout_hint(engine: Any, strategy: Strategy, topology: Topology) -> str:
+    """Explain the layout where nobody has chosen a group size, and a node has one rank of each stage: I means N then.
+
+    Args:
+        engine: of a pipeline, whose optimizer is about to be made.
+        strategy, topology: the optimizer's.
+
+    Returns:
+        A clause that follows what the strategy comes down to; empty elsewhere.
+    """
+    cluster, axes = topology.cluster, engine.module.topology()
     chosen = engine._config.zero_config.paro_group_size is not None
-    if chosen or cluster.group_size > 1 or cluster.ranks == 1 or Placement.I not in _placements(optimizer.strategy):
-        return
-    name, axes = optimizer.strategy.name, topology.get_axis_names()
-    log_dist(
-        f"deepspeed_ext: each node has one data-parallel rank of a stage (those of the first are the ranks "
-        f"{data_parallel_ranks(optimizer.topology.world)}; axes, outermost first: "
-        f"{', '.join(f'{axis} {topology.get_dim(axis)}' for axis in axes)}), so a group is one rank and {name} means "
-        f"{name.replace('I', 'N')}. For groups inside of nodes make pipe the outermost axis, as "
-        f"PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut tensors over fewer ranks than a node "
-        f"has; stages then send their activations between nodes.",
-        ranks=[0],
-        level=logging.WARNING,
+    if chosen or cluster.group_size > 1 or cluster.ranks == 1 or Placement.I not in _placements(strategy):
+        return ""
+    sizes = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
+    return (
+        f": each node has one data-parallel rank of a stage (those of the first are the ranks "
+        f"{data_parallel_ranks(topology.world)}; axes, outermost first: {sizes}). For groups inside of nodes make "
+        f"pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut tensors "
+        f"over fewer ranks than a node has; stages then send their activations between nodes"
     )
 
 

@@ -53,7 +53,7 @@ def configure_with(
     refuse_unsupported(strategy, engine, optimizer)
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
-    announce(strategy, topology, compressed=engine._config.zero_config.zeropp_loco_param is not None)
+    announce(strategy, topology, engine)
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topology, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
@@ -151,20 +151,19 @@ def _has_compiled_modules(model: Any) -> bool:
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
-def announce(strategy: Strategy, topology: Topology, compressed: bool = False) -> None:
+def announce(strategy: Strategy, topology: Topology, engine: Any) -> None:
     """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
 
     At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
     will be.
-
-    Args:
-        compressed: whether gradients are to cross between groups compressed.
     """
     n, m, k = topology.cluster.ranks, topology.cluster.group_size, topology.cluster.groups
+    compressed = engine._config.zero_config.zeropp_loco_param is not None
+    hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
-        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.cluster, compressed)}",
+        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.cluster, compressed)}{hint}",
         ranks=[0],
         level=logging.WARNING,
     )

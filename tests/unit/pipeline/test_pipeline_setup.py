@@ -115,7 +115,7 @@ def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
     lines = ranks(4).run(layout_case)[0]
     found = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
     assert len(found) == 1, lines
-    assert "ranks [0, 2]" in found[0] and "NIG means NNG" in found[0] and "PipeDataParallelTopology" in found[0]
+    assert "ranks [0, 2]" in found[0] and "NIG is ZeRO-1 here" in found[0] and "PipeDataParallelTopology" in found[0]
 
 
 def layout_case() -> list[tuple[str, str]]:
