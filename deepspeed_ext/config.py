@@ -316,6 +316,7 @@ def decided(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
     found.zero_config = parse_section(section)
     found.zero_optimization_stage = found.zero_config.stage
     found.zero_enabled = True
+    found.strategy_was_chosen = True
     refuse_beside(found, strategy)
     found._do_error_check()
     return found

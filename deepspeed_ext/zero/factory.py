@@ -155,8 +155,9 @@ def announce(strategy: Strategy, topology: Topology, engine: Any) -> None:
     """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
 
     At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
-    will be.
+    will be. Where the planner has chosen, its own warning says what and why, and this line is INFO.
     """
+    chosen = getattr(engine._config, "strategy_was_chosen", False)
     n, m, k = topology.cluster.ranks, topology.cluster.group_size, topology.cluster.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
     hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
@@ -165,7 +166,7 @@ def announce(strategy: Strategy, topology: Topology, engine: Any) -> None:
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
         f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.cluster, compressed)}{hint}",
         ranks=[0],
-        level=logging.WARNING,
+        level=logging.INFO if chosen else logging.WARNING,
     )
 
 
