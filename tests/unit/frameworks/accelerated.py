@@ -70,7 +70,6 @@ def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> 
     """
     runs = []
     for number, zero in enumerate((stock, ours, ours)):
-        tiny.forget()
         run, start, saved = train(make_accelerator(zero), f"{folder}/{min(number, 1)}", resume=number == 2)
         if not saved:
             raise ValueError(f"the state dict of run {number} differs from its weights")

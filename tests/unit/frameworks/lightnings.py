@@ -56,7 +56,6 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
     Raises:
         ValueError: zero.Init was active at another stage than 3.
     """
-    tiny.forget()
     config = configurations.plain(zero)
     del config["gradient_accumulation_steps"], config["optimizer"]  # Lightning wants to be told itself
     rows = [torch.tensor(row["input_ids"]) for row in tiny.sequences(32)]  # an epoch of HALF

@@ -21,7 +21,6 @@ def ulysses_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     def run(zero: dict[str, Any]) -> Any:
-        tiny.forget()
         model = tiny.make_model()
         sizes = {"sequence_parallel_size": 2, "micro_batch_size": 2}
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", **sizes)

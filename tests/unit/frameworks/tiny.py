@@ -54,7 +54,7 @@ def sequences(rows: int, length: int = 9) -> list[dict[str, list[int]]]:
 
 
 def forget() -> None:
-    """Forget what the last run left in globals, Ulysses' groups and attention included, and start anew at random."""
+    """Put back the globals of the frameworks, those of Ulysses included, and the generators of random numbers."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
 
 def ended(engine: Any, losses: Sequence[float]) -> Run:
-    """What a run has left; destroys the engine.
+    """What a run has left; destroys the engine, and forgets what the run has left in globals.
 
     Raises:
         TypeError: the framework has trained without DeepSpeed, as Accelerate does where it finds no accelerator.
@@ -86,6 +86,7 @@ def ended(engine: Any, losses: Sequence[float]) -> Run:
     name = strategy.name if strategy else None
     run = Run(list(losses), training.whole_weights(engine.module), name, engine.zero_optimization_stage())
     engine.destroy()
+    forget()
     return run
 
 
