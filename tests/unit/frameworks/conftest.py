@@ -20,9 +20,6 @@ _FRAMEWORKS = (
     "bitsandbytes",
 )
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A progress bar of tqdm has a semaphore, which ranks that are killed would leave behind.
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -46,7 +46,8 @@ def make_sft(folder: str, zero: dict[str, Any]) -> Any:
 
 
 def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
-    """TRL's trainer for direct preference optimization."""
+    """TRL's trainer for direct preference optimization, whose reference model is an engine without an optimizer."""
+    import deepspeed
     import tiny
     import trainers
     from datasets import Dataset
@@ -56,7 +57,12 @@ def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
     texts = sentences(192)
     data = Dataset.from_dict({"prompt": texts[:64], "chosen": texts[64:128], "rejected": texts[128:]})
     models = {"model": tiny.make_model(), "ref_model": tiny.make_model()}
-    return trainers.recording(DPOTrainer)(**models, args=args, train_dataset=data, processing_class=make_tokenizer())
+    trainer = trainers.recording(DPOTrainer)
+    made = trainer(**models, args=args, train_dataset=data, processing_class=make_tokenizer())
+    found = type(made.ref_model), all(hasattr(p, "ds_id") for p in made.ref_model.parameters())
+    if found != (deepspeed.DeepSpeedEngine, zero["stage"] == 3):
+        raise TypeError(f"expected a reference engine, with parameters cut at stage 3, got {found}")
+    return made
 
 
 def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:

@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models and data that are made here, and what is looked at after a run; all of it runs inside rank processes."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+import tqdm
 import training
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -19,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 VOCABULARY = 53
 _ATTENTION = (ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping)
 _SAVED = tuple(dict(mapping) for mapping in _ATTENTION)
+tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a rank that is killed leaves behind
 
 
 def shape(**more: Any) -> LlamaConfig:
