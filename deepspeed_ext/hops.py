@@ -39,6 +39,34 @@ Part = tuple[Run, ...]  # what a part of a message holds, in order; elements beh
 Contents = tuple[Part, ...]  # of a message: a part for each rank that it goes to
 
 
+# Elements that take 16 bytes or more in any dtype. NCCL copies 16 bytes at a time if all its pointers are multiples of
+# that, else element by element, or byte by byte in a gather. Pointers are where parts of messages begin.
+_WIDEST = 16
+
+
+def fill_up(numel: int, multiple: int) -> int:
+    """The smallest multiple that is not below ``numel``."""
+    return -(-numel // multiple) * multiple
+
+
+def joined(pieces: Iterable[Tensor], lengths: Iterable[int]) -> Tensor:
+    """Pieces (1D, of one dtype) one after the other, each filled up with zeros to its length; by one copy."""
+    filled: list[Tensor] = []
+    for piece, length in zip(pieces, lengths, strict=True):
+        filled.append(piece)
+        if length > piece.numel():
+            filled.append(piece.new_zeros(1).expand(length - piece.numel()))
+    return torch.cat(filled)
+
+
+def aligned(flat: Tensor, multiple: int) -> Tensor:
+    """``flat`` (1D) as a message of one part: filled up with zeros to a multiple; a copy only where that is needed."""
+    length = fill_up(flat.numel(), multiple)
+    if length == flat.numel() and not flat.storage_offset() % multiple:
+        return flat
+    return joined([flat], [length])
+
+
 def cut_runs(runs: Part, lengths: Sequence[int]) -> Contents:
     """Runs, cut into parts of these lengths."""
     left, parts = list(reversed(runs)), []
@@ -91,9 +119,13 @@ class Hop(ABC):
     Sums are taken in rank order in fp32, or as the backend does; every rank of the group gets the same bits.
 
     A reduction may remember something of what it has sent; so it is told what messages hold.
+
+    Any message is right. One is cheapest if its parts begin at multiples of ``multiple`` elements, and if those of a
+    reduce-scatter have the ``lengths``: then nothing is copied.
     """
 
     memory: "Memory"
+    multiple = 1
     keeps_zeros = True  # whether sums of zeros are zeros
     scale: Callable[[], float] = staticmethod(lambda: 1.0)  # what gradients are multiplied with: the loss scale
 
@@ -103,13 +135,19 @@ class Hop(ABC):
         self.size: int = dist.get_world_size(group=group)
         self.rank: int = dist.get_rank(group=group)
         self.memory = Memory()
+        gloo = _backend(self.group) == "gloo"
         # gloo's own messages are for tensors of the host only, its collectives also for others.
-        self._swaps = _backend(self.group) == "gloo" and get_accelerator().device_name() == "cpu"
+        self._swaps = gloo and get_accelerator().device_name() == "cpu"
+        self.multiple = 1 if gloo or self.size == 1 else _WIDEST
 
     def _start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
         """Start a collective over the group, and return its handle; ``operation`` is for the records."""
         with counted_over(self.size):
             return collective(*arguments, group=self.group, async_op=True, log_name=f"{self.name}_{operation}")
+
+    def lengths(self, splits: Sequence[int]) -> list[int]:
+        """To what lengths parts of a message are best filled up; empty ones may stay so."""
+        return [fill_up(split, self.multiple) for split in splits]
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
@@ -133,7 +171,7 @@ class Hop(ABC):
         """
         if self.size == 1 or not flat.numel():
             return flat
-        part = -(-flat.numel() // self.size)
+        part = fill_up(-(-flat.numel() // self.size), self.multiple)
         padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
         splits = [part] * self.size
         mine = yield from self.reduce_scatter(padded, splits, cut_runs(runs, splits) if runs else ())
@@ -251,31 +289,30 @@ class ExchangeHop(Hop):
 class NativeHop(Hop):
     """For backends whose reduce-scatter is one (NCCL): equal parts by reduce-scatter, unequal ones as is cheaper."""
 
+    def lengths(self, splits: Sequence[int]) -> list[int]:
+        filled = super().lengths(splits)
+        longest = max(filled)
+        # A rank receives (size-1)*longest by a padded reduce-scatter, and about all of the message by a chain of
+        # rooted reduces, one to the owner of each part.
+        return [longest] * self.size if (self.size - 1) * longest <= sum(filled) else filled
+
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         if self.size == 1 or not flat.numel():
             return flat
-        longest = max(splits)
-        # A rank receives (size-1)*longest by a padded reduce-scatter, and about all of flat by a chain of rooted
-        # reduces, one to the owner of each part.
-        if (self.size - 1) * longest <= flat.numel():
-            return (yield from self._padded(flat, splits, longest))
-        parts = flat.split(list(splits))
+        lengths, mine = self.lengths(splits), splits[self.rank]
+        if lengths != list(splits):
+            flat = joined(flat.split(list(splits)), lengths)
+        if len(set(lengths)) == 1:
+            part = flat.new_empty(lengths[0])
+            yield self._start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
+            return part[:mine]
+        parts = flat.split(lengths)
         yield _All(
             self._start("reduce_scatter", dist.reduce, part, dist.get_global_rank(self.group, owner))
             for owner, part in enumerate(parts)
             if part.numel()
         )
-        return parts[self.rank]
-
-    def _padded(self, flat: Tensor, splits: Sequence[int], longest: int) -> Transfer:
-        if any(split != longest for split in splits):
-            rows = flat.new_zeros(self.size, longest)
-            for row, part in zip(rows, flat.split(list(splits)), strict=True):
-                row[: part.numel()].copy_(part)
-            flat = rows.view(-1)
-        mine = flat.new_empty(longest)
-        yield self._start("reduce_scatter", dist.reduce_scatter_tensor, mine, flat)
-        return mine[: splits[self.rank]]
+        return parts[self.rank][:mine]
 
     def all_reduce(self, flat: Tensor, runs: Part = ()) -> Transfer:
         if self.size > 1 and flat.numel():
@@ -285,6 +322,9 @@ class NativeHop(Hop):
 
 class AllReduceHop(NativeHop):
     """For ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
+
+    def lengths(self, splits: Sequence[int]) -> list[int]:
+        return Hop.lengths(self, splits)
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         flat = yield from self.all_reduce(flat)

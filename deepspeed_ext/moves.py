@@ -17,13 +17,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.hops import Contents, Hop, Run, Transfer
+from deepspeed_ext.hops import Contents, Hop, Run, Transfer, aligned, fill_up
 from deepspeed_ext.placement import Placement
 from deepspeed_ext.topology import Topology
+
+# What starts of windows are multiples of, the first of them that fits: whole blocks of LoCo, aligned messages.
+_STRIDES = (512, 16)
+
+
+def windows(numel: int, rows: int, most: int) -> list[tuple[int, int]]:
+    """Windows (start, length) over ``numel`` columns, such that ``rows`` of one have at most ``most`` elements."""
+    width = max(1, most // rows)
+    width -= width % next((stride for stride in _STRIDES if stride <= width), 1)
+    return [(start, min(width, numel - start)) for start in range(0, numel, width)]
 
 
 @dataclass(frozen=True)
@@ -47,8 +59,7 @@ class FlatLayout:
 
     def windows(self, most: int) -> list[tuple[int, int]]:
         """Windows (start, length) over the chunk, such that a window of all rows has at most ``most`` elements."""
-        width = max(1, most // self.rows)
-        return [(x, min(width, self.chunk - x)) for x in range(0, self.chunk, width)]
+        return windows(self.chunk, self.rows, most)
 
     def pack(self, flat: Tensor, cells: Tensor) -> None:
         """Copy the flat buffer into its cells, with zeros behind its end.
@@ -96,19 +107,24 @@ class Range(NamedTuple):
     numel: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BucketPlan:
     """Where the parts of a bucket go, sorted by owner.
 
     Attributes:
-        sources: (offset, numel) in the bucket, in the order of the message.
-        col_splits: elements of the message for each number in the group.
+        sources: (offset, numel) in the bucket, in the order of ``runs``.
         runs: for each column, what its part of the message holds, in order.
     """
 
     sources: tuple[tuple[int, int], ...]
-    col_splits: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
+
+    def splits(self, col: int, rows: int) -> list[int]:
+        """Elements of a column's part for each group."""
+        splits = [0] * rows
+        for run in self.runs[col]:
+            splits[run.row] += run.numel
+        return splits
 
     def rows_of(self, col: int, rows: int) -> Contents:
         """What a column's part holds for each group."""
@@ -140,104 +156,201 @@ def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> B
             runs[col].append(Run(buffer, row, within, length))
     return BucketPlan(
         sources=tuple((offset, length) for *_, length, offset in pieces),
-        col_splits=tuple(sum(run.numel for run in column) for column in runs),
         runs=tuple(tuple(column) for column in runs),
     )
 
 
+class _BucketMessage(NamedTuple):
+    """How the message of a bucket is made. Its parts are filled up, so that neither hop needs another copy.
+
+    Attributes:
+        pieces: (offset, numel) in the bucket, in the order of the message; offset -1: zeros.
+        splits: elements for each number in the group.
+        rows: of this rank's part, elements for each group; None where it stays in the group.
+    """
+
+    pieces: list[tuple[int, int]]
+    splits: list[int]
+    rows: list[int] | None
+
+
 class Moves:
-    """The moves of one rank: an intra and an inter hop, composed."""
+    """The moves of one rank: an intra and an inter hop, composed.
+
+    Attributes:
+        multiple: of which parts of messages are multiples, in elements; see ``Hop``.
+    """
 
     def __init__(self, intra: Hop, inter: Hop) -> None:
         self.intra = intra
         self.inter = inter
+        self.multiple = max(intra.multiple, inter.multiple)
+        self._messages: WeakKeyDictionary[BucketPlan, dict[Placement, _BucketMessage]] = WeakKeyDictionary()
 
-    def reduce(self, message: Tensor, col_splits: Sequence[int], rows: Contents | None = None) -> Transfer:
+    def _reduce(
+        self, message: Tensor, splits: Sequence[int], rows: Sequence[int] | None, contents: Contents = ()
+    ) -> Transfer:
         """N -> I or, with ``rows``, N -> G.
 
         Args:
             message: 1D, a part for each number in the group; may be overwritten.
-            col_splits: elements of each part, the same on all ranks.
-            rows: what this rank's part holds for each group.
+            splits: elements of each part, the same on all ranks.
+            rows: elements of this rank's part for each group.
+            contents: what these hold.
 
         Returns:
             1D: the sum of this rank's part, or of its row of that part.
         """
         # One name for all: what a hop has consumed is freed while the next is on the wire.
-        message = yield from self.intra.reduce_scatter(message, col_splits)
+        message = yield from self.intra.reduce_scatter(message, splits)
         if rows is not None:
-            splits = [sum(run.numel for run in part) for part in rows]
-            message = yield from self.inter.reduce_scatter(message, splits, rows)
+            message = yield from self.inter.reduce_scatter(message[: sum(rows)], rows, contents)
         return message
+
+    def pack_bucket(self, tensors: Sequence[Tensor], plan: BucketPlan, target: Placement) -> Tensor:
+        """The message of ``reduce_bucket``, in one copy.
+
+        Args:
+            tensors: 1D each, one after the other the bucket.
+            plan: from ``plan_bucket``, the same on all ranks.
+            target: I or G.
+        """
+        bucket = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+        zero = bucket.new_zeros(1)
+        return torch.cat(
+            [
+                zero.expand(numel) if offset < 0 else bucket.narrow(0, offset, numel)
+                for offset, numel in self._bucket_message(plan, target).pieces
+            ]
+        )
+
+    def _bucket_message(self, plan: BucketPlan, target: Placement) -> _BucketMessage:
+        made = self._messages.setdefault(plan, {})
+        if target not in made:
+            made[target] = self._lay_out(plan, target)
+        return made[target]
+
+    def _lay_out(self, plan: BucketPlan, target: Placement) -> _BucketMessage:
+        splits = [plan.splits(col, self.inter.size) for col in range(self.intra.size)]
+        if target == Placement.I:
+            splits = [[sum(rows)] for rows in splits]
+        filled = [[fill_up(split, self.multiple) for split in rows] for rows in splits]
+        lengths = self.intra.lengths([sum(rows) for rows in filled])
+        pieces: list[tuple[int, int]] = []
+        sources = iter(plan.sources)
+        for rows, filled_rows, length in zip(splits, filled, lengths, strict=True):
+            for split, full in zip(rows, filled_rows, strict=True):
+                missing = full - split
+                while split:
+                    pieces.append(next(sources))
+                    split -= pieces[-1][1]
+                pieces += [(-1, missing)] if missing else []
+            missing = length - sum(filled_rows)
+            pieces += [(-1, missing)] if missing else []
+        return _BucketMessage(pieces, lengths, filled[self.intra.rank] if target == Placement.G else None)
 
     def reduce_bucket(self, message: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
         """N -> I or N -> G of the parts of a bucket.
 
         Args:
-            message: 1D, the bucket in the order of ``plan.sources``; may be overwritten.
+            message: 1D, as ``pack_bucket`` makes it; may be overwritten.
             plan: from ``plan_bucket``, the same on all ranks.
             target: I or G.
 
         Returns:
-            1D: the sums of this rank's ``bucket_runs(plan, target)``.
+            1D: the sums of this rank's ``bucket_runs(plan, target)``; what is behind them is padding.
         """
-        rows = plan.rows_of(self.intra.rank, self.inter.size) if target == Placement.G else None
-        return self.reduce(message, plan.col_splits, rows)
+        _, splits, rows = self._bucket_message(plan, target)
+        contents = plan.rows_of(self.intra.rank, self.inter.size) if rows is not None else ()
+        return self._reduce(message, splits, rows, contents)
 
     def reduce_cells(self, cells: Tensor, target: Placement, runs: Sequence[tuple[int, int]]) -> Transfer:
         """N -> I or N -> G of buffers that are cut each by itself.
 
         Args:
-            cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten.
+            cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten. Cheapest if the
+                width is a multiple of ``multiple``.
             target: I or G.
-            runs: (start, numel) in the rank's shard of what a row holds.
+            runs: (start, numel) in the rank's shard of what a row holds; behind them is padding.
 
         Returns:
             1D: for I this rank's column, ``rows * width`` elements; for G its cell, ``width``.
         """
         cols, rows, width = cells.shape
-        contents = tuple(tuple(Run(0, row, *run) for run in runs) for row in range(rows))
-        return self.reduce(cells.view(-1), [rows * width] * cols, contents if target == Placement.G else None)
+        splits = [width] * rows if target == Placement.G else None
+        contents = self._contents(rows, runs) if target == Placement.G else ()
+        return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
 
     def reduce_rows(self, window: Tensor, runs: Sequence[tuple[int, int]], buffer: int = 0) -> Transfer:
         """I -> G of a part of a slice.
 
         Args:
-            window: (rows, width), contiguous; may be overwritten.
-            runs: (start, numel) in the rank's shard of what a row holds.
+            window: (rows, width), contiguous; may be overwritten. Cheapest if the width is a multiple of ``multiple``.
+            runs: (start, numel) in the rank's shard of what a row holds; behind them is padding.
             buffer: whose slice it is.
 
         Returns:
             1D: this rank's row, ``width`` elements.
         """
         rows, width = window.shape
-        contents = tuple(tuple(Run(buffer, row, *run) for run in runs) for row in range(rows))
-        return (yield from self.inter.reduce_scatter(window.view(-1), [width] * rows, contents))
+        return self.inter.reduce_scatter(window.view(-1), [width] * rows, self._contents(rows, runs, buffer))
+
+    def _contents(self, rows: int, runs: Sequence[tuple[int, int]], buffer: int = 0) -> Contents:
+        """What a message between groups holds, whose rows hold the same of each chunk."""
+        return tuple(tuple(Run(buffer, row, *run) for run in runs) for row in range(rows))
 
     def bucket_runs(self, plan: BucketPlan, target: Placement) -> list[Run]:
         """What ``reduce_bucket`` returns on this rank, in order."""
         runs = plan.runs[self.intra.rank]
         return [run for run in runs if target == Placement.I or run.row == self.inter.rank]
 
-    def sync_slice(self, window: Tensor, target: Placement, start: int, buffer: int = 0) -> Transfer:
+    def sync_slice(
+        self, window: Tensor, dtype: torch.dtype, target: Placement, start: int, buffer: int = 0
+    ) -> Transfer:
         """I -> G -> ``target`` of a window of a slice: a reduce, or an all-reduce where the target is coarser than G.
 
         Args:
-            window: (rows, width), contiguous: a window of each chunk of the I-slice; may be overwritten.
+            window: (rows, width): a window of each chunk of the I-slice, on any device; may be overwritten.
+            dtype: on the wire.
             target: G, I or N.
             start: of the window in each chunk.
             buffer: whose slice it is.
 
         Returns:
-            1D: for G this rank's row, ``width`` elements; for I the sums, ``rows * width``; for N those of every
-            column, ``cols * rows * width``.
+            (parts, width): for G this rank's row, for I the sums of every row, for N those of every column and row.
         """
-        rows, width = window.shape
-        contents = tuple((Run(buffer, row, start, width),) for row in range(rows))
+        width = window.shape[1]
+        message = self._message(window, dtype)
         if target == Placement.G:
-            return (yield from self.reduce_rows(window, [(start, width)], buffer))
-        total = yield from self.inter.all_reduce(window.view(-1), contents[0])  # of one row
-        return (yield from self.gather(total, Placement.I, target))
+            total = yield from self.reduce_rows(message, [(start, width)], buffer)
+        else:
+            contents = self._contents(1, [(start, width)], buffer)  # of one row
+            total = yield from self.inter.all_reduce(message.view(-1), contents[0])
+            total = yield from self.gather(total, Placement.I, target)
+        return total.view(-1, message.shape[1])[:, :width]
+
+    def _message(self, window: Tensor, dtype: torch.dtype) -> Tensor:
+        """(rows, width and padding), contiguous; a view where that can be."""
+        rows, width = window.shape
+        device = get_accelerator().current_device_name()
+        if not width % self.multiple:
+            message = window.to(device=device, dtype=dtype).contiguous()
+            if not message.storage_offset() % self.multiple:
+                return message
+        message = torch.empty(rows, fill_up(width, self.multiple), dtype=dtype, device=device)
+        message[:, :width].copy_(window)
+        message[:, width:].zero_()
+        return message
+
+    def align(self, shard: Tensor) -> Tensor:
+        """A shard (1D) filled up, so that a gather of it is as fast as can be; as it is where that can be."""
+        return aligned(shard, self.multiple)
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Pieces of a shard (1D each) one after the other, filled up likewise."""
+        numel = sum(piece.numel() for piece in pieces)
+        missing = fill_up(numel, self.multiple) - numel
+        return torch.cat([*pieces, pieces[0].new_zeros(missing)] if missing else list(pieces))
 
     def gather(self, shard: Tensor, source: Placement, target: Placement) -> Transfer:
         """G -> I, I -> N or G -> N of a window of this rank's shard: between groups first, while it is smallest.

@@ -102,7 +102,7 @@ class ErrorFeedback(Memory):
             1D each; rows of parts by ``sizes``. The first one is None for zeros.
         """
         error = self._errors.get(contents)
-        if error is None:
+        if error is None or list(error.splits) != list(splits):  # parts of a checkpoint may have other padding
             error = self._errors[contents] = self._collect(contents, splits)
         old = error.kept if error.updated is None else error.updated
         if error.updated is None:

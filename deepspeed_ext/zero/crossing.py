@@ -22,6 +22,8 @@ import torch
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
+from deepspeed_ext.hops import fill_up
+
 
 class _Piece(NamedTuple):
     """A parameter's part of what has arrived: ``numel`` columns of it, from ``start``."""
@@ -39,12 +41,14 @@ class Crossing:
     Args:
         params: all that may arrive.
         bucket: elements (of whole parameters) of a message at most, unless one parameter has more.
+        multiple: what the columns of a message are filled up to with zeros.
     """
 
-    def __init__(self, params: Iterable[Any], bucket: int) -> None:
+    def __init__(self, params: Iterable[Any], bucket: int, multiple: int = 1) -> None:
         self._order = sorted(params, key=lambda param: -param.ds_id)
         self._position = {param.ds_id: number for number, param in enumerate(self._order)}
         self._bucket = bucket
+        self._multiple = multiple
         self._expect(self._order)
         self.clear()
 
@@ -61,7 +65,7 @@ class Crossing:
 
         Args:
             params: side by side in ``arrived``.
-            arrived: (rows, columns): their parts of this rank's I-slice.
+            arrived: (rows, columns): their parts of this rank's I-slice; what is behind them is padding.
         """
         start = 0
         for param in params:
@@ -75,7 +79,7 @@ class Crossing:
                 self._late.append(piece)
 
     def messages(self, last: bool = False) -> Iterator[tuple[list[Any], Tensor]]:
-        """What can cross by now, in order: the parameters, and (rows, columns).
+        """What can cross by now, in order: the parameters, and (rows, columns and padding).
 
         Args:
             last: whether the backward has ended.
@@ -92,7 +96,7 @@ class Crossing:
             for piece in sorted(self._late, key=lambda piece: self._position[piece.param.ds_id]):
                 yield from self._fill(piece, 0)
             for dtype in sort_dtypes(self._open):
-                yield _message(self._open[dtype])
+                yield _message(self._open[dtype], self._multiple)
             if self._used:
                 self._expect([param for param in self._order if param.ds_id in self._used])
             self.clear()
@@ -108,15 +112,15 @@ class Crossing:
         some = self._open.setdefault(dtype, [])
         numel = sum(other.param.ds_numel for other in some) + piece.param.ds_numel
         if some and (numel > self._bucket or any(other.param is piece.param for other in some)):
-            yield _message(some)
+            yield _message(some, self._multiple)
             some, numel = [], piece.param.ds_numel
         some.append(piece)
         self._open[dtype] = some
         if numel + after > self._bucket:
-            yield _message(self._open.pop(dtype))
+            yield _message(self._open.pop(dtype), self._multiple)
 
 
-def _message(pieces: Sequence[_Piece]) -> tuple[list[Any], Tensor]:
+def _message(pieces: Sequence[_Piece], multiple: int) -> tuple[list[Any], Tensor]:
     """Pieces side by side, in the order of most buckets, so that neighbors are copied together."""
     pieces = sorted(pieces, key=lambda piece: piece.param.ds_id)
     stretches: list[_Piece] = []
@@ -127,5 +131,9 @@ def _message(pieces: Sequence[_Piece]) -> tuple[list[Any], Tensor]:
         else:
             stretches.append(piece)
     parts = [one.arrived[:, one.start : one.start + one.numel] for one in stretches]
+    width = sum(one.numel for one in stretches)
+    missing = fill_up(width, multiple) - width
+    if missing:
+        parts.append(parts[0].new_zeros(1, 1).expand(parts[0].shape[0], missing))
     message = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
     return [piece.param for piece in pieces], message

@@ -20,8 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
-from deepspeed_ext.hops import InFlight, Transfer
-from deepspeed_ext.moves import FlatLayout, Moves
+from deepspeed_ext.hops import InFlight, Transfer, fill_up
+from deepspeed_ext.moves import FlatLayout, Moves, windows
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.zero.crossing import Crossing
 from deepspeed_ext.zero.messages import Message
@@ -65,7 +65,7 @@ class PartitionedGradients:
         self._moves = moves
         self._in_flight = InFlight(overlap)
         ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and moves.inter.size > 1
-        self._crossing = Crossing(self._params, bucket) if ordered else None
+        self._crossing = Crossing(self._params, bucket, moves.multiple) if ordered else None
         self._crosses = InFlight(overlap)  # what ``_crossing`` gives
         self._os = strategy.os
         self._arrives = strategy.os if strategy.g == Placement.N else strategy.g  # placement in ``held``
@@ -147,8 +147,10 @@ class PartitionedGradients:
         self._begin()
         message = Message([self._layout(param) for param, _ in gradients])
         device = get_accelerator().current_device_name()
-        cells = torch.empty(message.cols, message.rows, message.width, dtype=dtype, device=device)
+        width = fill_up(message.width, self._moves.multiple)
+        cells = torch.empty(message.cols, message.rows, width, dtype=dtype, device=device)
         message.pack([gradient for _, gradient in gradients], cells)
+        cells[:, :, message.width :].zero_()
         # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
         cells.div_(self._ranks / sequence_parallel_size)
         params = [param for param, _ in gradients]
@@ -263,8 +265,7 @@ class PartitionedGradients:
         if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not self._finished:
-            width = max(1, bucket // self.rows)
-            for start in range(0, self.numel, width):
+            for start, width in windows(self.numel, self.rows, bucket):
                 self._in_flight.submit(self._finish_window(start, width, dtype))
             self.drain()
         self._finished = True
@@ -283,7 +284,6 @@ class PartitionedGradients:
 
     def _finish_window(self, start: int, width: int, dtype: torch.dtype) -> Transfer:
         window = self.held[:, start : start + width]
-        message = window.to(device=get_accelerator().current_device_name(), dtype=dtype).contiguous()
-        total = yield from self._moves.sync_slice(message, self._os, start)
-        window[self._own_row].copy_(total)
+        total = yield from self._moves.sync_slice(window, dtype, self._os, start)
+        window[self._own_row].copy_(total[0])
         return total

@@ -9,6 +9,7 @@ Note [Runs of alike parameters]
     repetitions. A list without any repetition is one run for each parameter, and is packed one by one.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -56,6 +57,17 @@ class Message:
         self.width = sum(layout.chunk for layout in layouts)
         self._len = len(layouts)
         self._runs = list(_runs(layouts, 0 if alone else _LONGEST_PATTERN))
+
+    def arrived(self, flat: Tensor, parts: int) -> Tensor:
+        """The cells, out of what all ranks have sent: a view.
+
+        Args:
+            flat: 1D: one after the other ``parts`` rows, and padding, of each rank.
+            parts: 1 or all rows.
+        """
+        senders = (self.cols, self.rows // parts)
+        sent = flat.view(*senders, flat.numel() // math.prod(senders))[..., : parts * self.width]
+        return sent.unflatten(-1, (parts, self.width)).flatten(1, 2)
 
     def unpack(self, cells: Tensor) -> list[Tensor]:
         """The parameters, 1D each."""

@@ -31,7 +31,7 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor
 
-from deepspeed_ext.hops import Started
+from deepspeed_ext.hops import Started, fill_up
 from deepspeed_ext.moves import FlatLayout, Moves
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology, data_parallel_ranks
@@ -50,17 +50,25 @@ class Gather:
         params: not available before, all of one dtype on the wire; they are marked as in flight.
         gather: under way to their cells side by side.
         message: where these are.
+        parts: rows of the message that a rank has sent together.
         alone: whether parameters may be released one by one, and must not share memory.
         begun: transfers in the order in which they have begun. They are finished in that order: it is the same on all
             ranks, while DeepSpeed waits for the parameters of a module in any.
     """
 
     def __init__(
-        self, params: Sequence[Any], gather: Started, message: Message, alone: bool, begun: "deque[Started]"
+        self,
+        params: Sequence[Any],
+        gather: Started,
+        message: Message,
+        parts: int,
+        alone: bool,
+        begun: "deque[Started]",
     ) -> None:
         self._params = params
         self._begun = begun
         self._message = message
+        self._parts = parts
         self._copied = alone and message.rows * message.cols == 1 and len(params) > 1  # else one is a view of all
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
@@ -74,7 +82,7 @@ class Gather:
         while self._gather in self._begun:
             self._begun.popleft().finish()
         flat, self._gather = self._gather.finish(), None
-        cells = flat.view(self._message.cols, self._message.rows, self._message.width)
+        cells = self._message.arrived(flat, self._parts)
         for param, whole in zip(self._params, self._message.unpack(cells), strict=True):
             mine = whole.clone() if self._copied else whole
             param.data = mine.view(param.ds_shape).to(param.ds_tensor.dtype)
@@ -131,7 +139,7 @@ class PartitionedParameters:
         self._params = list(params)
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
         self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
-        self._blocks: list[Tensor] = []  # (k, elements) of each sub-group
+        self._blocks: list[Tensor] = []  # (k, elements and padding) of each sub-group
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
         self._under_way: dict[int, Any] = {}  # number of the block: handle of the all-gather into it
         self._messages: dict[tuple[int, ...], Message] = {}  # ds_ids of a unit's parameters: where they are in it
@@ -246,13 +254,20 @@ class PartitionedParameters:
     # Blocks of slices: the optimizer's side ###########################################################
 
     def partitions(self, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
-        """All that is held of the parameters, block after block, row after row."""
-        return [
-            self._held(param)[row]
-            for sub_group in sub_groups
-            for row in range(len(self._held(sub_group[0])))
-            for param in sub_group
-        ]
+        """All that is held of the parameters, block after block, row after row, which are filled up."""
+        partitions: list[Tensor] = []
+        for sub_group in sub_groups:
+            width, filled = self._block_width(sub_group)
+            for row in range(len(self._held(sub_group[0]))):
+                partitions += [self._held(param)[row] for param in sub_group]
+                if filled > width:
+                    partitions.append(partitions[-1].new_zeros(filled - width))
+        return partitions
+
+    def _block_width(self, sub_group: Sequence[Any]) -> tuple[int, int]:
+        """Elements of a row of its block, and with padding: rows that are gathered in place begin where hops like."""
+        width = sum(param.ds_tensor.ds_numel for param in sub_group)
+        return width, fill_up(width, self._moves.inter.multiple if self.sliced else 1)
 
     def make_blocks(self, buffer: Tensor, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
         """Take the flat buffer of ``partitions(sub_groups)`` as blocks.
@@ -260,15 +275,15 @@ class PartitionedParameters:
         Returns:
             For each sub-group the flat partition, 1D, which an optimizer step changes: row j of its block.
         """
-        self._blocks, offset = [], 0
-        for number, sub_group in enumerate(sub_groups):
-            rows = len(self._held(sub_group[0]))
-            width = sum(param.ds_tensor.ds_numel for param in sub_group)
-            self._blocks.append(buffer.narrow(0, offset, rows * width).view(rows, width))
-            offset += rows * width
-            self._block_of.update((param.ds_id, number) for param in sub_group)
         own = self._moves.inter.rank if self.sliced else 0
-        return [block[own] for block in self._blocks]
+        self._blocks, offset, flats = [], 0, []
+        for number, sub_group in enumerate(sub_groups):
+            rows, (width, filled) = len(self._held(sub_group[0])), self._block_width(sub_group)
+            self._blocks.append(buffer.narrow(0, offset, rows * filled).view(rows, filled))
+            flats.append(self._blocks[-1][own, :width])
+            offset += rows * filled
+            self._block_of.update((param.ds_id, number) for param in sub_group)
+        return flats
 
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_blocks``."""
@@ -290,10 +305,11 @@ class PartitionedParameters:
 
     def _gather_slices(self, params: Sequence[Any]) -> list[tuple[Any, Tensor]]:
         """G -> I of their ``ds_tensor``: each parameter and its slice, (k, chunk)."""
-        chunks = torch.cat([param.ds_tensor for param in params]).to(get_accelerator().current_device_name())
+        chunks = self._moves.join([param.ds_tensor for param in params]).to(get_accelerator().current_device_name())
         gathered = Started(self._moves.gather(chunks, Placement.G, Placement.I)).finish()
         rows = gathered.view(self.topology.cluster.groups, chunks.numel())
-        return list(zip(params, rows.split([param.ds_tensor.ds_numel for param in params], dim=1), strict=True))
+        numels = [param.ds_tensor.ds_numel for param in params]
+        return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))
 
     @torch.no_grad()
     def gather_updates(self) -> None:
@@ -346,12 +362,12 @@ class PartitionedParameters:
         device = get_accelerator().current_device_name()
         held = [self._held(param) for param in params]
         pieces = [rows[i].to(device=device, dtype=dtype) for i in range(len(held[0])) for rows in held]
-        sent = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        sent = self._moves.align(pieces[0]) if len(pieces) == 1 else self._moves.join(pieces)
         move = (self.strategy.p, Placement.N)
         gather = Started(self._moves.gather(sent, *move), self._moves.gather_hops(*move))
         self._live(sum(param.ds_numel for param in params))
         self._begun.append(gather)
-        return Gather(params, gather, self._message(params, alone), alone, self._begun)
+        return Gather(params, gather, self._message(params, alone), len(held[0]), alone, self._begun)
 
     @torch.no_grad()
     def all_gather_coalesced(

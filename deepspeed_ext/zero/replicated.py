@@ -33,7 +33,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, get_nor
 from torch import Tensor
 
 from deepspeed_ext.hops import InFlight, MakeHop, Transfer, make_hop
-from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucket
+from deepspeed_ext.moves import BucketPlan, FlatLayout, Moves, Range, plan_bucket, windows
 from deepspeed_ext.placement import Placement, Strategy
 from deepspeed_ext.topology import Topology
 from deepspeed_ext.zero.checkpoint import cut_otherwise
@@ -136,15 +136,11 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         plan = plan_bucket(self._layouts, ranges)
         with self._reduction_stream(self.ipg_buckets[dtype], tensors):
             # Packed at once, and owned by the move alone: nothing of full size waits for hops that do not need it.
-            message = self._prescale(self._pack(tensors, plan)).to(self._wire_dtype(dtype))
+            message = self._prescale(self._moves.pack_bucket(tensors, plan, self._bucket_target))
+            message = message.to(self._wire_dtype(dtype))
             move = self._moves.reduce_bucket(message, plan, self._bucket_target)
             del message
             self._in_flight.submit(self._accumulate_bucket(move, plan))
-
-    @staticmethod
-    def _pack(tensors: list[Tensor], plan: BucketPlan) -> Tensor:
-        bucket = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        return torch.cat([bucket.narrow(0, offset, numel) for offset, numel in plan.sources])
 
     def _accumulate_bucket(self, move: Transfer, plan: BucketPlan) -> Transfer:
         mine = yield from move
@@ -293,12 +289,12 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
     def _sync_window(self, group: int, gradients: Tensor, start: int, width: int) -> Transfer:
         target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]
         # With one row this may be a view, and the hop may overwrite it: the slice is dropped after this.
-        message = gradients[:, start : start + width].to(self._slice_wire_dtype()).contiguous()
-        total = self._postscale((yield from self._moves.sync_slice(message, target, start, group)))
+        window, dtype = gradients[:, start : start + width], self._slice_wire_dtype()
+        total = self._postscale((yield from self._moves.sync_slice(window, dtype, target, start, group)))
         if target == Placement.N:
-            layout.place(shard, start, total.view(layout.cols, layout.rows, -1).to(shard.device), add=True)
+            layout.place(shard, start, total.unflatten(0, (layout.cols, layout.rows)).to(shard.device), add=True)
         else:
-            self._add_to_shard(group, start, total)
+            self._add_to_shard(group, start, total[0])
         return total
 
     def _slice_wire_dtype(self) -> torch.dtype:
@@ -457,16 +453,15 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
             return False
         for group, flat in enumerate(self.bit16_groups_flat):
             own = self.parallel_partitioned_bit16_groups[group][self.topology.rank]
-            width = max(1, self.allgather_bucket_size // cluster.ranks)
-            for start in range(0, own.numel(), width):
+            for start, width in windows(own.numel(), cluster.ranks, self.allgather_bucket_size):
                 window = own.detach()[start : start + width]
                 self._in_flight.submit(self._gather_window(flat, self._layouts[group], window, start))
         self._in_flight.drain()
         return True
 
     def _gather_window(self, flat: Tensor, layout: FlatLayout, window: Tensor, start: int) -> Transfer:
-        cells = yield from self._moves.gather(window, self.strategy.os, self.strategy.p)
-        layout.place(flat.detach(), start, cells.view(layout.cols, layout.rows, -1))
+        cells = yield from self._moves.gather(self._moves.align(window), self.strategy.os, self.strategy.p)
+        layout.place(flat.detach(), start, cells.view(layout.cols, layout.rows, -1)[..., : window.numel()])
         return cells
 
     # Streams ######################################################################################

@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepspeed_ext.hops import Run
 from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.settings import LocoSettings
 
 BITS = (4, 8)
 DTYPES = ops.DTYPES
@@ -277,3 +280,18 @@ def test_13_pieces_are_added_in_their_order() -> None:
     ops.decompress(wire, total, packing)
     assert torch.equal(total, ((decoded[0] + decoded[1]) + decoded[2]) + decoded[3])
     assert not torch.equal(total, (decoded[0] + decoded[2]) + (decoded[1] + decoded[3]))
+
+
+@pytest.mark.parametrize("error_bits", [8, 16])
+def test_15_errors_of_a_message_whose_parts_are_filled_up_otherwise(error_bits: int) -> None:
+    contents = ((Run(0, 0, 0, 1000),), (Run(0, 1, 0, 1000),))
+    memory = ErrorFeedback(LocoSettings(error_bits=error_bits))
+    numbers = {run: normal(1000, seed=run.row) for (run,) in contents}
+    memory.load_numbers(numbers, 1)
+    for splits in ([1000, 1000], [1040, 1040], [1008, 1008]):
+        kept, _ = memory.buffers(contents, splits, "cpu")
+        rows = memory._decode(kept, splits).view(2, -1)
+        assert rows.shape[1] == splits[0] and not rows[:, 1000:].any()
+        for row, expected in zip(rows, numbers.values(), strict=True):
+            assert (row[:1000] - expected).norm() < 0.02 * expected.norm()
+        memory.finish_step(False)

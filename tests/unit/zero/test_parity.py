@@ -63,6 +63,28 @@ def test_parity_with_two_parameter_groups_frozen_layers_and_adam(ranks: Any) -> 
     check(run(ranks, Job(groups=2, frozen=(1,), optimizer="Adam", accumulation=2, zero=SMALL_BUCKETS)))
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parity_with_messages_as_on_nccl(ranks: Any, overlap: bool) -> None:
+    job = Job(accumulation=2, steps=2, zero={"overlap_comm": overlap, **SMALL_BUCKETS})
+    check(ranks(6).run(nccl_case, job, 3)[0])
+
+
+def nccl_case(job: Job, group: int) -> list[Difference]:
+    """Train with filled up messages and collectives of the backend, and memory that is NaN until it is written."""
+    from unittest import mock
+
+    import torch
+
+    from deepspeed_ext import hops
+
+    torch.use_deterministic_algorithms(True)  # fills it
+    try:
+        with mock.patch.object(hops, "_backend", lambda group: "nccl"):
+            return training.compare(job, group)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_parity_without_clipping(ranks: Any) -> None:
     check(run(ranks, Job(clipping=0.0, accumulation=2)))
 

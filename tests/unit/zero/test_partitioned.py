@@ -71,17 +71,23 @@ def test_parity_with_each_key_of_the_gathers(ranks: Any, zero: dict[str, Any]) -
     check(run(ranks, job, strategies=PARAMETER_PATHS, stage=3))
 
 
-def test_uninitialized_memory_is_never_used(ranks: Any) -> None:
-    check(ranks(6).run(nan_case, 3)[0])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_uninitialized_memory_is_never_used(ranks: Any, backend: str) -> None:
+    check(ranks(6).run(nan_case, 3, backend, PARTITIONED)[0])
 
 
-def nan_case(group: int) -> list[Difference]:
-    """Train with memory that is NaN until it is written."""
+def nan_case(group: int, backend: str, names: Sequence[str]) -> list[Difference]:
+    """Train with memory that is NaN until it is written; with messages as on a backend."""
+    from unittest import mock
+
     import torch
+
+    from deepspeed_ext import hops
 
     torch.use_deterministic_algorithms(True)  # fills it
     try:
-        return training.compare(Job(accumulation=2, steps=2, zero=SMALL), group, PARTITIONED)
+        with mock.patch.object(hops, "_backend", lambda group: backend):
+            return training.compare(Job(accumulation=2, steps=2, zero=SMALL), group, names)
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -1,0 +1,185 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What NCCL is given begins at multiples of 16 bytes, for any number of ranks; else it copies element by element.
+
+No ranks run: hops note what they would have sent, and tensors have a size but no memory (the meta device).
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext import hops
+from deepspeed_ext.hops import InFlight, NativeHop, joined
+from deepspeed_ext.moves import FlatLayout, Moves, Range, plan_bucket, windows
+from deepspeed_ext.placement import Cluster, Placement, Strategy
+from deepspeed_ext.zero.gradients import PartitionedGradients
+from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.replicated import ReplicatedOptimizer
+
+BUCKET = 500_000_000  # DeepSpeed's default
+RANKS = (2, 3, 4, 6, 7, 8, 11, 12, 24, 30, 48, 64, 96, 128, 250, 256, 510, 512, 1000, 1024, 2048, 3000, 4095, 4096)
+# A model in which nothing divides: a matrix, norms of few elements, a large embedding.
+NUMELS = (4096 * 1024 + 3, 4096, 1, 127, 600_000_001)
+
+
+class Pointers:
+    """Where the parts begin that collectives were given, in bytes from the start of an allocation.
+
+    Attributes:
+        as_they_are: whether messages of several parts must have been made so that no hop needs to copy them.
+    """
+
+    def __init__(self) -> None:
+        self.begins: list[tuple[str, int]] = []
+        self.as_they_are = True
+
+    def note(self, hop: Any, operation: str, collective: Any, *arguments: Any) -> Any:
+        """Stands for ``Hop._start``."""
+        for tensor in (argument for argument in arguments if isinstance(argument, torch.Tensor)):
+            assert tensor.is_contiguous() and tensor.numel()
+            smallest = min(a.numel() for a in arguments if isinstance(a, torch.Tensor))
+            starts = range(0, tensor.numel(), smallest if operation != "all_reduce" else tensor.numel())
+            self.begins += [
+                (f"{hop.name} {operation}", (tensor.storage_offset() + start) * tensor.element_size())
+                for start in starts
+            ]
+        return SimpleNamespace(wait=lambda: None)
+
+    def joined(self, pieces: Any, lengths: Any) -> torch.Tensor:
+        """Stands for ``joined``, by which a hop fills up a message."""
+        assert len(list(lengths)) == 1 or not self.as_they_are
+        return joined(pieces, lengths)
+
+    def astray(self) -> set[str]:
+        """Collectives with a part that does not begin at a multiple of 16 bytes."""
+        assert self.begins
+        return {name for name, begin in self.begins if begin % 16}
+
+
+@contextmanager
+def device(cluster: Cluster) -> Iterator[tuple[Pointers, Moves]]:
+    """The moves of the last rank, as on NCCL; tensors have no memory."""
+    pointers = Pointers()
+    with (
+        mock.patch.object(hops, "_backend", lambda group: "nccl"),
+        mock.patch.multiple(
+            hops.dist,
+            get_world_size=lambda group: group,  # a group is its size
+            get_rank=lambda group: group - 1,
+            get_global_rank=lambda group, rank: rank,
+        ),
+        mock.patch.object(hops, "joined", pointers.joined),
+        mock.patch.object(NativeHop, "_start", lambda hop, *arguments: pointers.note(hop, *arguments)),
+        mock.patch.object(get_accelerator(), "current_device_name", lambda: "meta"),
+    ):
+        yield pointers, Moves(NativeHop(cluster.group_size, "intra"), NativeHop(cluster.groups, "inter"))
+
+
+def clusters() -> Iterator[Cluster]:
+    """Of each number of ranks: nodes of the largest size up to 8 that divides it."""
+    for ranks in RANKS:
+        yield Cluster(ranks, max(size for size in range(1, 9) if not ranks % size))
+
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+
+
+def test_windows_begin_at_multiples_of_16_elements_for_all_numbers_of_ranks() -> None:
+    for rows in range(2, 4097):
+        for most in (BUCKET, 1 << 24):
+            found = windows(3 * most // rows + 5, rows, most)
+            assert sum(width for _, width in found) == 3 * most // rows + 5
+            assert all(start % 16 == 0 and width * rows <= most for start, width in found)
+
+
+@dtypes
+def test_messages_of_replicated_parameters(dtype: torch.dtype) -> None:
+    for cluster in clusters():
+        for os in (Placement.G, Placement.I):
+            astray = replicated(cluster, os, dtype)
+            assert not astray, (cluster, os, astray)
+
+
+def replicated(cluster: Cluster, os: Placement, dtype: torch.dtype) -> set[str]:
+    """Buckets, the boundary and the gather after the step, with p = N."""
+    topology = SimpleNamespace(cluster=cluster, rank=cluster.ranks - 1)
+    shards = cluster.ranks if os == Placement.G else cluster.group_size
+    numel = hops.fill_up(sum(NUMELS), 2 * shards)  # as DeepSpeed does
+    layout = FlatLayout.of(numel, os, topology)
+    with device(cluster) as (pointers, mine):
+        bucket = torch.empty(3_000_001, dtype=dtype, device="meta")
+        plan = plan_bucket((layout,), (Range(0, 12_345_677, 1_000_001), Range(0, 77, 2_000_000)))
+        for target in (Placement.I, os):
+            pointers.as_they_are = target == Placement.I  # a group's part may still be too unequal for the second hop
+            message = mine.pack_bucket([bucket], plan, target)
+            InFlight(overlap=False).submit(mine.reduce_bucket(message, plan, target))
+        slices = torch.empty(layout.rows, layout.chunk, dtype=dtype, device="meta")
+        for start, width in layout.windows(BUCKET):
+            for target in (os, Placement.N) if os == Placement.I else (os,):
+                window = slices[:, start : start + width]
+                InFlight(overlap=False).submit(mine.sync_slice(window, dtype, target, start))
+        flat = torch.empty(numel, dtype=dtype, device="meta")
+        optimizer = SimpleNamespace(
+            topology=topology,
+            strategy=Strategy(Placement.N, os, os),
+            bit16_groups_flat=[flat],
+            parallel_partitioned_bit16_groups=[flat.split(layout.chunk)],
+            allgather_bucket_size=BUCKET,
+            _layouts=[layout],
+            _moves=mine,
+            _in_flight=InFlight(overlap=False),
+        )
+        optimizer._gather_window = lambda *arguments: ReplicatedOptimizer._gather_window(optimizer, *arguments)
+        ReplicatedOptimizer._gather_parameters(optimizer)
+    return pointers.astray()
+
+
+@dtypes
+@pytest.mark.parametrize("name", ["IIG", "GGG", "III", "IGG"])
+def test_messages_of_cut_parameters(name: str, dtype: torch.dtype) -> None:
+    strategy = Strategy(*(Placement[letter] for letter in name))
+    for cluster in clusters():
+        astray = partitioned(cluster, strategy, dtype)
+        assert not astray, (cluster, astray)
+
+
+def partitioned(cluster: Cluster, strategy: Strategy, dtype: torch.dtype) -> set[str]:
+    """Gathers, buckets, the boundary and the gather after the step, with p = I or G."""
+    topology = SimpleNamespace(cluster=cluster)
+    with device(cluster) as (pointers, mine):
+        layouts = [FlatLayout.of(numel, strategy.os, topology) for numel in NUMELS]
+        held = PartitionedParameters.__new__(PartitionedParameters)
+        held.strategy, held.topology, held._moves = strategy, topology, mine
+        held._block_of, held._under_way, held._messages, held._begun = {}, {}, {}, deque()
+        held.live = held.most_live = 0
+        shared = torch.empty(sum(layout.chunk for layout in layouts) + 1, dtype=dtype, device="meta")[1:]
+        params, offset = [], 0
+        for ds_id, (numel, layout) in enumerate(zip(NUMELS, layouts, strict=True)):
+            chunk = shared[offset : offset + layout.chunk]
+            chunk.ds_numel = layout.chunk
+            params.append(SimpleNamespace(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), ds_tensor=chunk))
+            offset += layout.chunk
+        held._layouts = {param.ds_id: layout for param, layout in zip(params, layouts, strict=True)}
+        rows = cluster.groups if held.sliced else 1
+        held._rows = {param.ds_id: [param.ds_tensor] * rows for param in params}
+        for some in (params, params[:3], *([param] for param in params)):
+            held._start(some, dtype).wait()
+        flats = [flat.numel() for flat in held.partitions([params[:3], params[3:]])]
+        held.make_blocks(torch.empty(sum(flats), dtype=dtype, device="meta"), [params[:3], params[3:]])
+        held._written = lambda: None
+        held.gather_updates()
+        mean = PartitionedGradients(params, held.layout, strategy, cluster.ranks, mine, 1 << 24, overlap=False)
+        mean.place(mean.make(dtype, "meta"))
+        for some in (params, params[1:4]):
+            mean.reduce([(param, torch.empty(param.ds_numel, dtype=dtype, device="meta")) for param in some], dtype)
+        mean.end_backward()
+        mean.finish(dtype, 1 << 24)
+    return pointers.astray()
