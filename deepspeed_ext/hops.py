@@ -9,16 +9,18 @@ Note [Hops and transfers]
     on the wire while the one before it is in its second hop.
 """
 
-import contextlib
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import comms_logger
+from deepspeed.comm.torch import get_coalescing_manager
 from torch import Tensor
 
 from deepspeed_ext.bandwidth import counted_over
@@ -307,12 +309,20 @@ class NativeHop(Hop):
             yield self._start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
             return part[:mine]
         parts = flat.split(lengths)
-        yield _All(
-            self._start("reduce_scatter", dist.reduce, part, dist.get_global_rank(self.group, owner))
-            for owner, part in enumerate(parts)
-            if part.numel()
-        )
+        yield self._reduce_each(parts)
         return parts[self.rank][:mine]
+
+    def _reduce_each(self, parts: Sequence[Tensor]) -> Any:
+        """Start a rooted reduce of each part, all as one launch where that can be: else each waits for the one before
+        it to go through all ranks."""
+        together = _launches_together(self.group, parts[0].device)
+        with get_coalescing_manager(self.group, parts[0].device, [], True) if together else nullcontext() as launch:
+            handles = [
+                self._start("reduce_scatter", dist.reduce, part, dist.get_global_rank(self.group, owner))
+                for owner, part in enumerate(parts)
+                if part.numel()
+            ]
+        return launch if together else _All(handles)
 
     def all_reduce(self, flat: Tensor, runs: Part = ()) -> Transfer:
         if self.size > 1 and flat.numel():
@@ -329,6 +339,11 @@ class AllReduceHop(NativeHop):
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         flat = yield from self.all_reduce(flat)
         return flat.split(list(splits))[self.rank] if self.size > 1 else flat
+
+
+def _launches_together(group: Any, device: torch.device) -> bool:
+    """Whether the backend can start several collectives as one; not while DeepSpeed's comms logger times each."""
+    return not comms_logger.enabled and group._get_backend(device).supports_coalescing
 
 
 MakeHop = Callable[[Any, str, bool], Hop]  # arguments as those of ``make_hop``
@@ -384,7 +399,7 @@ class InFlight:
             self._resume(transfer)
 
     def _resume(self, transfer: Transfer) -> None:
-        with contextlib.suppress(StopIteration):
+        with suppress(StopIteration):
             self._open.append((transfer, next(transfer)))
 
 

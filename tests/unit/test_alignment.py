@@ -76,6 +76,7 @@ def device(cluster: Cluster) -> Iterator[tuple[Pointers, Moves]]:
             get_rank=lambda group: group - 1,
             get_global_rank=lambda group, rank: rank,
         ),
+        mock.patch.object(hops, "_launches_together", lambda group, device: False),
         mock.patch.object(hops, "joined", pointers.joined),
         mock.patch.object(NativeHop, "_start", lambda hop, *arguments: pointers.note(hop, *arguments)),
         mock.patch.object(get_accelerator(), "current_device_name", lambda: "meta"),

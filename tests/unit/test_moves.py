@@ -3,13 +3,17 @@
 """Moves: layouts and plans by property, hops by what arrives, whatever the backend's way."""
 
 import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from deepspeed_ext import hops
 from deepspeed_ext.hops import InFlight, Started
 from deepspeed_ext.moves import FlatLayout, Range, plan_bucket
 
@@ -128,6 +132,34 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     assert log == [
         f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
     ]
+
+
+def test_rooted_reduces_are_one_launch() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def launch(group: Any, device: Any, requests: Any, asynchronous: bool) -> Any:
+        log.append("open")
+        yield Handle(log, "launch")
+        log.append("close")
+
+    def reduce(part: torch.Tensor, owner: int, async_op: bool, **_: Any) -> Handle:
+        log.append(f"reduce {part.numel()} to {owner}")
+        return Handle(log, str(owner))
+
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(supports_coalescing=True))
+    ranks = {"get_world_size": lambda group: 4, "get_rank": lambda group: 2, "get_global_rank": lambda _, rank: rank}
+    with (
+        mock.patch.object(hops, "_backend", lambda group: "nccl"),
+        mock.patch.object(hops, "get_coalescing_manager", launch),
+        mock.patch.multiple(hops.dist, reduce=reduce, **ranks),
+    ):
+        move = hops.NativeHop(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
+        next(move).wait()
+        assert log == ["open", "reduce 112 to 0", "reduce 16 to 2", "reduce 32 to 3", "close", "wait launch"]
+        with pytest.raises(StopIteration) as done:
+            next(move)
+        assert done.value.value.tolist() == [100.0 + i for i in range(7)]
 
 
 def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
