@@ -261,7 +261,8 @@ class Moves:
             1D: the sums of this rank's ``bucket_runs(plan, target)``; what is behind them is padding.
         """
         _, splits, rows = self._bucket_message(plan, target)
-        contents = plan.rows_of(self.intra.rank, self.inter.size) if rows is not None else ()
+        remembered = rows is not None and self.inter.memory.remembers
+        contents = plan.rows_of(self.intra.rank, self.inter.size) if remembered else ()
         return self._reduce(message, splits, rows, contents)
 
     def reduce_cells(self, cells: Tensor, target: Placement, runs: Sequence[tuple[int, int]]) -> Transfer:
@@ -296,7 +297,10 @@ class Moves:
         return self.inter.reduce_scatter(window.view(-1), [width] * rows, self._contents(rows, runs, buffer))
 
     def _contents(self, rows: int, runs: Sequence[tuple[int, int]], buffer: int = 0) -> Contents:
-        """What a message between groups holds, whose rows hold the same of each chunk."""
+        """What a message between groups holds, whose rows hold the same of each chunk. Nobody else asks for it than
+        hops that remember: it takes rows x runs objects for each message."""
+        if not self.inter.memory.remembers:
+            return ()
         return tuple(tuple(Run(buffer, row, *run) for run in runs) for row in range(rows))
 
     def bucket_runs(self, plan: BucketPlan, target: Placement) -> list[Run]:
@@ -325,7 +329,7 @@ class Moves:
             total = yield from self.reduce_rows(message, [(start, width)], buffer)
         else:
             contents = self._contents(1, [(start, width)], buffer)  # of one row
-            total = yield from self.inter.all_reduce(message.view(-1), contents[0])
+            total = yield from self.inter.all_reduce(message.view(-1), *contents)
             total = yield from self.gather(total, Placement.I, target)
         return total.view(-1, message.shape[1])[:, :width]
 

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext import hops
+from deepspeed_ext import hops, moves
 from deepspeed_ext.hops import InFlight, Started
 from deepspeed_ext.moves import FlatLayout, Range, plan_bucket
+from deepspeed_ext.placement import Placement
 
 LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
 
@@ -190,6 +191,51 @@ def test_started_without_hops_is_finished_at_once() -> None:
         yield
 
     assert Started(nothing()).finish() is kept
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_only_hops_that_remember_are_told_what_messages_hold(remembers: bool) -> None:
+    class Noting(hops.NativeHop):
+        """Two ranks; sends nothing, and notes the contents."""
+
+        size, rank, memory = 2, 0, SimpleNamespace(remembers=remembers)
+
+        def __init__(self, told: list[hops.Contents]) -> None:
+            self.told = told
+
+        def reduce_scatter(self, flat: Any, splits: Any, contents: hops.Contents = ()) -> Any:
+            self.told.append(contents)
+            return flat[: splits[0]]
+            yield
+
+        def all_reduce(self, flat: Any, runs: hops.Part = ()) -> Any:
+            self.told.append((runs,) if runs else ())
+            return flat
+            yield
+
+    told: list[hops.Contents] = []
+    mine = moves.Moves(Noting([]), Noting(told))
+    plan = plan_bucket((FlatLayout(40, 2, 2),), (Range(0, 3, 30),))
+    made: list[hops.Run] = []
+
+    def run(*fields: int) -> hops.Run:
+        made.append(hops.Run(*fields))
+        return made[-1]
+
+    with mock.patch.object(moves, "Run", run):
+        for move in (
+            mine.reduce_bucket(mine.pack_bucket([torch.ones(30)], plan, Placement.G), plan, Placement.G),
+            mine.reduce_cells(torch.ones(2, 2, 5), Placement.G, [(0, 3), (7, 2)]),
+            mine.reduce_rows(torch.ones(2, 5), [(0, 3), (7, 2)]),
+            mine.sync_slice(torch.ones(2, 5), torch.float32, Placement.G, 7),
+            mine.sync_slice(torch.ones(1, 5), torch.float32, Placement.I, 7),
+        ):
+            result(move)
+    two = tuple((hops.Run(0, row, 0, 3), hops.Run(0, row, 7, 2)) for row in range(2))
+    one = tuple((hops.Run(0, row, 7, 5),) for row in range(2))
+    expected = [((hops.Run(0, 0, 3, 7),), (hops.Run(0, 1, 0, 10),)), two, two, one, one[:1]]
+    assert told == (expected if remembers else [()] * 5)
+    assert bool(made) == remembers
 
 
 @settings(max_examples=10, deadline=None)
