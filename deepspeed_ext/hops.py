@@ -310,7 +310,7 @@ class NativeHop(Hop):
             return part[:mine]
         parts = flat.split(lengths)
         yield self._reduce_each(parts)
-        return parts[self.rank][:mine]
+        return parts[self.rank][:mine].clone()  # a view would keep the message through the next hop
 
     def _reduce_each(self, parts: Sequence[Tensor]) -> Any:
         """Start a rooted reduce of each part, all as one launch where that can be: else each waits for the one before
@@ -338,7 +338,7 @@ class AllReduceHop(NativeHop):
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         flat = yield from self.all_reduce(flat)
-        return flat.split(list(splits))[self.rank] if self.size > 1 else flat
+        return flat.split(list(splits))[self.rank].clone() if self.size > 1 else flat
 
 
 def _launches_together(group: Any, device: torch.device) -> bool:

@@ -13,9 +13,11 @@ Note [Flat buffers, cells and slices]
     parameter, as in ZeRO-3, and the cells of several parameters travel side by side: (cols, rows, width).
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -161,7 +163,7 @@ def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> B
 
 
 class _BucketMessage(NamedTuple):
-    """How the message of a bucket is made. Its parts are filled up, so that neither hop needs another copy.
+    """How the message of a bucket is made. Its parts are filled up as the first hop likes, rows as both can bear.
 
     Attributes:
         pieces: (offset, numel) in the bucket, in the order of the message; offset -1: zeros.
@@ -211,18 +213,20 @@ class Moves:
         """The message of ``reduce_bucket``, in one copy.
 
         Args:
-            tensors: 1D each, one after the other the bucket.
+            tensors: 1D each: the bucket, or one for each range of it.
             plan: from ``plan_bucket``, the same on all ranks.
             target: I or G.
         """
-        bucket = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-        zero = bucket.new_zeros(1)
-        return torch.cat(
-            [
-                zero.expand(numel) if offset < 0 else bucket.narrow(0, offset, numel)
-                for offset, numel in self._bucket_message(plan, target).pieces
-            ]
-        )
+        zero = tensors[0].new_zeros(1)
+        starts = [0, *accumulate(tensor.numel() for tensor in tensors)]
+
+        def piece(offset: int, numel: int) -> Tensor:
+            if offset < 0:
+                return zero.expand(numel)
+            number = bisect_right(starts, offset) - 1
+            return tensors[number].narrow(0, offset - starts[number], numel)
+
+        return torch.cat([piece(*place) for place in self._bucket_message(plan, target).pieces])
 
     def _bucket_message(self, plan: BucketPlan, target: Placement) -> _BucketMessage:
         made = self._messages.setdefault(plan, {})

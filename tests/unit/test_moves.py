@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext import hops, moves
 from deepspeed_ext.hops import InFlight, Started
@@ -161,6 +162,55 @@ def test_rooted_reduces_are_one_launch() -> None:
         with pytest.raises(StopIteration) as done:
             next(move)
         assert done.value.value.tolist() == [100.0 + i for i in range(7)]
+
+
+@pytest.mark.parametrize("kind", [hops.NativeHop, hops.AllReduceHop])
+@pytest.mark.parametrize("spread", [False, True], ids=["rooted", "even"])
+@pytest.mark.parametrize("together", [False, True], ids=["gradients", "buffer"])
+def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spread: bool, together: bool) -> None:
+    layout = FlatLayout(1200, 3, 4)
+    ranges = (Range(0, 5, 700), Range(0, 900, 250)) if spread else (Range(0, 103, 90), Range(0, 410, 85))
+    numels = [numel for *_, numel in ranges]
+    gradients = [torch.rand(numel) for numel in numels]
+    expected = torch.zeros(3, 4, 100)  # of this rank alone, as nothing is sent
+    for (_, start, numel), gradient in zip(ranges, gradients, strict=True):
+        expected.view(-1)[start : start + numel] = gradient
+    alive: list[bool] = []
+    copies: list[int] = []
+
+    def start(hop: Any, operation: str, collective: Any, *tensors: Any) -> Any:
+        alive.append(not message.expired())
+        if collective is hops.dist.reduce_scatter_tensor:
+            tensors[0].copy_(tensors[1].view(hop.size, -1)[hop.rank])
+        return Handle([], operation)
+
+    def joined(pieces: Any, lengths: Any) -> torch.Tensor:
+        copies.append(len(alive))
+        return join(pieces, lengths)
+
+    join = hops.joined
+    sizes = {"intra": 4, "inter": 3}
+    group_of = {"get_world_size": lambda group: sizes[group], "get_rank": lambda group: 1}
+    with (
+        mock.patch.object(hops, "_backend", lambda group: "nccl"),
+        mock.patch.object(hops, "_launches_together", lambda group, device: False),
+        mock.patch.object(hops, "joined", joined),
+        mock.patch.object(hops.Hop, "_start", start),
+        mock.patch.multiple(hops.dist, get_global_rank=lambda group, rank: rank, **group_of),
+    ):
+        mine = moves.Moves(kind("intra"), kind("inter"))
+        plan = plan_bucket((layout,), ranges)
+        packed = mine.pack_bucket([torch.cat(gradients)] if together else gradients, plan, Placement.G)
+        message, move = StorageWeakRef(packed.untyped_storage()), mine.reduce_bucket(packed, plan, Placement.G)
+        del packed
+        found = result(move)
+    runs = mine.bucket_runs(plan, Placement.G)
+    assert [v for run in runs for v in expected[1, 1, run.start : run.start + run.numel].tolist()] == found[
+        : sum(run.numel for run in runs)
+    ]
+    first = next((number for number, name in enumerate(alive) if not name), len(alive))
+    assert alive[0] and not alive[-1] and not any(alive[first:])
+    assert 0 not in copies  # none before the first hop
 
 
 def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
