@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.hops import Contents, Memory, Part, Run
+from deepspeed_ext.hops import Contents, Memory, Run
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.stretches import Stretches, common, without
 
 _Places = list[tuple[Run, int]]  # runs, and where they start in a message
 
@@ -61,12 +62,6 @@ class _Waiting(NamedTuple):
         piece = slice(run.start - self.run.start, run.start - self.run.start + run.numel)
         return _Waiting(run, self.kept[piece], None if self.updated is None else self.updated[piece])
 
-    def copy_to(self, other: "_Waiting", run: Run, at: int) -> None:
-        """Copy a part of the run to where another one has it."""
-        mine = self.part(run)
-        other.kept[at : at + run.numel] = mine.kept
-        other.updated[at : at + run.numel] = mine.kept if mine.updated is None else mine.updated
-
     def settled(self, applied: bool) -> "_Waiting":
         """After a step."""
         return _Waiting(self.run, self.updated if applied and self.updated is not None else self.kept, None)
@@ -88,7 +83,8 @@ class ErrorFeedback(Memory):
     steps: int = 0
     on_step: Callable[[], None] | None = None
     _errors: dict[Contents, _Error] = field(default_factory=dict)
-    _waiting: list[_Waiting] = field(default_factory=list)
+    _known: Stretches[Contents] = field(default_factory=Stretches)  # the messages of ``_errors``, by their runs
+    _waiting: Stretches[_Waiting] = field(default_factory=Stretches)
 
     def buffers(self, contents: Contents, splits: Sequence[int], device: Any) -> tuple[Tensor | None, Tensor]:
         """What is kept of a message, and where to write what is to be kept instead, which may be the same.
@@ -103,7 +99,7 @@ class ErrorFeedback(Memory):
         """
         error = self._errors.get(contents)
         if error is None or list(error.splits) != list(splits):  # parts of a checkpoint may have other padding
-            error = self._errors[contents] = self._collect(contents, splits)
+            error = self._know(contents, self._collect(contents, splits))
         old = error.kept if error.updated is None else error.updated
         if error.updated is None:
             error.updated = self._empty(splits, self.device or device)
@@ -126,7 +122,9 @@ class ErrorFeedback(Memory):
             elif applied and error.updated is not None:
                 error.kept = error.updated
             error.updated = None
-        self._waiting = [] if reset else [waiting.settled(applied) for waiting in self._waiting]
+        waiting, self._waiting = self._waiting, Stretches()
+        for run, values in () if reset else waiting:
+            self._waiting.add(run, values.settled(applied))
         if self.on_step is not None:
             self.on_step()
 
@@ -144,59 +142,66 @@ class ErrorFeedback(Memory):
 
     def _decode(self, error: Tensor, splits: Sequence[int]) -> Tensor:
         """1D, fp32: the errors of a message's elements."""
-        rows = [row.view(1, -1) for row in error.split(self.sizes(splits))]
-        return torch.cat(
-            [self._decode_row(row, width) for row, width in zip(rows, splits, strict=True)] or [error.new_empty(0)]
-        )
-
-    def _decode_row(self, row: Tensor, width: int) -> Tensor:
-        if not width:
-            return torch.empty(0, device=row.device)
-        return reference.decode_error(row, width, self.settings.block_size, self.settings.hadamard)[0]
+        widths = [split for split in splits if split]
+        numbers = [
+            reference.decode_error(rows, width, self.settings.block_size, self.settings.hadamard).reshape(-1)
+            for rows, width in zip(cut(error, splits, self.sizes(splits)), widths, strict=False)  # one for equal parts
+        ]
+        return torch.cat(numbers) if numbers else torch.empty(0, device=error.device)
 
     def _encode(self, numbers: Tensor, splits: Sequence[int]) -> Tensor:
         error = self._empty(splits, numbers.device)
-        rows = error.split(self.sizes(splits))
-        for row, part in zip(rows, numbers.split(list(splits)), strict=True):
-            if part.numel():
-                reference.encode_error(
-                    part.view(1, -1), row.view(1, -1), self.settings.block_size, self.settings.hadamard
-                )
+        for part, rows in zip(cut(numbers, splits, splits), cut(error, splits, self.sizes(splits)), strict=True):
+            reference.encode_error(part, rows, self.settings.block_size, self.settings.hadamard)
         return error
 
     # Messages that have changed #######################################################################
 
+    def _know(self, contents: Contents, error: _Error) -> _Error:
+        """Keep the error of a message that has no element in common with those that are known."""
+        self._errors[contents] = error
+        for part in contents:
+            for run in part:
+                self._known.add(run, contents)
+        return error
+
     def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
         """The error of a message that is new, out of those of messages that had some of its elements."""
-        for old in [old for old in self._errors if _overlap(old, contents)]:
-            self._waiting += self._dissolved(old, self._errors.pop(old))
-        found = _Waiting(Run(0, 0, 0, sum(splits)), torch.zeros(sum(splits)), torch.zeros(sum(splits)))
-        taken, rest = [], []
-        for waiting in self._waiting:
-            for run, offset in _places(contents, splits):
-                common = _common(waiting.run, run)
-                if common:
-                    waiting.copy_to(found, common, offset + common.start - run.start)
-                    taken.append(waiting)
-            rest += [waiting.part(piece) for piece in _without(waiting.run, contents)]
-        self._waiting = rest
-        kept = self._encode(found.kept, splits) if taken else None
-        changed = any(waiting.updated is not None for waiting in taken)
-        return _Error(splits, kept, self._encode(found.updated, splits) if changed else None)
+        places = _places(contents, splits)
+        # By identity: to hash contents takes as long as they have runs.
+        for old in {id(old): old for run, _ in places for _, old in self._known.over(run)}.values():
+            self._dissolve(old)
+        taken: list[tuple[Run, int, _Waiting]] = []  # what of a run was waiting, and where it starts in the message
+        for run, offset in places:
+            for whole, values in self._waiting.take(run):
+                shared = common(whole, run)
+                assert shared is not None
+                taken.append((shared, offset + shared.start - run.start, values.part(shared)))
+                for piece in without(whole, shared):
+                    self._waiting.add(piece, values.part(piece))
+        if not taken:
+            return _Error(splits)
+        changed = any(values.updated is not None for *_, values in taken)
+        kept, updated = torch.zeros(sum(splits)), torch.zeros(sum(splits)) if changed else None
+        for run, at, values in taken:
+            kept[at : at + run.numel] = values.kept
+            if updated is not None:
+                updated[at : at + run.numel] = values.kept if values.updated is None else values.updated
+        return _Error(splits, self._encode(kept, splits), None if updated is None else self._encode(updated, splits))
 
-    def _dissolved(self, contents: Contents, error: _Error) -> list["_Waiting"]:
+    def _dissolve(self, contents: Contents) -> None:
+        """Have the errors of a message that is no more wait for those that get its elements."""
+        error = self._errors.pop(contents)
+        places = _places(contents, error.splits)
+        for run, _ in places:
+            self._known.take(run)
         if error.kept is None and error.updated is None:
-            return []
+            return
         updated = None if error.updated is None else self._decode(error.updated.cpu(), error.splits)
         kept = torch.zeros(sum(error.splits)) if error.kept is None else self._decode(error.kept.cpu(), error.splits)
-        return [
-            _Waiting(
-                run,
-                kept[offset : offset + run.numel],
-                None if updated is None else updated[offset : offset + run.numel],
-            )
-            for run, offset in _places(contents, error.splits)
-        ]
+        for run, offset in places:
+            piece = slice(offset, offset + run.numel)
+            self._waiting.add(run, _Waiting(run, kept[piece], None if updated is None else updated[piece]))
 
     # States ###########################################################################################
 
@@ -213,7 +218,7 @@ class ErrorFeedback(Memory):
             if error.kept is not None
         ]
         messages += [
-            (((tuple(run),),), [run.numel], self._encode(kept, [run.numel])) for run, kept, _ in self._waiting
+            (((tuple(run),),), [run.numel], self._encode(values.kept, [run.numel])) for run, values in self._waiting
         ]
         return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": messages}
 
@@ -226,17 +231,19 @@ class ErrorFeedback(Memory):
         for contents, splits, error in states["messages"]:
             contents = tuple(tuple(Run(*run) for run in part) for part in contents)
             kept = error.clone() if same else self._encode(other._decode(error, splits), splits)
-            self._errors[contents] = _Error(splits, kept if self.device is None else kept.to(self.device))
+            self._know(contents, _Error(splits, kept if self.device is None else kept.to(self.device)))
 
     def load_numbers(self, numbers: Mapping[Run, Tensor], steps: int) -> None:
         """See ``Memory``."""
         self.forget()
         self.steps = steps
-        self._waiting = [_Waiting(run, values, None) for run, values in numbers.items()]
+        for run, values in numbers.items():
+            self._waiting.add(run, _Waiting(run, values, None))
 
     def forget(self) -> None:
         """All errors are zero, and the next reset is as far away as in the beginning."""
         self._errors.clear()
+        self._known.clear()
         self._waiting.clear()
         self.steps = 0
 
@@ -257,7 +264,7 @@ class ErrorFeedback(Memory):
     def nbytes(self) -> int:
         """Bytes that are kept now."""
         tensors = [tensor for error in self._errors.values() for tensor in (error.kept, error.updated)]
-        tensors += [tensor for waiting in self._waiting for tensor in waiting[1:]]
+        tensors += [tensor for _, values in self._waiting for tensor in (values.kept, values.updated)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
@@ -275,33 +282,3 @@ def _places(contents: Contents, splits: Sequence[int]) -> _Places:
             offset += run.numel
         first += split
     return places
-
-
-def _common(one: Run, other: Run) -> Run | None:
-    if (one.buffer, one.row) != (other.buffer, other.row):
-        return None
-    start = max(one.start, other.start)
-    end = min(one.start + one.numel, other.start + other.numel)
-    return Run(one.buffer, one.row, start, end - start) if start < end else None
-
-
-def _overlap(one: Contents, other: Contents) -> bool:
-    runs = [run for part in other for run in part]
-    return any(_common(mine, run) for part in one for mine in part for run in runs)
-
-
-def _without(run: Run, contents: Contents) -> Part:
-    """What is left of a run when a message has taken its elements."""
-    left = [run]
-    for taken in (taken for part in contents for taken in part):
-        pieces = []
-        for piece in left:
-            common = _common(piece, taken)
-            if common is None:
-                pieces.append(piece)
-                continue
-            after = common.start + common.numel
-            pieces.append(piece._replace(numel=common.start - piece.start))
-            pieces.append(piece._replace(start=after, numel=piece.start + piece.numel - after))
-        left = [piece for piece in pieces if piece.numel]
-    return tuple(left)

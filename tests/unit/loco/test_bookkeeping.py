@@ -1,0 +1,114 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs to find the errors of a message, by the number of groups and messages, with made-up runs."""
+
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_ext.hops import Contents, Run
+from deepspeed_ext.loco.feedback import ErrorFeedback
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.stretches import Stretches
+
+NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
+
+
+def messages_of(groups: int, messages: int, shift: int = 0) -> list[Contents]:
+    """Buckets where g = G: each has a run of every group's row."""
+    starts = range(shift, shift + messages * NUMEL, NUMEL)
+    return [tuple((Run(0, row, start, NUMEL),) for row in range(groups)) for start in starts]
+
+
+def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
+    """What a step does with its messages."""
+    for contents in messages:
+        old, new = feedback.buffers(contents, [NUMEL] * len(contents), "cpu")
+        new.zero_() if old is None else new.copy_(old)
+        feedback.keep(contents, new)
+    feedback.finish_step(True)
+
+
+def seconds(groups: int, messages: int, changes: bool = False) -> float:
+    """Of a first step, or of one with other buckets than the step before: ``python -c`` measures with it."""
+    feedback = ErrorFeedback(LocoSettings(block_size=32))
+    if changes:
+        take(feedback, messages_of(groups, messages))
+    step = messages_of(groups, messages, NUMEL // 2 if changes else 0)
+    begin = time.perf_counter()
+    take(feedback, step)
+    return time.perf_counter() - begin
+
+
+def calls(groups: int, messages: int, changes: bool) -> float:
+    """Calls of Python functions for each run."""
+    counted = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal counted
+        counted += event == "call"
+
+    feedback = ErrorFeedback(LocoSettings(block_size=32))
+    if changes:
+        take(feedback, messages_of(groups, messages))
+    step = messages_of(groups, messages, NUMEL // 2 if changes else 0)
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        take(feedback, step)
+    finally:
+        sys.setprofile(before)
+    return counted / groups / messages
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["first", "changed"])
+def test_bookkeeping_grows_as_the_number_of_runs(changes: bool) -> None:
+    few = calls(4, 16, changes)
+    assert calls(32, 16, changes) < 2 * few  # groups
+    assert calls(4, 128, changes) < 2 * few  # messages: bisection adds their logarithm
+
+
+def test_stretches_are_found_by_their_elements() -> None:
+    stretches: Stretches[str] = Stretches()
+    for start, numel, name in ((20, 10, "c"), (0, 10, "a"), (10, 5, "b"), (30, 0, "nothing")):
+        stretches.add(Run(0, 1, start, numel), name)
+
+    def names(start: int, numel: int, row: int = 1) -> str:
+        return "".join(name for _, name in stretches.over(Run(0, row, start, numel)))
+
+    assert names(0, 100) == "abc" and names(0, 100, row=0) == ""
+    assert names(9, 1) == "a" and names(10, 1) == "b" and names(14, 6) == "b" and names(15, 5) == ""
+    assert names(14, 7) == "bc" and names(29, 5) == "c" and names(30, 5) == "" and names(12, 0) == ""
+    assert [name for _, name in stretches.take(Run(0, 1, 5, 6))] == ["a", "b"]
+    assert names(0, 100) == "c"
+
+
+def test_errors_follow_their_elements_into_other_messages() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numel = 64
+    values = {row: torch.randint(-7, 8, (numel,), generator=generator).float() for row in (0, 1)}
+    feedback = ErrorFeedback(LocoSettings(block_size=32, error_bits=16))  # bf16 holds these to the bit
+    feedback.load_numbers({Run(0, row, 0, numel): of for row, of in values.items()}, steps=1)
+    # Two runs of one row in one part, a part across rows, gaps, and messages that overlap with several others.
+    steps = [
+        [(((0, 3, 10), (0, 20, 7)), ((1, 0, 5),)), (((1, 5, 40),), ((0, 40, 24),))],
+        [(((0, 0, 64),), ((1, 44, 20),))],
+        [(((1, 0, 30), (1, 30, 34)),), (((0, 10, 20),), ((0, 30, 2), (0, 5, 5)))],
+    ]
+    for step in steps:
+        for parts in step:
+            contents = tuple(tuple(Run(0, *run) for run in part) for part in parts)
+            splits = [sum(run.numel for run in part) for part in contents]
+            old, new = feedback.buffers(contents, splits, "cpu")
+            assert old is not None
+            new.copy_(old)
+            expected = [torch.cat([values[r.row][r.start : r.start + r.numel] for r in part]) for part in contents]
+            assert torch.equal(feedback._decode(old, splits), torch.cat(expected))
+        feedback.finish_step(True)
+    found = {row: torch.zeros(numel) for row in values}
+    for run, numbers in feedback.numbers_of(feedback.states()):
+        found[run.row][run.start : run.start + run.numel] += numbers
+    assert all(torch.equal(found[row], values[row]) for row in values)
