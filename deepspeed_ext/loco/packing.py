@@ -53,14 +53,21 @@ class Packing:
         used = self.payload_bytes(width) + 2 * self.blocks(width)
         return -(-used // ALIGNMENT) * ALIGNMENT
 
-    def payload(self, packed: Tensor, width: int) -> Tensor:
-        """(rows, payload bytes) of packed rows, uint8, a view."""
-        return packed[:, : self.payload_bytes(width)]
+    def payload(self, packed: Tensor, width: int, blocks: range | None = None) -> Tensor:
+        """(rows, payload bytes) of packed rows, or of some of their blocks, uint8, a view."""
+        blocks = range(self.blocks(width)) if blocks is None else blocks
+        size = self.block_size * self.bits // 8
+        return packed[:, size * blocks.start : size * blocks.stop]
 
-    def scales(self, packed: Tensor, width: int) -> Tensor:
+    def scales(self, packed: Tensor, width: int, blocks: range | None = None) -> Tensor:
         """(rows, blocks) of packed rows, bfloat16, a view."""
+        blocks = range(self.blocks(width)) if blocks is None else blocks
         start = self.payload_bytes(width)
-        return packed[:, start : start + 2 * self.blocks(width)].view(torch.bfloat16)
+        return packed[:, start + 2 * blocks.start : start + 2 * blocks.stop].view(torch.bfloat16)
+
+    def padding(self, packed: Tensor, width: int) -> Tensor:
+        """(rows, bytes) behind the scales of packed rows, a view."""
+        return packed[:, self.payload_bytes(width) + 2 * self.blocks(width) :]
 
     def empty(self, rows: int, width: int, like: Tensor) -> Tensor:
         """(rows, row bytes), uint8, on the device of ``like``."""

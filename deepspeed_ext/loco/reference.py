@@ -23,6 +23,7 @@ from torch import Tensor
 
 from deepspeed_ext.loco.packing import CHUNK, Packing
 
+PIECE = 2**22  # elements that are worked on at a time: temporaries are some ten of that many fp32 numbers
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _NORMALIZE = 0.17677669529663687  # 1/sqrt(32): H is its own inverse
 _NIBBLE = 16
@@ -43,46 +44,58 @@ def compress(
     hadamard: bool,
 ) -> None:
     """See ``ops.compress``."""
-    packing = Packing(bits, block_size)
+    packing, kept = Packing(bits, block_size), Packing(_ERROR.bits, block_size)
     rows, width = gradient.shape
-    h = torch.nn.functional.pad(gradient.float(), (0, packing.padded(width) - width))
-    h = h.view(rows, -1, block_size)
-    if hadamard:
-        h = transform(h)
-    old, step = _read(error, h)
-    h = h + (unit * step) * old
-    q, scales = quantize(h, packing.largest)
-    pack(q, scales, wire, bits)
-    if new_error is None:
-        return
-    lost = h - q * scales.float().unsqueeze(-1)
-    kept = (beta * step) * old + ((1 - beta) / unit) * lost
-    finite = ~scales.isnan().unsqueeze(-1)
-    if new_error.dtype != torch.uint8:
-        new_error.copy_(torch.where(finite, kept, old).view(new_error.shape))
-        return
-    q, fresh_scales = quantize(kept, _ERROR.largest)
-    scales = torch.where(finite, fresh_scales.unsqueeze(-1), _stored(step)).squeeze(-1)
-    pack(torch.where(finite, q, old), scales, new_error, _ERROR.bits)
+    for blocks in pieces(packing.blocks(width), rows * block_size):
+        piece = gradient[:, blocks.start * block_size : blocks.stop * block_size].float()
+        h = _blocks(piece, block_size)
+        if hadamard:
+            h = transform(h)
+        old, step = _read(error, h, width, blocks)
+        h = h + (unit * step) * old
+        q, scales = quantize(h, packing.largest)
+        pack(q, scales, wire, packing, width, blocks)
+        if new_error is None:
+            continue
+        lost = h - q * scales.float().unsqueeze(-1)
+        numbers = (beta * step) * old + ((1 - beta) / unit) * lost
+        finite = ~scales.isnan().unsqueeze(-1)
+        if new_error.dtype != torch.uint8:
+            _numbers(new_error, block_size)[:, blocks.start : blocks.stop] = torch.where(finite, numbers, old)
+            continue
+        q, fresh_scales = quantize(numbers, kept.largest)
+        scales = torch.where(finite, fresh_scales.unsqueeze(-1), _stored(step)).squeeze(-1)
+        pack(torch.where(finite, q, old), scales, new_error, kept, width, blocks)
+    packing.padding(wire, width).zero_()
+    if new_error is not None and new_error.dtype == torch.uint8:
+        kept.padding(new_error, width).zero_()
 
 
 def decompress(wire: Tensor, out: Tensor, bits: int, block_size: int, factor: float, hadamard: bool) -> None:
     """See ``ops.decompress``."""
-    packing = Packing(bits, block_size)
-    total: Tensor | None = None
-    for piece in wire:  # in the order of ranks
-        q, step = unpack(piece.unsqueeze(0), out.numel(), packing)
-        numbers = q * step
-        total = numbers if total is None else total + numbers
-    assert total is not None
-    if hadamard:
-        total = transform(total)
-    out.copy_((total * factor).view(-1)[: out.numel()])
+    packing, width = Packing(bits, block_size), out.numel()
+    for blocks in pieces(packing.blocks(width), block_size):
+        total: Tensor | None = None
+        for piece in wire:  # in the order of ranks
+            q, step = unpack(piece.unsqueeze(0), width, packing, blocks)
+            numbers = q * step
+            total = numbers if total is None else total + numbers
+        assert total is not None
+        if hadamard:
+            total = transform(total)
+        part = out[blocks.start * block_size : blocks.stop * block_size]
+        part.copy_((total * factor).view(-1)[: part.numel()])
+
+
+def pieces(blocks: int, size: int) -> list[range]:
+    """Blocks of ``size`` elements, those of all rows together, in ranges of about ``PIECE`` elements."""
+    length = max(1, PIECE // size)
+    return [range(first, min(first + length, blocks)) for first in range(0, blocks, length)]
 
 
 def transform(h: Tensor) -> Tensor:
     """The normalized 32-point Hadamard transform of each chunk; h: (rows, blocks, block_size), fp32."""
-    chunks = h.view(-1, CHUNK)
+    chunks = h.reshape(-1, CHUNK)
     stride = 1
     while stride < CHUNK:
         pairs = chunks.view(-1, CHUNK // (2 * stride), 2, stride)
@@ -107,49 +120,66 @@ def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     return q, _stored(torch.where(visible, scale, torch.nan))
 
 
-def pack(q: Tensor, scales: Tensor, packed: Tensor, bits: int) -> None:
-    """Write integers and scales into packed rows. See Note [Packed blocks]."""
-    rows, blocks, block_size = q.shape
-    packing = Packing(bits, block_size)
-    width = blocks * block_size
+def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, width: int, blocks: range) -> None:
+    """Write integers and scales into some blocks of packed rows. See Note [Packed blocks]."""
+    rows = q.shape[0]
     integers = q.to(torch.int8)
-    if bits == 4:
+    if packing.bits == 4:
         low, high = integers.view(rows, -1, 2, _NIBBLE).unbind(2)
         integers = (low & 15) | (high << 4)
-    packing.payload(packed, width).copy_(integers.reshape(rows, -1).view(torch.uint8))
-    packing.scales(packed, width).copy_(scales)
-    packed[:, packing.payload_bytes(width) + 2 * blocks :] = 0
+    packing.payload(packed, width, blocks).copy_(integers.reshape(rows, -1).view(torch.uint8))
+    packing.scales(packed, width, blocks).copy_(scales)
 
 
-def unpack(packed: Tensor, width: int, packing: Packing) -> tuple[Tensor, Tensor]:
+def unpack(packed: Tensor, width: int, packing: Packing, blocks: range | None = None) -> tuple[Tensor, Tensor]:
     """Integers (rows, blocks, block_size) and scales (rows, blocks, 1) of packed rows, fp32."""
-    payload = packing.payload(packed, width).view(torch.int8)
+    payload = packing.payload(packed, width, blocks).view(torch.int8)
     if packing.bits == 4:
         chunks = payload.reshape(packed.shape[0], -1, 1, _NIBBLE)
         payload = torch.cat(((chunks << 4) >> 4, chunks >> 4), dim=2)
     q = payload.reshape(packed.shape[0], -1, packing.block_size).float()
-    return q, packing.scales(packed, width).float().unsqueeze(-1)
+    return q, packing.scales(packed, width, blocks).float().unsqueeze(-1)
 
 
-def decode_error(error: Tensor, width: int, block_size: int, hadamard: bool) -> Tensor:
-    """What is kept, as numbers: (rows, width), fp32. ``error``: see ``ops.compress``."""
-    rows = error.shape[0]
-    numbers = error.new_empty(rows, Packing(8, block_size).blocks(width), block_size, dtype=torch.float32)
-    old, step = _read(error, numbers)
-    numbers = old * step
-    return (transform(numbers) if hadamard else numbers).view(rows, -1)[:, :width]
+def decode(packed: Tensor, width: int, packing: Packing, hadamard: bool, blocks: range | None = None) -> Tensor:
+    """Numbers of packed rows: (rows, width), fp32; or of some of their blocks, zeros behind their end included."""
+    q, step = unpack(packed, width, packing, blocks)
+    numbers = q * step
+    return (transform(numbers) if hadamard else numbers).view(packed.shape[0], -1)[:, : None if blocks else width]
+
+
+def decode_error(error: Tensor, width: int, block_size: int, hadamard: bool, blocks: range | None = None) -> Tensor:
+    """What is kept, as numbers: as ``decode``. ``error``: see ``ops.compress``."""
+    if error.dtype == torch.uint8:
+        return decode(error, width, Packing(_ERROR.bits, block_size), hadamard, blocks)
+    numbers = _numbers(error, block_size)
+    numbers = (numbers[:, blocks.start : blocks.stop] if blocks else numbers).float()
+    return (transform(numbers) if hadamard else numbers).view(error.shape[0], -1)[:, : None if blocks else width]
 
 
 def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool) -> None:
     """Keep numbers (rows, width), fp32, that are not the errors of a quantization here and now."""
-    rows, width = numbers.shape
-    padded = torch.nn.functional.pad(numbers, (0, Packing(8, block_size).padded(width) - width))
-    padded = padded.view(rows, -1, block_size)
+    width = numbers.shape[1]
+    padded = _blocks(numbers, block_size)
     padded = transform(padded) if hadamard else padded
     if error.dtype == torch.uint8:
-        pack(*quantize(padded, _ERROR.largest), error, _ERROR.bits)
+        kept = Packing(_ERROR.bits, block_size)
+        pack(*quantize(padded, kept.largest), error, kept, width, range(kept.blocks(width)))
+        kept.padding(error, width).zero_()
     else:
         error.copy_(padded.view(error.shape))
+
+
+def _blocks(numbers: Tensor, block_size: int) -> Tensor:
+    """(rows, blocks, block_size) of (rows, width), filled up with zeros."""
+    missing = -numbers.shape[1] % block_size
+    padded = torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
+    return padded.reshape(numbers.shape[0], -1, block_size)
+
+
+def _numbers(error: Tensor, block_size: int) -> Tensor:
+    """(rows, blocks, block_size) of errors that are kept as numbers, a view."""
+    return error.view(error.shape[0], -1, block_size)
 
 
 def _stored(step: Tensor) -> Tensor:
@@ -158,11 +188,12 @@ def _stored(step: Tensor) -> Tensor:
     return bits.view(torch.bfloat16)
 
 
-def _read(error: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What is kept, as numbers and steps whose product it is; like: (rows, blocks, block_size)."""
-    rows, blocks, block_size = like.shape
+def _read(error: Tensor | None, like: Tensor, width: int, blocks: range) -> tuple[Tensor, Tensor]:
+    """What is kept of some blocks, as numbers and steps whose product it is; like: (rows, blocks, block_size)."""
+    rows, number, block_size = like.shape
     if error is None:
-        return torch.zeros_like(like), like.new_zeros(rows, blocks, 1)
+        return torch.zeros_like(like), like.new_zeros(rows, number, 1)
     if error.dtype == torch.uint8:
-        return unpack(error, blocks * block_size, Packing(8, block_size))
-    return error.float().view_as(like), like.new_ones(rows, blocks, 1)
+        return unpack(error, width, Packing(_ERROR.bits, block_size), blocks)
+    old = _numbers(error, block_size)[:, blocks.start : blocks.stop].float()
+    return old, like.new_ones(rows, number, 1)
