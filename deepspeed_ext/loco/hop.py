@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from deepspeed_ext.hops import Contents, Hop, Transfer
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback, cut
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.settings import KEY, LocoSettings
 
 COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
 
@@ -68,6 +70,21 @@ class LocoHop(Hop):
         self.look = False  # whether to measure what quantization takes from the next message, which costs a pass
         self.timers: Any = NoopTimer()
         ops.load_kernels()
+        self._check_kernels()
+
+    def _check_kernels(self) -> None:
+        """Raise on all ranks of the group, before there are gradients, if one of them would in its first reduction."""
+        device = get_accelerator().device_name()
+        if device == "cpu":
+            return
+        lacks = torch.tensor(float(ops.lacks_kernels(device)), device=get_accelerator().current_device_name())
+        here = bool(lacks)
+        dist.all_reduce(lacks, op=dist.ReduceOp.MAX, group=self.group)
+        if bool(lacks):
+            raise RuntimeError(
+                f"The kernels of LoCo were built for the CPU only{'' if here else ' on another rank'}, but gradients "
+                f"are on {device}. {ops.BUILD_THEM} Or remove {KEY}."
+            )
 
     def reduce_scatter(self, flat: Tensor, splits: Any, contents: Contents = ()) -> Transfer:
         if self.size == 1 or not flat.numel():

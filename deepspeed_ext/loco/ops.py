@@ -12,6 +12,7 @@ from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
 
 NAMESPACE = "deepspeed_paro"
+BUILD_THEM = "Build them where nvcc is found: remove the built ones, or reinstall with DS_BUILD_LOCO=1."
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -97,11 +98,8 @@ def _check(tensor: Tensor, what: str) -> None:
             f"LoCo takes {what} in {', '.join(str(dtype) for dtype in DTYPES)}, got {tensor.dtype}. Set "
             f"communication_data_type, or remove zero_optimization.zeropp_loco_param."
         )
-    if tensor.device.type == "cuda" and has_kernels("CPU") and not has_kernels("CUDA"):
-        raise RuntimeError(
-            "The kernels of LoCo were built for the CPU only, got a CUDA tensor. Build them where nvcc is found: "
-            "remove the built ones, or reinstall with DS_BUILD_LOCO=1."
-        )
+    if lacks_kernels(tensor.device.type):
+        raise RuntimeError(f"The kernels of LoCo were built for the CPU only, got a CUDA tensor. {BUILD_THEM}")
 
 
 @functools.cache
@@ -120,6 +118,11 @@ _failed: list[Exception] = []  # to build is tried once
 def has_kernels(device: str) -> bool:
     """Whether there are kernels for ``CPU`` or ``CUDA``; without, the reference runs."""
     return device in _kernels(_loaded)
+
+
+def lacks_kernels(device: str) -> bool:
+    """Whether kernels were built, but none for this type of device: an oversight, for the reference is slow."""
+    return device == "cuda" and has_kernels("CPU") and not has_kernels("CUDA")
 
 
 def load_kernels() -> bool:

@@ -220,3 +220,33 @@ def moving_case() -> tuple[float, float]:
     for run, numbers in feedback.numbers_of(feedback.states()):
         found[run.start : run.start + run.numel] += numbers
     return ((found - values).norm() / values.norm()).item(), feedback.nbytes() / numel
+
+
+def test_kernels_for_the_cpu_only_are_refused_on_all_ranks_before_training(ranks: Any) -> None:
+    for rank, (given, lacking) in enumerate(ranks(2).run(lacking_case)):
+        assert not given
+        where = "CPU only on another rank, but" if rank == 0 else "CPU only, but"
+        assert f"The kernels of LoCo were built for the {where} gradients are on cuda." in lacking
+        assert "DS_BUILD_LOCO=1" in lacking and "zero_optimization.zeropp_loco_param" in lacking
+
+
+def lacking_case() -> tuple[str, str]:
+    """Errors where each rank has kernels for CUDA, and where the second one has none."""
+    from unittest import mock
+
+    import snapshots
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.loco import hop, ops
+    from deepspeed_ext.loco.settings import LocoSettings
+
+    device = mock.Mock(device_name=lambda: "cuda", current_device_name=lambda: "cpu")
+    found = []
+    for lacking in (False, dist.get_rank() == 1):
+        kernels = ("CPU",) if lacking else ("CPU", "CUDA")
+        with (
+            mock.patch.object(hop, "get_accelerator", lambda: device),
+            mock.patch.object(ops, "has_kernels", kernels.__contains__),
+        ):
+            found.append(snapshots.error_of(hop.LocoHop, None, "hop", LocoSettings()))
+    return found[0], found[1]
