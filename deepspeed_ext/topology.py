@@ -7,8 +7,13 @@ is the k ranks of number i, one in each group. Groups are formed from the ranks 
 DeepSpeed uses for ZeRO, so tensor, sequence and pipeline parallelism keep their own ranks apart.
 """
 
+import functools
+import hashlib
+import logging
 import os
+import socket
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +22,7 @@ from deepspeed_ext.placement import Cluster, Placement
 
 # Launchers tell a rank how many processes share its node: torchrun and Slurm wrappers, the DeepSpeed launcher.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+_SHOWN = 4  # hosts in a warning
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -55,6 +61,38 @@ def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
             f"zero_optimization.paro_group_size to a divisor of {len(ranks)}."
         )
     return counts[ranks[0] // local_size]
+
+
+def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> str:
+    """What to tell about groups that are spread over more hosts than they need to be; empty if none is.
+
+    Groups trust that the ranks of a host are consecutive. Groups larger than a host are no mistake, and may span as
+    many hosts as they fill.
+
+    Args:
+        ranks: global ranks of the data-parallel group, ascending.
+        group_size: m.
+        hosts: of each of these ranks, any number that is the same on ranks of one host only.
+    """
+    counts = Counter(hosts)
+    if all(count % group_size == 0 for count in counts.values()):
+        needed = 1
+    elif len(set(counts.values())) == 1 and group_size % counts[hosts[0]] == 0:
+        needed = group_size // counts[hosts[0]]
+    else:
+        return ""  # these hosts can be divided by no placement
+    firsts = range(0, len(ranks), group_size)
+    spread = [first for first in firsts if len(set(hosts[first : first + group_size])) > needed]
+    if not spread:
+        return ""
+    shown = [[rank for rank, host in zip(ranks, hosts, strict=True) if host == one] for one in list(counts)[:_SHOWN]]
+    return (
+        f"deepspeed_ext: {len(spread)} of {len(firsts)} groups of {group_size} ranks span more hosts than the "
+        f"{needed} that they need, so what is meant to stay close crosses the network: ranks "
+        f"{intra_ranks(ranks, group_size, spread[0])} make a group, and the {len(counts)} hosts hold the ranks "
+        f"{', '.join(map(str, shown))}{', ...' if len(counts) > _SHOWN else ''}. Have the launcher fill one host "
+        f"after the other (srun --distribution=block, mpirun --map-by slot)."
+    )
 
 
 def intra_ranks(ranks: Sequence[int], group_size: int, rank: int) -> list[int]:
@@ -158,12 +196,13 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
     except ValueError as error:
         m, problem = 0, str(error)
     # A data-parallel group is known by its first rank.
-    mine = torch.tensor([ranks[0], m], device=get_accelerator().current_device_name())
-    everybody = mine.new_empty(2 * dist.get_world_size())
+    mine = torch.tensor([ranks[0], m, _host()], device=get_accelerator().current_device_name())
+    everybody = mine.new_empty(3 * dist.get_world_size())
     dist.all_gather_into_tensor(everybody, mine)
     members: dict[int, list[int]] = {}
     found: dict[int, set[int]] = {}
-    for rank, (first, size) in enumerate(everybody.view(-1, 2).tolist()):
+    rows = everybody.view(-1, 3).tolist()
+    for rank, (first, size, _) in enumerate(rows):
         members.setdefault(first, []).append(rank)
         found.setdefault(first, set()).add(size)
     for first, sizes in found.items():
@@ -174,7 +213,23 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
                 f"{members[first]} of node sizes that make different groups: {sorted(sizes)} (0: none). Set "
                 f"zero_optimization.paro_group_size to a divisor of {len(members[first])}."
             )
-    return [(members[first], max(found[first])) for first in sorted(members)]
+    agreed = [(members[first], max(found[first])) for first in sorted(members)]
+    texts = [crossings(of, size, [rows[rank][2] for rank in of]) for of, size in agreed]
+    _warn_once(next(filter(None, texts), ""))  # of the first one: placement is the same for all
+    return agreed
+
+
+def _host() -> int:
+    """What this rank's host is known by; names are compared only."""
+    return int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    from deepspeed.utils import log_dist
+
+    if text:
+        log_dist(text, ranks=[0], level=logging.WARNING)
 
 
 def _make_groups(all_ranks: list[list[int]]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.topology import default_group_size, inter_ranks, intra_ranks, ranks_per_node
+from deepspeed_ext.topology import crossings, default_group_size, inter_ranks, intra_ranks, ranks_per_node
 
 
 def test_launcher_variables() -> None:
@@ -37,6 +37,57 @@ def test_ranks_of_groups() -> None:
     ranks = [10, 11, 12, 13, 14, 15]
     assert [intra_ranks(ranks, 2, r) for r in (0, 1, 5)] == [[10, 11], [10, 11], [14, 15]]
     assert [inter_ranks(ranks, 2, r) for r in (0, 3)] == [[10, 12, 14], [11, 13, 15]]
+
+
+@pytest.mark.parametrize(
+    "hosts, size, spread",
+    [
+        ("aabb", 2, ""),
+        ("abab", 2, "2 of 2 groups of 2 ranks span more hosts than the 1 "),
+        ("aaabbb", 1, ""),
+        ("aabbba", 2, ""),  # hosts of three ranks hold no groups of two
+        ("aaabbabb", 4, "2 of 2 groups of 4 ranks span more hosts than the 1 "),
+        ("aaaabb", 2, ""),
+        ("aaabab", 2, "2 of 3 groups of 2 ranks"),
+        ("aabbccdd", 4, ""),  # larger than a host, as configured
+        ("abcdabcd", 4, "2 of 2 groups of 4 ranks span more hosts than the 2 "),
+        ("abcdabcd", 8, ""),
+        ("abcd", 2, ""),  # a container for each rank
+        ("abcdeabcde", 2, "5 of 5 groups"),
+    ],
+)
+def test_groups_that_span_more_hosts_than_they_need(hosts: str, size: int, spread: str) -> None:
+    ranks = range(10, 10 + 2 * len(hosts), 2)
+    text = crossings(ranks, size, [ord(host) for host in hosts])
+    assert spread in text and bool(spread) == bool(text), text
+    if hosts == "abab":
+        assert "ranks [10, 12] make a group, and the 2 hosts hold the ranks [10, 14], [12, 16]. Have" in text
+
+
+def test_ranks_that_are_dealt_out_to_hosts_are_told_once(ranks: Any) -> None:
+    for rank, (block, cyclic) in enumerate(ranks(4).run(placement_case)):
+        assert not block
+        assert len(cyclic) == (1 if rank == 0 else 0), cyclic
+        assert all("[0, 1] make a group, and the 2 hosts hold the ranks [0, 2], [1, 3]" in line for line in cyclic)
+
+
+def placement_case() -> tuple[list[str], list[str]]:
+    """Warnings where hosts hold consecutive ranks, and where they do not."""
+    import socket
+    from unittest import mock
+
+    from deepspeed import comm as dist
+    from logs import logged
+
+    from deepspeed_ext.topology import get_topology
+
+    found = []
+    for hosts in ("aabb", "abab"):
+        with mock.patch.object(socket, "gethostname", lambda hosts=hosts: hosts[dist.get_rank()]), logged() as lines:
+            for _ in range(2):
+                get_topology(dist.new_group(list(range(4))), 2)
+        found.append([text for level, text in lines if level == "WARNING" and "hosts" in text])
+    return found[0], found[1]
 
 
 def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> None:
