@@ -4,6 +4,7 @@
 
 from typing import Any
 
+from deepspeed import comm as dist
 from deepspeed.utils import log_dist
 
 from deepspeed_ext.hops import Hop, MakeHop, make_hop
@@ -53,9 +54,9 @@ def announce(settings: LocoSettings, groups: int) -> None:
 
 
 def _report_to(engine: Any, hop: LocoHop) -> None:
-    """At the end of each step, to the engine's monitor and timers."""
+    """At the end of each step, to the engine's monitor, whose writers are on rank 0, and timers."""
     hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
-    monitored = hop.look = engine.monitor.enabled
+    monitored = hop.look = engine.monitor.enabled and dist.get_rank() == 0
 
     def report() -> None:
         sent, hop.sent, hop.look = hop.sent, Sent(), monitored

@@ -17,6 +17,7 @@ from deepspeed_ext.loco.feedback import ErrorFeedback, cut
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 
+LOOK = 2**20  # elements that are looked at
 COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
 
 
@@ -27,14 +28,13 @@ class Sent:
     Attributes:
         plain: bytes that gradients would have had.
         wire: bytes that were sent instead, to this rank itself included.
-        lost: sum of squares of what quantization has taken from the messages that were looked at.
-        whole: sum of squares of these messages, errors of earlier ones included.
+        squares: of what was looked at, two sums, on its device: of what quantization has taken, and of what it was
+            given, errors of earlier messages included; None: nothing was.
     """
 
     plain: int = 0
     wire: int = 0
-    lost: float = 0.0
-    whole: float = 0.0
+    squares: Tensor | None = None
 
     @property
     def compression(self) -> float:
@@ -43,8 +43,12 @@ class Sent:
 
     @property
     def relative_error(self) -> float:
-        """Of a single quantization, in the 2-norm; error feedback sends later what is lost."""
-        return (self.lost / self.whole) ** 0.5 if self.whole else 0.0
+        """Of a single quantization, in the 2-norm; error feedback sends later what is lost. Blocks until it is known.
+
+        It is a sample: the first ``LOOK`` elements of what a step's first message has for one group.
+        """
+        lost, whole = (0.0, 0.0) if self.squares is None else self.squares.tolist()
+        return (lost / whole) ** 0.5 if whole else 0.0
 
 
 class LocoHop(Hop):
@@ -67,7 +71,7 @@ class LocoHop(Hop):
         self.memory: ErrorFeedback = ErrorFeedback(settings, device)
         self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
         self.sent = Sent()
-        self.look = False  # whether to measure what quantization takes from the next message, which costs a pass
+        self.look = False  # whether to measure what quantization takes from the next message
         self.timers: Any = NoopTimer()
         ops.load_kernels()
         self._check_kernels()
@@ -118,25 +122,28 @@ class LocoHop(Hop):
             kept = self.memory.sizes(splits)
             after = list(cut(new, splits, kept))
             before = before if old is None else list(cut(old, splits, kept))
-        look, self.look = self.look, False
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
-            whole = self._compensated(gradient, error, options.get("unit", 1.0)) if look else None
+            look, self.look = self.look, False
+            given = self._compensated(gradient, error, options.get("unit", 1.0)) if look else None
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
-            if whole is not None:
-                self._note(whole, packed)
+            if given is not None:
+                self._note(given, packed, gradient.shape[1])
         if options.get("beta") is not None:
             self.memory.keep(contents, new)
 
     def _compensated(self, gradient: Tensor, error: Tensor | None, unit: float) -> Tensor:
-        """What is quantized: (rows, width), fp32."""
+        """What is quantized of the first row's first blocks: 1D, fp32; before the error is overwritten."""
+        width, blocks = gradient.shape[1], self._looked_at(gradient.shape[1])
+        given = gradient[0, : blocks.stop * self.settings.block_size].float()
         if error is None:
-            return gradient.float()
-        old = reference.decode_error(error, gradient.shape[1], self.settings.block_size, self.settings.hadamard)
-        return gradient.float() + unit * old
+            return given
+        old = reference.decode_error(error[:1], width, self.settings.block_size, self.settings.hadamard, blocks)
+        return given + unit * old[0, : given.numel()]
 
-    def _note(self, whole: Tensor, packed: Tensor) -> None:
-        for row, piece in zip(whole, packed, strict=True):
-            out = torch.empty_like(row)
-            ops.decompress(piece.view(1, -1), out, self.packing, hadamard=self.settings.hadamard)
-            self.sent.lost += (row - out).square().sum().item()
-            self.sent.whole += row.square().sum().item()
+    def _note(self, given: Tensor, packed: Tensor, width: int) -> None:
+        sent = reference.decode(packed[:1], width, self.packing, self.settings.hadamard, self._looked_at(width))
+        lost = given - sent[0, : given.numel()]
+        self.sent.squares = torch.stack([lost.square().sum(), given.square().sum()])
+
+    def _looked_at(self, width: int) -> range:
+        return range(min(self.packing.blocks(width), max(1, LOOK // self.settings.block_size)))
