@@ -24,8 +24,11 @@ MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
 LONG = 0.25  # seconds of a message, after which no larger one is sent
 REPEATS = 3
+IN_A_ROW = 10  # runs of which one sample is made: training queues hops, too, and does not wait for each
+ENOUGH = 0.02  # seconds of a run, from which on what starting and waiting cost is in the noise, so one is enough
 FREE = Rate(0.0, float("inf"))  # of a hop over one rank
-MEMORY_BYTES = 64 * MIB
+MEMORY_BYTES = 64 * MIB  # of the buffer whose rate is taken
+DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device where there is room: its caches hold 64 MiB
 
 
 def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatter: bool = True) -> Rates:
@@ -53,7 +56,7 @@ def _rate(hop: Hop, kind: Kind, dtype: torch.dtype) -> Rate:
         share = max(1, round(size / (hop.size - 1) / dtype.itemsize))
         run = _runner(hop, kind, share, dtype)
         run()  # opens connections
-        seconds = _slowest([_timed(run) for _ in range(REPEATS)])
+        seconds = _seconds(run)
         samples.append((float(share * (hop.size - 1) * dtype.itemsize), seconds))
         if seconds > LONG and len(samples) > 2:
             break
@@ -70,12 +73,21 @@ def _runner(hop: Hop, kind: Kind, share: int, dtype: torch.dtype) -> Callable[[]
     return lambda: Started(hop.reduce_scatter(flat, [share] * hop.size)).finish()
 
 
-def _timed(run: Callable[[], Tensor]) -> float:
+def _seconds(run: Callable[[], Tensor]) -> float:
+    """Of a run among others; the same on all ranks."""
+    once = _slowest([_timed(run)])
+    if once > ENOUGH:
+        return _slowest([once, *(_timed(run) for _ in range(REPEATS - 1))])
+    return _slowest([_timed(run, IN_A_ROW) for _ in range(REPEATS)])
+
+
+def _timed(run: Callable[[], Tensor], times: int = 1) -> float:
     dist.barrier()
     begin = time.perf_counter()
-    run()
+    for _ in range(times):
+        run()
     get_accelerator().synchronize()
-    return time.perf_counter() - begin
+    return (time.perf_counter() - begin) / times
 
 
 def _slowest(seconds: list[float]) -> float:
@@ -87,8 +99,10 @@ def _slowest(seconds: list[float]) -> float:
 
 def _memory() -> float:
     """Bytes that a rank reads and writes per second in its memory while all others do."""
-    buffer = torch.ones(MEMORY_BYTES // 4, device=get_accelerator().current_device_name())
+    device, nbytes = get_accelerator(), MEMORY_BYTES
+    if not device.is_synchronized_device():
+        nbytes = max(nbytes, min(DEVICE_MEMORY_BYTES, device.available_memory() // 8))
+    buffer = torch.ones(nbytes // 4, device=device.current_device_name())
     run = lambda: buffer.mul_(1.0)  # noqa: E731
     run()
-    seconds = _slowest([_timed(run) for _ in range(REPEATS)])
-    return 2 * MEMORY_BYTES / seconds
+    return 1 / _slowest([_seconds(run) / (2 * nbytes)])  # buffers may differ
