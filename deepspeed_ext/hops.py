@@ -174,11 +174,12 @@ class Hop(ABC):
         if self.size == 1 or not flat.numel():
             return flat
         part = fill_up(-(-flat.numel() // self.size), self.multiple)
-        padded = torch.nn.functional.pad(flat, (0, part * self.size - flat.numel()))
+        numel, missing = flat.numel(), part * self.size - flat.numel()
+        padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat  # a pad by nothing is a copy
         splits = [part] * self.size
         mine = yield from self.reduce_scatter(padded, splits, cut_runs(runs, splits) if runs else ())
         gathered = yield from self.all_gather(mine)
-        return gathered[: flat.numel()]
+        return gathered[:numel]
 
     def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Transfer:
         """The ``shard`` (1D) of every rank of the group, in rank order: 1D of ``size * shard.numel()`` elements.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.hops import Contents, Memory, Run
@@ -85,6 +86,7 @@ class ErrorFeedback(Memory):
     _errors: dict[Contents, _Error] = field(default_factory=dict)
     _known: Stretches[Contents] = field(default_factory=Stretches)  # the messages of ``_errors``, by their runs
     _waiting: Stretches[_Waiting] = field(default_factory=Stretches)
+    _on_the_way: bool = False  # whether something may still be copied to the host
 
     def buffers(self, contents: Contents, splits: Sequence[int], device: Any) -> tuple[Tensor | None, Tensor]:
         """What is kept of a message, and where to write what is to be kept instead, which may be the same.
@@ -101,15 +103,26 @@ class ErrorFeedback(Memory):
         if error is None or list(error.splits) != list(splits):  # parts of a checkpoint may have other padding
             error = self._know(contents, self._collect(contents, splits))
         old = error.kept if error.updated is None else error.updated
+        here = torch.device(device)
+        elsewhere = self.device is not None and torch.device(self.device).type != here.type
         if error.updated is None:
-            error.updated = self._empty(splits, self.device or device)
-        return None if old is None else old.to(device), error.updated.to(device)
+            error.updated = self._empty(splits, self.device or device, pinned=elsewhere)
+        # All of what is to be kept is written anew.
+        new = self._empty(splits, device) if elsewhere else error.updated.to(device)
+        return None if old is None else old.to(device, non_blocking=elsewhere), new
 
     def keep(self, contents: Contents, updated: Tensor) -> None:
         """Put what was written to the second one of ``buffers`` where it is kept."""
         kept = self._errors[contents].updated
         if kept is not None and kept.data_ptr() != updated.data_ptr():
-            kept.copy_(updated)
+            kept.copy_(updated, non_blocking=True)
+            self._on_the_way = True
+
+    def _settle(self) -> None:
+        """Wait for copies to the host, before the host reads them; streams read them in order."""
+        if self._on_the_way:
+            get_accelerator().synchronize()
+        self._on_the_way = False
 
     def finish_step(self, applied: bool) -> None:
         """See ``Memory``. A reset, every so many steps, is of all errors at once."""
@@ -136,9 +149,9 @@ class ErrorFeedback(Memory):
         size = packing.row_bytes if self.settings.error_bits == 8 else packing.padded
         return [size(split) for split in splits]
 
-    def _empty(self, splits: Sequence[int], device: Any) -> Tensor:
+    def _empty(self, splits: Sequence[int], device: Any, pinned: bool = False) -> Tensor:
         dtype = torch.uint8 if self.settings.error_bits == 8 else torch.bfloat16
-        return torch.empty(sum(self.sizes(splits)), dtype=dtype, device=device)
+        return torch.empty(sum(self.sizes(splits)), dtype=dtype, device=device, pin_memory=pinned)
 
     def _decode(self, error: Tensor, splits: Sequence[int]) -> Tensor:
         """1D, fp32: the errors of a message's elements."""
@@ -197,6 +210,7 @@ class ErrorFeedback(Memory):
             self._known.take(run)
         if error.kept is None and error.updated is None:
             return
+        self._settle()
         updated = None if error.updated is None else self._decode(error.updated.cpu(), error.splits)
         kept = torch.zeros(sum(error.splits)) if error.kept is None else self._decode(error.kept.cpu(), error.splits)
         for run, offset in places:
@@ -212,6 +226,7 @@ class ErrorFeedback(Memory):
 
     def states(self) -> dict[str, Any]:
         """See ``Memory``. What was updated in a step that is not over is not in it."""
+        self._settle()
         messages = [
             (tuple(tuple(tuple(run) for run in part) for part in contents), list(error.splits), error.kept.cpu())
             for contents, error in self._errors.items()

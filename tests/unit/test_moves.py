@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext import hops, moves
-from deepspeed_ext.hops import InFlight, Started
+from deepspeed_ext.hops import Hop, InFlight, Started
 from deepspeed_ext.moves import FlatLayout, Range, plan_bucket
 from deepspeed_ext.placement import Placement
 
@@ -286,6 +286,30 @@ def test_only_hops_that_remember_are_told_what_messages_hold(remembers: bool) ->
     expected = [((hops.Run(0, 0, 3, 7),), (hops.Run(0, 1, 0, 10),)), two, two, one, one[:1]]
     assert told == (expected if remembers else [()] * 5)
     assert bool(made) == remembers
+
+
+class Echo(Hop):
+    """Two ranks, of which the other has zeros; keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.size, self.rank = 2, 0
+
+    def reduce_scatter(self, flat: torch.Tensor, splits: Any, contents: Any = ()) -> Any:
+        self.given = flat
+        return flat[: splits[0]].clone()
+        yield
+
+    def all_gather(self, shard: torch.Tensor, out: Any = None) -> Any:
+        return torch.cat([shard, shard])
+        yield
+
+
+def test_an_all_reduce_copies_only_what_has_to_be_padded() -> None:
+    for numel in (6, 7):
+        hop, flat = Echo(), torch.arange(numel)
+        assert Started(hop.all_reduce(flat)).finish().numel() == numel
+        assert (hop.given.data_ptr() == flat.data_ptr()) == (numel == 6)
+        assert hop.given[:numel].tolist() == flat.tolist() and not hop.given[numel:].any()
 
 
 @settings(max_examples=10, deadline=None)
