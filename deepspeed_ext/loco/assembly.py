@@ -21,9 +21,10 @@ def inter_hop(engine: Any) -> MakeHop:
         return make_hop
     settings = LocoSettings.parse(config.zeropp_loco_param)
     offloaded = getattr(config.offload_optimizer, "device", "none") != "none"
+    pinned = offloaded and config.offload_optimizer.pin_memory
 
     def make(group: Any, name: str, reduce_scatter: bool = True) -> Hop:
-        hop = LocoHop(group, name, settings, device="cpu" if offloaded else None)
+        hop = LocoHop(group, name, settings, device="cpu" if offloaded else None, pinned=pinned)
         announce(settings, hop.size)
         _report_to(engine, hop)
         return hop

@@ -75,12 +75,14 @@ class ErrorFeedback(Memory):
     Attributes:
         settings: how they are kept.
         device: where they are kept; None: where gradients are.
+        pinned: whether they are kept in pinned memory, if on the host while gradients are not.
         steps: optimizer steps that were applied, since the start of training.
         on_step: called at the end of each step.
     """
 
     settings: LocoSettings
     device: Any = None
+    pinned: bool = False
     steps: int = 0
     on_step: Callable[[], None] | None = None
     _errors: dict[Contents, _Error] = field(default_factory=dict)
@@ -106,7 +108,7 @@ class ErrorFeedback(Memory):
         here = torch.device(device)
         elsewhere = self.device is not None and torch.device(self.device).type != here.type
         if error.updated is None:
-            error.updated = self._empty(splits, self.device or device, pinned=elsewhere)
+            error.updated = self._empty(splits, self.device or device, pinned=elsewhere and self.pinned)
         # All of what is to be kept is written anew.
         new = self._empty(splits, device) if elsewhere else error.updated.to(device)
         return None if old is None else old.to(device, non_blocking=elsewhere), new

@@ -62,13 +62,16 @@ class LocoHop(Hop):
         name: in the records of the comms logger.
         settings: bits, blocks, feedback.
         device: where errors are kept; None: where gradients are.
+        pinned: see ``ErrorFeedback``.
     """
 
-    def __init__(self, group: Any, name: str, settings: LocoSettings, device: Any = None) -> None:
+    def __init__(
+        self, group: Any, name: str, settings: LocoSettings, device: Any = None, pinned: bool = False
+    ) -> None:
         super().__init__(group, name)
         self.settings = settings
         self.packing = Packing(settings.bits, settings.block_size)
-        self.memory: ErrorFeedback = ErrorFeedback(settings, device)
+        self.memory: ErrorFeedback = ErrorFeedback(settings, device, pinned)
         self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
         self.sent = Sent()
         self.look = False  # whether to measure what quantization takes from the next message

@@ -5,6 +5,7 @@
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +32,8 @@ class Copies(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain() -> None:
+@pytest.mark.parametrize("pins", [False, True], ids=["pageable", "pinned"])
+def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain(pins: bool) -> None:
     width, pinned, empty = 300, [], torch.empty
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -39,7 +41,7 @@ def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain() -> None:
         return empty(*args, **kwargs)
 
     device = mock.Mock()
-    memory = feedback.ErrorFeedback(LocoSettings(), device="cpu")
+    memory = feedback.ErrorFeedback(LocoSettings(), device="cpu", pinned=pins)
     contents = ((Run(0, 0, 0, width),),)
     with (
         mock.patch.object(feedback.torch, "empty", made),
@@ -54,7 +56,7 @@ def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain() -> None:
                 assert copies.found == ([down] if (step, micro_batch) == (0, 0) else [up, down])
                 assert (old is None) == ((step, micro_batch) == (0, 0)) and new.device.type == "meta"
             memory.finish_step(True)
-        assert pinned == ["cpu"] * 2 and not device.synchronize.called
+        assert pinned == ["cpu"] * 2 * pins and not device.synchronize.called
         memory.states()  # reads what may still be on its way
         memory.states()
         assert device.synchronize.call_count == 1
