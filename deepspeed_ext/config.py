@@ -42,8 +42,26 @@ _PREFIXES = ("paro", "stage3_leaf")
 _OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES)
 
 
-class ImpliedStage(int):
-    """A stage that we have written into a user's section, where it was left out: the next reader may imply another."""
+# By id: sections into which we have written the stage that was left out, and what it was. They are kept, so that no
+# other dictionary gets the id. The stage itself is a plain number, for it is saved with checkpoints.
+_implied: dict[int, tuple[Mapping[str, Any], int]] = {}
+
+
+def imply(section: dict[str, Any], stage: int) -> None:
+    """Write a stage into a raw section that leaves it out, such that the next reader may imply another one."""
+    section["stage"] = stage
+    _implied[id(section)] = (section, stage)
+
+
+def is_implied(section: Mapping[str, Any]) -> bool:
+    """Whether the stage of a raw section was written by us."""
+    known, stage = _implied.get(id(section), (None, None))
+    return known is section and section.get("stage") == stage
+
+
+def as_written(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a raw section as its user has written it."""
+    return {key: value for key, value in section.items() if key != "stage" or not is_implied(section)}
 
 
 def our_keys(section: Any) -> list[str]:
@@ -237,7 +255,7 @@ def check_config(config: "DeepSpeedConfig", mpu: Any = None, mesh_device: Any = 
         Cluster(sharding_ranks(config, mpu), size)
     strategy = active_strategy(config)
     if strategy is not None or undecided(config):
-        refuse_mesh(f"{SECTION}.{_given(config._param_dict[SECTION])}", mpu, mesh_device)
+        refuse_mesh(our_keys(config._param_dict[SECTION]), mpu, mesh_device)
     if undecided(config):
         possible_strategies(config)
         return
@@ -323,7 +341,7 @@ def decided(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
 
 
 def _decided(section: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {**{key: value for key, value in section.items() if key not in OF_FASTEST}, STRATEGY: name}
+    return {**{key: value for key, value in as_written(section).items() if key not in OF_FASTEST}, STRATEGY: name}
 
 
 def _parse_strategy(section: Mapping[str, Any]) -> Strategy | None:
@@ -448,6 +466,5 @@ def resolved(section: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a key of MiCS, LoCo or leaf modules is not valid.
     """
-    section = {key: value for key, value in section.items() if not isinstance(value, ImpliedStage)}
-    section = revive_mics(section)
+    section = revive_mics(as_written(section))
     return with_loco(with_leaf_bytes(section)) if our_keys(section) else section

@@ -7,6 +7,7 @@ counts batches, and leaves sequence parallelism out; ``utils.groups`` asks the m
 after it in the next; ZeRO-3 reduces each parameter over the group that ``zero.Init`` has cut it over.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def sharding_ranks(config: "DeepSpeedConfig", mpu: Any) -> int:
     return int(getattr(mpu, "get_sequence_data_parallel_world_size", lambda: config.world_size)())
 
 
-def refuse_mesh(key: str, mpu: Any, mesh_device: Any) -> None:
+def refuse_mesh(keys: Sequence[str], mpu: Any, mesh_device: Any) -> None:
     """Refuse a mesh whose second axis is sequence parallelism, unless an mpu names the group over both axes.
 
     With such a mesh DeepSpeed 0.19.8 takes the first axis for the ranks of ZeRO (``utils.groups``). Stages 1 and 2
@@ -35,20 +36,25 @@ def refuse_mesh(key: str, mpu: Any, mesh_device: Any) -> None:
     takes norms and overflows over that part, and its ranks write their shards under the names of one another's.
 
     Args:
-        key: the key of ours that is active.
-        mpu, mesh_device: what DeepSpeed was given, or None.
+        keys: those of ours that are set.
+        mpu, mesh_device: what DeepSpeed was given, or None. It keeps the mesh of an engine for all later ones.
 
     Raises:
         ValueError: there is such a mesh.
     """
-    if mesh_device is None or hasattr(mpu, "get_sequence_data_parallel_group"):
+    from deepspeed.utils import groups
+
+    mesh = groups.mesh_device if mesh_device is None else mesh_device
+    if mesh is None or hasattr(mpu, "get_sequence_data_parallel_group"):
         return
-    data, sequence = mesh_device.mesh.shape
+    data, sequence = mesh.mesh.shape
     if sequence > 1:
+        whose = " of an earlier engine of this process" if mesh_device is None else ""
         raise ValueError(
-            f"{key} cannot be combined with a mesh of data_parallel_size {data} and sequence_parallel_size {sequence} "
-            f"(or mesh_param): DeepSpeed takes {data} of the {data * sequence} ranks that hold the same parameters "
-            f"for all of them. Pass mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to "
-            f"deepspeed.initialize, after its initialize_sequence_parallel({sequence}), and remove "
-            f"data_parallel_size (or mesh_param); or remove {key}."
+            f"zero_optimization.{keys[0]} cannot be combined with a mesh of data_parallel_size {data} and "
+            f"sequence_parallel_size {sequence} (or mesh_param){whose}: DeepSpeed takes {data} of the "
+            f"{data * sequence} ranks that hold the same parameters for all of them. Pass "
+            f"mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize, after its "
+            f"initialize_sequence_parallel({sequence}), and remove data_parallel_size (or mesh_param); or remove "
+            f"{' and '.join(keys)}."
         )

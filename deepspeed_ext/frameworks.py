@@ -4,13 +4,14 @@
 
 Plain DeepSpeed does not need it beside a strategy, which implies it. Frameworks look it up in the dictionary that
 they keep: Accelerate before the model is made, to decide on ``zero.Init``, and again when it saves. So where a user
-leaves it out, we write it there; for Accelerate, and all that is built on it, before it looks.
+leaves it out, we write it there: for Accelerate, and all that is built on it, before it looks; for others when
+DeepSpeed reads it. (Lightning decides on ``zero.Init`` before that.)
 """
 
 import sys
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config import FASTEST, SECTION, STRATEGY, ImpliedStage, check_section, our_keys, resolved
+from deepspeed_ext.config import FASTEST, SECTION, STRATEGY, check_section, imply, is_implied, our_keys, resolved
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -28,9 +29,11 @@ def imply_stage(section: Any, stage: int | None = None) -> None:
     """
     if not isinstance(section, dict) or not our_keys(section):
         return
-    if not isinstance(section.get("stage", ImpliedStage()), ImpliedStage):
+    if section.get("stage") is not None and not is_implied(section):
         return
     if stage is None:
+        if is_implied(section) and section.get(STRATEGY) == FASTEST:
+            return  # it was decided
         ours = resolved(section)
         if not our_keys(ours):
             return
@@ -38,7 +41,13 @@ def imply_stage(section: Any, stage: int | None = None) -> None:
         if strategy is None:
             raise ValueError(_without_stage("which decide before the model is known"))
         stage = strategy.stage
-    section["stage"] = ImpliedStage(stage)
+    imply(section, stage)
+
+
+def forget_stage(section: Any) -> None:
+    """Take the stage out of a section whose user has removed our keys from it since it was written."""
+    if isinstance(section, dict) and is_implied(section) and not our_keys(section):
+        del section["stage"]
 
 
 def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
@@ -60,12 +69,14 @@ def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
     section = config._param_dict[SECTION]
     if plugin is None or getattr(plugin, "deepspeed_config", None) is not config._param_dict:
         return
-    stage = section.get("stage", ImpliedStage())
-    if isinstance(stage, ImpliedStage) and plugin.zero_stage != stage and 3 in (plugin.zero_stage, stage or 3):
+    stage = section.get("stage")
+    if stage is not None and not is_implied(section):
+        return
+    if plugin.zero_stage != stage and 3 in (plugin.zero_stage, stage or 3):
         raise ValueError(_without_stage(f"which have decided for stage {plugin.zero_stage} already", stage))
 
 
-def _without_stage(why: str, stage: int = 0) -> str:
+def _without_stage(why: str, stage: int | None = None) -> str:
     given = f"{SECTION}.{STRATEGY}" if stage else f'{SECTION}.{STRATEGY} "{FASTEST}"'
-    value = f"{int(stage)}" if stage else "1, 2 or 3: the fastest strategy of that stage is chosen"
+    value = f"{stage}" if stage else "1, 2 or 3: the fastest strategy of that stage is chosen"
     return f"{given} needs {SECTION}.stage with Accelerate, HF Trainer and TRL, {why}. Set {SECTION}.stage to {value}."

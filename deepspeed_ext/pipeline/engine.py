@@ -50,7 +50,7 @@ class ShardedPipelineEngine(PipelineEngine):
     """See Note [What runs when, in a pipeline]. Made of a ``PipelineEngine`` by ``setup.initialize``."""
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
-        """Explain to who reads the log why groups are single ranks, where the pipeline's layout makes them so."""
+        """Explain to whoever reads the log why groups are single ranks, where the pipeline's layout makes them so."""
         return layout_hint(self, strategy, topology)
 
     def connect(self) -> None:

@@ -11,11 +11,12 @@ def parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_zero_config)
     def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         from deepspeed_ext import config
-        from deepspeed_ext.frameworks import imply_stage
+        from deepspeed_ext.frameworks import forget_stage, imply_stage
         from deepspeed_ext.support import require
 
         config.check_top_level(param_dict)
         section = param_dict.get(config.SECTION)
+        forget_stage(section)
         if not config.our_keys(section):
             return get_zero_config(param_dict, *args, **kwargs)
         require()

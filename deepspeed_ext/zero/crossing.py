@@ -53,7 +53,7 @@ class Crossing:
         self.clear()
 
     def clear(self) -> None:
-        """Be as at the begin of a backward."""
+        """Forget everything, as at the beginning of a backward."""
         self._next = 0  # number of the expected parameter that crosses next
         self._used: set[int] = set()
         self._waiting: dict[int, _Piece] = {}

@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
-from deepspeed_ext.config import GROUP_SIZE, LEAF_BYTES, LOCO, MICS_SIZE, SECTION, STRATEGY
+from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY, our_keys
 from deepspeed_ext.hops import MakeHop, make_hop
 from deepspeed_ext.moves import Moves
 from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy
@@ -120,8 +120,7 @@ def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
     Raises:
         ValueError: the model or the optimizer is of a kind that the strategy does not support.
     """
-    given = [key for key in (STRATEGY, MICS_SIZE, LOCO, LEAF_BYTES) if key in engine._config._param_dict[SECTION]]
-    plain = f"Remove {' and '.join(given)}, and set {SECTION}.stage to"
+    plain = f"Remove {' and '.join(our_keys(engine._config._param_dict[SECTION]))}, and set {SECTION}.stage to"
     reasons = (
         (
             engine.has_moe_layers,
@@ -176,10 +175,12 @@ def _meaning(strategy: Strategy, cluster: Cluster, compressed: bool) -> str:
     if 1 < m < n:
         return ""
     groups = "one group" if m == n else "groups of one rank"
+    size = f"({SECTION}.{GROUP_SIZE} is {m})"
     name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
     plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, name)
     nothing = ", and nothing crosses between groups that could be compressed" if compressed and m == n else ""
-    return f": {groups}, so {strategy.name} is {plain} here{nothing} ({SECTION}.{GROUP_SIZE} is {m})"
+    comes_down_to = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
+    return f": {groups}{comes_down_to}{nothing} {size}"
 
 
 def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> None:

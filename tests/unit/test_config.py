@@ -117,24 +117,33 @@ def test_each_form_of_config(ranks: Any, tmp_path: Path, form: str) -> None:
 
 
 def test_the_callers_dict_says_the_stage(ranks: Any) -> None:
-    """Frameworks read it there; and the next engine may be given the same dict with another strategy."""
-    assert ranks(1).run(implied_stages_case) == [[1, 3, 2, 3, 0, "absent"]]
+    """Frameworks read it there; and the next engine may be given the same dict with another strategy, or with none."""
+    stages, others, saved = ranks(1).run(implied_stages_case)[0]
+    assert stages == [1, 3, 2, "absent"] and others == [3, 0, "absent"]
+    assert b"deepspeed_ext" not in saved  # a checkpoint holds the configuration, and is read without us
 
 
-def implied_stages_case() -> list[Any]:
-    """The stage in a section that was parsed with one strategy after the other, and in others."""
+def implied_stages_case() -> tuple[list[Any], list[Any], bytes]:
+    """The stage in a section that was parsed with one strategy after the other; in others; and one as it is saved."""
+    import pickle
+
     from deepspeed.runtime.config import DeepSpeedConfig
 
     zero: dict[str, Any] = {}
     stages: list[Any] = []
     for name in ("NNG", "IIG", "NIG"):
         zero["paro_strategy"] = name
-        DeepSpeedConfig(config(**zero) | {"zero_optimization": zero})
-        stages.append(json.loads(json.dumps(zero))["stage"])
+        DeepSpeedConfig({**config(), "zero_optimization": zero})
+        stages.append(zero["stage"])
+    saved = pickle.dumps(zero)
+    del zero["paro_strategy"]
+    DeepSpeedConfig({**config(), "zero_optimization": zero})
+    stages.append(zero.get("stage", "absent"))
+    others = []
     for other in ({"mics_shard_size": 1}, {"paro_strategy": "IIG", "stage": 0}, {"paro_strategy": "fastest"}):
-        DeepSpeedConfig(config() | {"zero_optimization": other})
-        stages.append(other.get("stage", "absent"))
-    return stages
+        DeepSpeedConfig({**config(), "zero_optimization": other})
+        others.append(other.get("stage", "absent"))
+    return stages, others, saved
 
 
 def test_off_means_the_exact_upstream_class(ranks: Any) -> None:

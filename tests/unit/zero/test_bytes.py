@@ -103,9 +103,10 @@ def bytes_case(
 
 def test_comms_logger_tells_the_hops_apart(ranks: Any) -> None:
     for records in ranks(4).run(logger_case):
-        assert {"intra_reduce_scatter", "inter_reduce_scatter"} <= set(records)
-        for name in ("intra_all_gather", "inter_all_gather"):  # over 2 ranks, not over all 4
+        # Over 2 ranks, not over all 4. Inside groups the parts of a bucket are unequal, and go by rooted reduces.
+        for name in ("inter_reduce_scatter", "intra_all_gather", "inter_all_gather"):
             assert records[name] and all(abs(bus / algorithm - 1 / 2) < 1e-9 for algorithm, bus in records[name])
+        assert records["intra_reduce_scatter"]
 
 
 def logger_case() -> dict[str, list[tuple[float, float]]]:
