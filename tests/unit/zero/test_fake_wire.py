@@ -1,0 +1,74 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing is read before it has arrived, in the order of the program. See Note [How the wire works]."""
+
+from typing import Any
+
+import pytest
+from training import PARTITIONED, REPLICATED
+
+# Little is gathered ahead, and nothing kept from forward to backward, but what the backward begins with.
+FEW_AT_A_TIME = {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance": 0}
+WITH_STREAMS = ("NGG", "ING", "GGG")
+# Places of ours that wait, with what shows it where a wait is left out.
+UPDATES = "parameters.py:_wait_for_updates"
+COMMON = {"hops.py:_advance": "NGG", "hops.py:wait": "NGG"}
+WAITS = {
+    False: {**COMMON, "hops.py:finish": "GGG", UPDATES: "IGG"},
+    True: {**COMMON, "hops.py:__init__": "GGG", "hops.py:finish": "ING", UPDATES: "ING"},
+}
+OTHERS = {"parameters.py:drain"}  # it protects what is sent, of parameters that no module uses
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_late_results_are_waited_for(ranks: Any, kernels: bool, streams: bool) -> None:
+    names = list(WITH_STREAMS) if streams else [*REPLICATED, *PARTITIONED]
+    different, places, missed = ranks(1).run(wired_case, names, streams, WAITS[streams])[0]
+    assert not different
+    assert places - OTHERS == set(WAITS[streams])
+    assert not missed, "a wait was left out, and nobody noticed"
+
+
+def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[list[str], set[str], list[str]]:
+    """What training over a late wire comes to, beside a prompt one, in groups of three.
+
+    Args:
+        names: of strategies; each between groups in full and in four bits.
+        streams: whether the device has streams.
+        waits: for places whose waits are left out in turn, a strategy.
+
+    Returns:
+        The strategies that end with other weights; where ours waits; the places that were left out without an effect.
+    """
+    import contextlib
+
+    import networks
+    from fake_wire import Trained, Wire, enter_virtual_world, train_over
+    from stream_order import device_with_streams
+    from training import SMALL, Job, placed
+
+    job = Job(
+        sizes=networks.SQUARE,
+        network=networks.Mixture,
+        accumulation=2,
+        empty=False,
+        steps=2,
+        zero={**SMALL, **FEW_AT_A_TIME, "overlap_comm": True},
+    )
+
+    def train(wire: Wire, name: str, **more: Any) -> Trained:
+        return train_over(wire, job, placed(name, group_size=3, **more))
+
+    enter_virtual_world(6)
+    late, expected, different = Wire(), {}, []
+    with device_with_streams() if streams else contextlib.nullcontext():
+        for name in names:
+            expected[name] = train(Wire(prompt=True), name)
+            if not expected[name][1] or train(late, name) != expected[name]:
+                different.append(name)
+        for name in ("NIG", "IGG"):
+            if train(late, name, zeropp_loco_param={}) != train(Wire(prompt=True), name, zeropp_loco_param={}):
+                different.append(f"{name} in four bits")
+        missed = [place for place, name in waits.items() if train(Wire(ignored=place), name) == expected[name]]
+    ours = {place for place in late.waits if place.partition(":")[0] in ("hops.py", "hop.py", "parameters.py")}
+    return different, ours, missed
