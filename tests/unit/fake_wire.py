@@ -163,6 +163,8 @@ class Wire:
         """In this context collectives of all process groups go over this wire."""
         with contextlib.ExitStack() as patches:
             for name, collective in _COLLECTIVES.items():
+                if not hasattr(ProcessGroup, name):
+                    continue
 
                 def start(group: Any, *args: Any, name: str = name, collective: Any = collective) -> Any:
                     with torch.no_grad():
@@ -260,13 +262,14 @@ class _Kept:
     reduceOp = ReduceOp.MAX
 
 
+# By method of a process group; releases of torch have different ones.
 _COLLECTIVES: dict[str, Callable[..., Plan]] = {
-    "all_gather_single": _all_gather_single,
+    **dict.fromkeys(("all_gather_single", "_allgather_base"), _all_gather_single),
+    **dict.fromkeys(("reduce_scatter_single", "_reduce_scatter_base"), _reduce_scatter_single),
+    **dict.fromkeys(("all_to_all_single", "alltoall_base"), _all_to_all_single),
     "allgather": _all_gather,
-    "reduce_scatter_single": _reduce_scatter_single,
     "allreduce": _all_reduce,
     "reduce": _reduce,
-    "all_to_all_single": _all_to_all_single,
     "broadcast": _broadcast,
 }
 

@@ -16,6 +16,7 @@ from fake_wire import Wire, enter_virtual_world, train_over
 from gpu_order import JOB
 from training import placed
 
+from deepspeed_ext.loco import ops
 from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,6 +49,9 @@ def counts_of(results: Path) -> dict[str, int]:
 
 def bandwidth(place: Any) -> None:
     """T8B: how close the kernels come to a copy of as many bytes."""
+    if place.cuda:
+        ops.load_kernels()
+        place.report.check("there are CUDA kernels", ops.has_kernels("CUDA"))
     size = ["--mib", "1", "--repetitions", "1"] if place.small else ["--mib", "64", "256"]
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"

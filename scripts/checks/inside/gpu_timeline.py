@@ -22,7 +22,15 @@ from training import DTYPES, PARTITIONED, REPLICATED, Job, make_engine, placed
 RANKS, GROUP = 6, 3
 HOP = 50.0  # milliseconds on the wire
 LAYER = 20.0  # milliseconds of each layer, forward and backward
-REDUCES = ("reduce_scatter_single", "reduce", "allreduce", "all_to_all_single")
+GATHERS = ("all_gather_single", "_allgather_base")
+REDUCES = (
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "reduce",
+    "allreduce",
+    "all_to_all_single",
+    "alltoall_base",
+)
 _FIRST, _LAST = 5, 10  # micro-steps in which synchronizations are counted, from 1
 
 
@@ -116,7 +124,7 @@ def updates_under_forward(place: Any, groups: int) -> None:
     with running(place, placed("IIG", GROUP), groups=groups, accumulation=1, config={}) as run:
         for _ in range(4):
             run.micro_step(JOB)
-        gathers = [late for late in run.wire.sent if late.name == "all_gather_single" and late.ranks == RANKS // GROUP]
+        gathers = [late for late in run.wire.sent if late.name in GATHERS and late.ranks == RANKS // GROUP]
         pending = [late for late in gathers if not late.is_completed()]
         place.report.figure(f"(a) {groups} parameter groups: step returns before its gathers end", bool(pending))
         run.micro_step(JOB)

@@ -25,7 +25,7 @@ def test_late_results_are_waited_for(ranks: Any, kernels: bool, streams: bool) -
     names = list(WITH_STREAMS) if streams else [*REPLICATED, *PARTITIONED]
     different, places, missed = ranks(1).run(wired_case, names, streams, WAITS[streams])[0]
     assert not different
-    assert places - OTHERS == set(WAITS[streams])
+    assert places - OTHERS == set(WAITS[streams]), "each place that waits is left out once, below"
     assert not missed, "a wait was left out, and nobody noticed"
 
 
