@@ -72,3 +72,64 @@ def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[
         missed = [place for place, name in waits.items() if train(Wire(ignored=place), name) == expected[name]]
     ours = {place for place in late.waits if place.partition(":")[0] in ("hops.py", "hop.py", "parameters.py")}
     return different, ours, missed
+
+
+@pytest.mark.parametrize("removed", ["", "deepspeed_ext.zero.coordinator:GroupCoordinator.follow"])
+def test_the_wire_of_a_gpu(ranks: Any, removed: str) -> None:
+    """Its streams, simulated: what is sent and received has an order, and one that is missing is found."""
+    same, findings = ranks(1).run(gpu_case, removed)[0]
+    assert same
+    if removed:
+        assert any("parameters.py" in finding for finding in findings), findings
+    else:
+        assert not findings
+
+
+def gpu_case(removed: str) -> tuple[bool, list[str]]:
+    """Whether weights are those of a prompt wire, and accesses without an order.
+
+    Args:
+        removed: "Class.method" of ours that does nothing instead.
+    """
+    import contextlib
+    import pkgutil
+    from unittest import mock
+
+    import networks
+    import torch
+    from fake_wire import Wire, enter_virtual_world, train_over
+    from stream_order import Event, Stream, device_with_streams
+    from training import SMALL, Job, placed
+
+    job = Job(
+        sizes=networks.SQUARE,
+        network=networks.Mixture,
+        accumulation=2,
+        empty=False,
+        steps=2,
+        zero={**SMALL, **FEW_AT_A_TIME},
+        config={"timers": {"throughput": {"enabled": False}}},
+    )
+    enter_virtual_world(6)
+    with device_with_streams() as order, contextlib.ExitStack() as patches:
+        simulated = {
+            "Stream": lambda: Stream(order, "wire"),
+            "Event": lambda **_: Event(order),
+            "stream": order.on,
+            "current_stream": lambda: order.current,
+            "synchronize": order.synchronize,
+            "_sleep": lambda cycles: None,
+        }
+        for name, replacement in simulated.items():
+            patches.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        same, findings = True, []
+        for name in ("GGG", "IGG"):
+            expected = train_over(Wire("cuda", prompt=True), job, placed(name, group_size=3))
+            with contextlib.ExitStack() as without:
+                if removed:
+                    owner, _, method = removed.rpartition(".")
+                    without.enter_context(mock.patch.object(pkgutil.resolve_name(owner), method, lambda *_: None))
+                with order.watch():
+                    same &= train_over(Wire("cuda"), job, placed(name, group_size=3)) == expected
+            findings += map(str, order.findings)
+    return same, findings
