@@ -155,3 +155,33 @@ def test_experiments_run(ranks: Any, kernels: bool, tmp_path: Path, name: str) -
     found = json.loads((tmp_path / "report.json").read_text())
     assert all(found["checks"].values()), found
     assert found["checks"] or len(found["figures"]) > 4
+
+
+def test_synchronizations_of_a_gpu_are_counted(ranks: Any) -> None:
+    modes, counts = ranks(1).run(counting_case)[0]
+    assert modes == ["warn", "default"]
+    assert counts == {"elsewhere": 3}, "a warning of torch, a wait for the device, and one for an event"
+
+
+def counting_case() -> tuple[list[str], dict[str, int]]:
+    """What is counted where torch's part is played; and the modes that torch was set to."""
+    sys.path[:0] = [str(CHECKS), str(INSIDE)]
+    import warnings
+    from unittest import mock
+
+    import torch
+    from gpu_timeline import _counted_on_gpu
+
+    modes: list[str] = []
+    with (
+        mock.patch.object(torch.cuda, "set_sync_debug_mode", modes.append),
+        mock.patch.object(torch.cuda, "synchronize", lambda: None),
+        mock.patch.object(torch.cuda.Event, "synchronize", lambda event: None),
+    ):
+        with _counted_on_gpu() as counts:
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+            warnings.warn("another", UserWarning, stacklevel=1)
+            torch.cuda.synchronize()
+            torch.cuda.Event.synchronize(None)
+        torch.cuda.synchronize()
+    return modes, dict(counts)
