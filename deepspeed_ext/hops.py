@@ -405,7 +405,8 @@ class InFlight:
 
 
 class Started:
-    """A transfer whose first hop is on the wire; ``finish`` runs the rest, and may be called by several streams.
+    """A transfer whose first hop is on the wire; ``complete`` runs the rest, and ``finish`` hands out the result, to
+    several streams if need be.
 
     Args:
         transfer: what to start.
@@ -427,16 +428,20 @@ class Started:
                     self._handle.wait()
                     self._resume()
 
-    def finish(self) -> Tensor:
-        """The transfer's result, complete for what the current stream runs from now on.
-
-        The rest runs where the transfer was started: the memory of its messages is that stream's. To wait for the
-        handle again would not do, for results may be made of what has arrived.
-        """
+    def complete(self) -> None:
+        """Run the rest, where the transfer was started: the memory of its messages is that stream's."""
         with get_accelerator().stream(self._home):
             while self._result is None:
                 self._handle.wait()
                 self._resume()
+
+    def finish(self) -> Tensor:
+        """The transfer's result, complete for what the current stream runs from now on.
+
+        To wait for the handle again would not do, for results may be made of what has arrived.
+        """
+        self.complete()
+        assert self._result is not None
         if self._streams and get_accelerator().current_stream() != self._home:
             get_accelerator().current_stream().wait_event(self._done)
             self._result.record_stream(get_accelerator().current_stream())

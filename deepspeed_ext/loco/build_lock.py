@@ -11,10 +11,12 @@ Note [Two locks]
     - Shared: the others, once the first has finished. They load what it has built, all of them at once.
 
     Some network file systems keep an flock within one machine. Holders therefore note the machine's boot id in the
-    file. Only if all of them ran under this kernel do we remove torch's lock; otherwise we wait for it and say so.
+    file. Only if all of them ran under this kernel (or the others were there more than a day ago) do we remove torch's
+    lock; otherwise we wait for it and say so. A compiler that outlives its killed parent for a moment is not known.
 """
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ _POLL_SECONDS = 0.1
 _UNKNOWN_SECONDS = 10.0  # after which a wait for a holder that may be dead is told
 _ALIVE_SECONDS = 60.0  # the same for a holder that builds: kernels for a GPU take about as long
 _SEVERAL = "several machines"
+_FORGOTTEN_SECONDS = 24 * 3600.0  # after which another machine's note says nothing of now
 
 
 @contextmanager
@@ -100,10 +103,11 @@ def _noted(ours: TextIO) -> str:
 
 def _note(ours: TextIO, alone: bool) -> None:
     """Note that a process of this machine is about to build or load."""
-    machine = _boot_id()
-    if not alone and _noted(ours) != machine:
+    machine, noted = _boot_id(), _noted(ours)
+    forgotten = not noted or time.time() - os.fstat(ours.fileno()).st_mtime > _FORGOTTEN_SECONDS
+    if noted != machine and not (alone and forgotten):
         machine = _SEVERAL
-    if _noted(ours) != machine:
+    if noted != machine:
         ours.truncate(0)
         ours.write(machine)  # appended: at the beginning now
         ours.flush()

@@ -6,8 +6,8 @@ Note [Errors of messages]
     An error is kept for each message, in the message's own layout, so that one pass over memory compensates,
     quantizes and updates. A message is known by its contents. Where the boundary between groups is crossed once a
     step, its contents are the same in every step. Where buckets cross in every micro-batch (g = G) they are the same
-    as long as the model uses its parameters in one order; otherwise errors move to the messages that their elements
-    are in now, which costs a decoding and an encoding.
+    as long as the model uses the same parameters, and but for IGG in one order; otherwise errors move to the messages
+    that their elements are in now, which costs a decoding and an encoding.
     An error that was updated in a step becomes the one that is kept when the step has been applied to the weights;
     until then both are there. If the step is skipped, or its gradients are dropped, the old one stays.
 """

@@ -9,8 +9,10 @@ Note [One order between groups]
     buckets that are filled in that order. Which these are depends on nothing but the parameters that are used.
 
     A piece waits for those before it; that is about a bucket where modules are used in the order in which they were
-    made, and at most what a rank of IIG holds of gradients. When the backward ends what is left crosses. A parameter
-    that the last backward has not used is not waited for, nor is a second gradient of one: those cross at the end.
+    made, and at most what a rank of IIG holds of gradients. A parameter that was made last and gets its gradient last
+    holds all others up: then nothing crosses under the backward. When the backward ends what is left crosses. A
+    parameter that the last backward has not used is not waited for, nor is a second gradient of one: those cross at
+    the end.
 
     No communication is needed for that, and no byte is added. Groups must use the same parameters in a backward.
 """

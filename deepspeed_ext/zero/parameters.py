@@ -80,7 +80,7 @@ class Gather:
         if self._gather is None:
             return
         while self._gather in self._begun:
-            self._begun.popleft().finish()
+            self._begun.popleft().complete()  # others wait for theirs when they need it
         flat, self._gather = self._gather.finish(), None
         cells = self._message.arrived(flat, self._parts)
         for param, whole in zip(self._params, self._message.unpack(cells), strict=True):

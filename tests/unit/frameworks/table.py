@@ -98,12 +98,16 @@ def rows() -> dict[tuple[str, str], str]:
 
 
 def write() -> None:
-    """Write the table of what has passed in this session."""
+    """Write the table of what has passed in this session; other rows stay as they are."""
     today = datetime.date.today().isoformat()
-    lines = []
-    for (framework, what), entry in sorted(_entries.items()):
+    lines = {}
+    if TABLE.exists():
+        kept = [line for line in TABLE.read_text().splitlines(keepends=True) if line.startswith("| ")][1:]
+        lines = dict(zip(rows(), kept, strict=True))
+    for (framework, what), entry in _entries.items():
         names = ", ".join(entry.strategies)
         resume = "" if entry.resumed is None else "exact"
         cells = (framework, importlib.metadata.version(framework), today, what, names)
-        lines.append(f"| {' | '.join(cells)} | {entry.losses:.1g} | {entry.weights:.1g} | {resume} |\n")
-    TABLE.write_text(_HEAD + "".join(lines))
+        line = f"| {' | '.join(cells)} | {entry.losses:.1g} | {entry.weights:.1g} | {resume} |\n"
+        lines[framework, what] = line
+    TABLE.write_text(_HEAD + "".join(line for _, line in sorted(lines.items())))

@@ -14,8 +14,8 @@ WITH_STREAMS = ("NGG", "ING", "GGG")
 UPDATES = "parameters.py:_wait_for_updates"
 COMMON = {"hops.py:_advance": "NGG", "hops.py:wait": "NGG"}
 WAITS = {
-    False: {**COMMON, "hops.py:finish": "GGG", UPDATES: "IGG"},
-    True: {**COMMON, "hops.py:__init__": "GGG", "hops.py:finish": "ING", UPDATES: "ING"},
+    False: {**COMMON, "hops.py:complete": "GGG", UPDATES: "IGG"},
+    True: {**COMMON, "hops.py:__init__": "GGG", "hops.py:complete": "ING", UPDATES: "ING"},
 }
 OTHERS = {"parameters.py:drain"}  # it protects what is sent, of parameters that no module uses
 
