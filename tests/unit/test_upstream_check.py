@@ -60,8 +60,8 @@ def test_a_difference_is_known_by_its_test_and_its_cause() -> None:
         return {one.test: one.reason for one in outcomes.differences(stock, ours, known)}
 
     expected = {"f.py::a[1-x]": "known", "f.py::b": None, "f.py::e": None}
-    assert compared(Known("f.py::a[1-*", "KeyError: 'x'", "known")) == expected
-    assert compared(Known("f.py::a[1-*", "KeyError: 'y'", "known")) == dict.fromkeys(expected)
+    assert compared(Known("f.py::a[1-*]", "KeyError: 'x'", "known")) == expected
+    assert compared(Known("f.py::a[1-*]", "KeyError: 'y'", "known")) == dict.fromkeys(expected)
     assert compared(Known("g.py::*", "", "known")) == dict.fromkeys(expected)
     rows = [
         Known("f.py::a*", "KeyError", "is seen"),
