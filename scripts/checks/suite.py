@@ -201,6 +201,7 @@ class Suite:
                 self._running.add(process)
                 why = self._wait(process, job)
                 self._running.discard(process)
+            shutil.rmtree(job.temporary, ignore_errors=True)
             ended, begun = _outcomes(job.record)
             outcomes |= ended
             if begun is not None:
@@ -235,6 +236,11 @@ class Suite:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         job = _Job(folder, side)
+        entry = job.library / "upstream_everywhere-0.dist-info" / "entry_points.txt"
+        entry.parent.mkdir(parents=True)
+        entry.write_text("[torch.backends]\nupstream_everywhere = upstream_everywhere:autoload\n", encoding="utf-8")
+        if side.strategies:  # this package, whichever is installed
+            (job.library / "deepspeed_ext").symlink_to(ROOT / "deepspeed_ext")
         content = {"tests": tests, "ranks": self.ranks, "record": str(job.record), "notes": str(job.notes)}
         job.file.write_text(json.dumps(content), encoding="utf-8")
         return job
@@ -242,7 +248,7 @@ class Suite:
     def _start(self, job: "_Job", arguments: list[str], log: Any, slot: int) -> subprocess.Popen[bytes]:
         pytest = [sys.executable, "-m", "pytest", "-p", "upstream_recorder", "-p", "no:cacheprovider"]
         # Upstream's limit ends the whole session: ours comes before it.
-        pytest += ["--basetemp", str(job.folder / "tmp"), "-c", "pytest.ini"]
+        pytest += ["--basetemp", str(job.temporary), "-c", "pytest.ini"]
         return subprocess.Popen(
             [*pytest, *arguments],
             cwd=self.tests,
@@ -254,10 +260,7 @@ class Suite:
         )
 
     def _environment(self, job: "_Job", slot: int) -> dict[str, str]:
-        entry = job.folder / "entry" / "upstream_everywhere-0.dist-info" / "entry_points.txt"
-        entry.parent.mkdir(parents=True)
-        entry.write_text("[torch.backends]\nupstream_everywhere = upstream_everywhere:autoload\n", encoding="utf-8")
-        path = [str(INSIDE), str(entry.parents[1]), *([str(self.extra)] if self.extra else [])]
+        path = [INSIDE, job.library, *([self.extra] if self.extra else [])]
         added = {
             "UPSTREAM_JOB": str(job.file),
             "TORCH_EXTENSIONS_DIR": str(self._extensions),
@@ -266,7 +269,6 @@ class Suite:
             "PYTEST_XDIST_WORKER": f"gw{slot}",  # by which upstream's tests choose their ports
         }
         if job.side.strategies:
-            path.append(str(ROOT))
             strategies = dict(zip("123", job.side.strategies, strict=True))
             forced = {"strategies": strategies, "group_size": job.side.group_size, "notes": str(job.notes)}
             added["UPSTREAM_FORCED"] = json.dumps(forced)
@@ -278,7 +280,7 @@ class Suite:
         # A folder of ours on the search path would bring the package to stock's side as well.
         hidden = ("PYTHONPATH", "DEEPSPEED_EXT_DISABLE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
         kept: Mapping[str, str] = {key: value for key, value in os.environ.items() if key not in hidden}
-        return {**defaults, **kept, **added, "PYTHONPATH": os.pathsep.join(path)}
+        return {**defaults, **kept, **added, "PYTHONPATH": os.pathsep.join(map(str, path))}
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,14 @@ class _Job:
     @property
     def log(self) -> Path:
         return self.folder / "pytest.log"
+
+    @property
+    def library(self) -> Path:
+        return self.folder / "library"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "temporary"
 
 
 def _lines(record: Path) -> list[dict[str, Any]]:
