@@ -36,6 +36,12 @@ _ADAPTED = (
         "device = get_accelerator().current_device()\n",
         "device = get_accelerator().current_device_name()\n",
     ),
+    # A rank that ends in what is no Exception (pytest.raises that saw none) is never heard of again by the pool.
+    (
+        "unit/common.py",
+        "            else:\n                raise e\n",
+        "            else:\n                raise e if isinstance(e, Exception) else AssertionError(str(e))\n",
+    ),
     # DeepSpeed 0.19.8 has removed it, and tests of checkpoints compare it.
     (
         "unit/checkpoint/common.py",
