@@ -1,10 +1,41 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of DeepSpeed's that pass on stock and not with our classes forced under them, and why that is right or known.
+"""Tests of DeepSpeed's that pass on stock and not with our classes forced under them, and why that is no fault.
 
-A row that its tests no longer need is reported by the command; remove it then.
+The command names each row that none of its tests needs any more; remove it then.
 """
 
 from outcomes import Known
 
-KNOWN: tuple[Known, ...] = ()
+KNOWN = (
+    Known(
+        "unit/runtime/zero/test_zero_leaf_module.py::TestSetZ3LeafModule::test_no_grad_input_error",
+        "Expected RuntimeError: inputs with requires_grad=False is not supported",
+        "a leaf module whose inputs need no gradients trains with ours; DeepSpeed raises",
+    ),
+    Known(
+        "unit/v1/zero/test_zero_activation_checkpoint_lifecycle.py::*release_independently[True]",
+        r'assert bool\(getattr\(engine\.module, "_z3_leaf", False\)\) is fast_sharding',
+        "stage3_module_granularity_threshold never makes the whole model a leaf with ours",
+    ),
+    Known(
+        "unit/v1/zero/test_zero_coalesce_grad_reduction.py::*test_zero1_no_offload_uses_bf16_optimizer",
+        "DID NOT RAISE <class 'NotImplementedError'>",
+        "bf16 with fp32 accumulation at stage 1 stays in ZeRO's optimizer, which can coalesce reductions",
+    ),
+    Known(
+        "unit/v1/zero/test_zero.py::*",
+        r"assert isinstance\(engine\.optimizer, BF16_Optimizer\)",
+        "bf16 with fp32 accumulation at stage 1 stays in ZeRO's optimizer",
+    ),
+    Known(
+        "unit/v1/zero/test_zero_coalesce_grad_reduction.py::*test_coalesce_issues_fewer_collectives[2]",
+        "baseline issued no collectives",
+        "the test counts all-reduces and reduces; ours reduces by an exchange over gloo",
+    ),
+    Known(
+        "unit/v1/zero/test_offload_states.py::*",
+        "Allocated memory .* should decrease after offload",
+        "on a CPU it compares the memory of the process, which differs from run to run on stock as well",
+    ),
+)
