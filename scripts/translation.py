@@ -11,7 +11,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # What patches DeepSpeed while it runs, what is said there, and what only our own tests and measurements use.
 STAYS = frozenset(
     f"deepspeed_ext/{name}.py"
-    for name in ("__init__", "__main__", "activation", "fork", "patches", "symbols", "traffic")
+    for name in (
+        "__init__",
+        "__main__",
+        "activation",
+        "fork",
+        "patches",
+        "replacements/frameworks",
+        "symbols",
+        "traffic",
+    )
 )
 # Of a fork's package, what has no twin.
 BY_HAND = frozenset(f"{PACKAGE.replace('.', '/')}/{name}.py" for name in ("__init__", "__main__"))
