@@ -24,7 +24,7 @@ KNOWN = (
         "bf16 with fp32 accumulation at stage 1 stays in ZeRO's optimizer, which can coalesce reductions",
     ),
     Known(
-        "unit/v1/zero/test_zero.py::*",
+        "unit/v1/zero/test_zero.py::TestBF16OptimizerGradReduction::*",
         r"assert isinstance\(engine\.optimizer, BF16_Optimizer\)",
         "bf16 with fp32 accumulation at stage 1 stays in ZeRO's optimizer",
     ),
@@ -37,5 +37,18 @@ KNOWN = (
         "unit/v1/zero/test_offload_states.py::*",
         "Allocated memory .* should decrease after offload",
         "on a CPU it compares the memory of the process, which differs from run to run on stock as well",
+        always=False,
+    ),
+    Known(
+        "unit/v1/zero/test_zero_cpu_offload_grad_accum.py::*",
+        "accumulated_grads_in_cpu should be non-zero",
+        "with g = N or I, gradients accumulate on the device until the boundary",
+        sides="NIG-*",
+    ),
+    Known(
+        "unit/runtime/test_no_sync_ctxt.py::*",
+        "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage 2",
+        "a test of stage 1, where NIG stands for it: gradients are sharded",
+        sides="NIG-*",
     ),
 )

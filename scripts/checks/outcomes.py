@@ -17,7 +17,7 @@ KINDS = (PASSED, SKIPPED, FAILED, ERROR, HUNG, REFUSED)
 # As our refusals are written, with the values that their f-strings have.
 _REFUSALS = (
     re.compile(r"([\w.]+ cannot be combined with) zero_optimization\.[^{}:\n]+(: [^{}\n]+?)\. Remove one of the two"),
-    re.compile(r"zero_optimization\.paro_strategy \w+ (is not supported here)(: [^{}\n]+?)\. Remove paro_strategy"),
+    re.compile(r"zero_optimization\.paro_strategy \w+ (is not supported here)(: [^{}\n]+?)\. [A-Z]"),
 )
 
 
@@ -64,15 +64,23 @@ class Known:
         test: pattern of test ids, as a shell's.
         cause: regular expression that is found in the outcome's text, so that another fault is not taken for this.
         reason: why it differs.
+        sides: pattern of the strategies' names with which it may differ.
+        always: whether it differs each time.
     """
 
     test: str
     cause: str
     reason: str
+    sides: str = "*"
+    always: bool = True
 
-    def explains(self, test: str, outcome: Outcome) -> bool:
+    def covers(self, test: str, side: str) -> bool:
+        """Whether this is about the test with these strategies."""
+        return fnmatch.fnmatchcase(test, _literal(self.test)) and fnmatch.fnmatchcase(side, self.sides)
+
+    def explains(self, test: str, outcome: Outcome, side: str) -> bool:
         """Whether this is why the test does not pass."""
-        return fnmatch.fnmatchcase(test, _literal(self.test)) and re.search(self.cause, outcome.text) is not None
+        return self.covers(test, side) and re.search(self.cause, outcome.text) is not None
 
 
 @dataclass(frozen=True)
@@ -93,25 +101,28 @@ def refusal(text: str) -> str | None:
     return None
 
 
-def differences(stock: Mapping[str, Outcome], ours: Mapping[str, Outcome], known: Iterable[Known]) -> list[Difference]:
-    """Return what passes on stock and neither passes with ours nor is refused. Refusals are documented."""
+def differences(
+    stock: Mapping[str, Outcome], ours: Mapping[str, Outcome], known: Iterable[Known], side: str
+) -> list[Difference]:
+    """Return what passes on stock and neither passes with these strategies nor is refused. Refusals are documented."""
     known = list(known)
     found = []
     for test, outcome in sorted(ours.items()):
         if stock[test].kind != PASSED or outcome.kind in (PASSED, REFUSED):
             continue
-        reason = next((row.reason for row in known if row.explains(test, outcome)), None)
+        reason = next((row.reason for row in known if row.explains(test, outcome, side)), None)
         found.append(Difference(test, outcome, reason))
     return found
 
 
-def unseen(ours: Mapping[str, Outcome], known: Iterable[Known]) -> list[Known]:
+def unseen(ours: Mapping[str, Outcome], known: Iterable[Known], side: str) -> list[Known]:
     """Return the known differences whose tests ran and that explain none of them: they may be mended."""
     return [
         row
         for row in known
-        if any(fnmatch.fnmatchcase(test, _literal(row.test)) for test in ours)
-        and not any(row.explains(test, outcome) for test, outcome in ours.items() if outcome.kind != PASSED)
+        if row.always
+        and any(row.covers(test, side) for test in ours)
+        and not any(row.explains(test, outcome, side) for test, outcome in ours.items() if outcome.kind != PASSED)
     ]
 
 

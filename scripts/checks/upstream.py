@@ -103,10 +103,10 @@ def summarize(side: Side, stock: dict[str, Outcome], ours: dict[str, Outcome]) -
     refused = Counter(outcome.text for outcome in ours.values() if outcome.kind == REFUSED)
     for reason, number in refused.most_common():
         print(f"  refused {number}: {reason}")
-    found = differences(stock, ours, KNOWN)
+    found = differences(stock, ours, KNOWN, side.name)
     for reason, number in Counter(one.reason for one in found if one.reason is not None).most_common():
         print(f"  known {number}: {reason}")
-    for row in unseen(ours, KNOWN):
+    for row in unseen(ours, KNOWN, side.name):
         print(f"  known, and not seen: {row.test}: {row.reason}")
     unknown = [one for one in found if one.reason is None]
     for one in unknown:

@@ -38,7 +38,7 @@ def test_a_refusal_is_no_failure() -> None:
     outcome = Outcome.of({"kind": "failed", "text": f"{source}\nE   ValueError: {refused.value}"})
     assert outcome.kind == outcomes.REFUSED
     assert outcome.text == "zero_optimization.zenflow cannot be combined with: ZenFlow reduces gradients its own way"
-    late = "ValueError: zero_optimization.paro_strategy NNG is not supported here: no layers. Remove paro_strategy."
+    late = "ValueError: zero_optimization.paro_strategy NNG is not supported here: no layers. Set the stage to 1."
     assert Outcome.of({"kind": "error", "text": late}).kind == outcomes.REFUSED
     other = Outcome.of({"kind": "failed", "text": "E   ValueError: a group of 2 does not divide 3 ranks"})
     assert other.kind == outcomes.FAILED and other.cause == "ValueError: a group of 2 does not divide 3 ranks"
@@ -56,19 +56,23 @@ def test_a_difference_is_known_by_its_test_and_its_cause() -> None:
         "f.py::f": Outcome("failed"),
     }
 
-    def compared(*known: Known) -> dict[str, str | None]:
-        return {one.test: one.reason for one in outcomes.differences(stock, ours, known)}
+    def compared(*known: Known, side: str = "NIG-NIG-IIG") -> dict[str, str | None]:
+        return {one.test: one.reason for one in outcomes.differences(stock, ours, known, side)}
 
     expected = {"f.py::a[1-x]": "known", "f.py::b": None, "f.py::e": None}
     assert compared(Known("f.py::a[1-*]", "KeyError: 'x'", "known")) == expected
     assert compared(Known("f.py::a[1-*]", "KeyError: 'y'", "known")) == dict.fromkeys(expected)
     assert compared(Known("g.py::*", "", "known")) == dict.fromkeys(expected)
+    of_nig = Known("f.py::a[1-*]", "KeyError", "known", sides="NIG-*")
+    assert compared(of_nig) == expected
+    assert compared(of_nig, side="NNG-NGG-GGG") == dict.fromkeys(expected)
     rows = [
         Known("f.py::a*", "KeyError", "is seen"),
         Known("f.py::d", "", "is mended"),
         Known("g.py::*", "", "not run"),
+        Known("f.py::d", "", "is seen at times", always=False),
     ]
-    assert outcomes.unseen(ours, rows) == [rows[1]]
+    assert outcomes.unseen(ours, rows, "NIG-NIG-IIG") == [rows[1]]
 
 
 def test_a_section_is_given_the_strategy_of_its_stage() -> None:
