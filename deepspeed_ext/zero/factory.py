@@ -120,19 +120,24 @@ def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
     Raises:
         ValueError: the model or the optimizer is of a kind that the strategy does not support.
     """
-    plain = f"Remove {' and '.join(our_keys(engine._config._param_dict[SECTION]))}, and set {SECTION}.stage to"
+    keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
+
+    def plain(stage: int | str) -> str:
+        # Without a key of ours this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
+        return f"Remove {keys}, and set {SECTION}.stage to {stage}" if keys else f"Set {SECTION}.stage to 1"
+
     reasons = (
         (
             engine.has_moe_layers,
             "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
-            f"{plain} 1 or 2: DeepSpeed's stage 3 does not support them, either"
+            f"{plain('1 or 2')}: DeepSpeed's stage 3 does not support them, either"
             if strategy.stage == 3
-            else f"{plain} {strategy.stage}",
+            else plain(strategy.stage),
         ),
         (
             "muon" in type(optimizer).__name__.lower(),
             f"{type(optimizer).__name__} needs whole gradients where its state is",
-            f"{plain} {strategy.stage}",
+            plain(strategy.stage),
         ),
         (
             strategy.p != Placement.N and _has_compiled_modules(engine.module),

@@ -17,7 +17,9 @@ KINDS = (PASSED, SKIPPED, FAILED, ERROR, HUNG, REFUSED)
 # As our refusals are written, with the values that their f-strings have.
 _REFUSALS = (
     re.compile(r"([\w.]+ cannot be combined with) zero_optimization\.[^{}:\n]+(: [^{}\n]+?)\. Remove one of the two"),
-    re.compile(r"zero_optimization\.paro_strategy \w+ (is not supported here)(: [^{}\n]+?)\. [A-Z]"),
+    re.compile(
+        r"zero_optimization\.paro_strategy \w+ (is not supported here)(: [^{}\n]+?)\.(?: [A-Z]|$)", re.MULTILINE
+    ),
 )
 
 

@@ -59,6 +59,29 @@ def contradiction_case() -> str:
     return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3, "zero_hpz_partition_size": 2})
 
 
+def test_an_unsupported_optimizer_at_a_plain_stage_gets_advice_that_works(ranks: Any) -> None:
+    for message in ranks(4).run(muon_case, 2):
+        assert message.endswith("needs whole gradients where its state is. Set zero_optimization.stage to 1."), message
+    assert ranks(4).run(muon_case, 1) == [""] * 4
+
+
+def muon_case(stage: int) -> str:
+    """The error of a pipeline at a plain stage with Muon, which only the optimizer object tells; empty if none."""
+    import deepspeed
+    import pipelines
+    from deepspeed.pipe import PipelineModule
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+    from snapshots import error_of
+
+    pipe = pipelines.Pipe(tied=False)
+    module = PipelineModule(pipelines.layers_of(pipe), num_stages=pipe.stages, loss_fn=pipelines.loss_of)
+    config = pipelines.configuration(pipe, {"stage": stage})
+    del config["optimizer"]
+    matrices = [param for param in module.parameters() if param.dim() > 1]
+    optimizer = MuonWithAuxAdam([{"params": matrices, "use_muon": True}])
+    return error_of(deepspeed.initialize, model=module, optimizer=optimizer, config=config)
+
+
 def test_a_pipeline_is_not_built_under_zero_init(ranks: Any) -> None:
     for message in ranks(4).run(zero_init_case):
         assert "cannot be built under deepspeed.zero.Init" in message, message
