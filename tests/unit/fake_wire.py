@@ -31,12 +31,24 @@ from typing import Any
 from unittest import mock
 
 import deepspeed
+import networks
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from training import DTYPES, Job, make_engine, whole_weights
+from training import DTYPES, SMALL, Job, make_engine, whole_weights
 
 CYCLES = 1_500_000  # of a GPU in a millisecond, about
+WITHOUT_TIMER = {"timers": {"throughput": {"enabled": False}}}  # it synchronizes the device in each micro-step
+# Little is gathered ahead, and nothing kept from forward to backward, but what the backward begins with.
+FEW_AT_A_TIME = {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance": 0}
+JOB = Job(
+    sizes=networks.SQUARE,
+    network=networks.Mixture,
+    accumulation=2,
+    empty=False,
+    steps=2,
+    zero={**SMALL, **FEW_AT_A_TIME},
+)
 _PACKAGES = ("/deepspeed_ext/", "/deepspeed/")  # of code whose waits are told apart
 
 

@@ -10,23 +10,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
-import networks
+import fake_wire
 import torch
-from fake_wire import CYCLES, Trained, Wire, enter_virtual_world, train_over
+from fake_wire import CYCLES, WITHOUT_TIMER, Trained, Wire, enter_virtual_world, train_over
 from training import PARTITIONED, REPLICATED, SMALL, Job, make_engine, placed, whole_weights
 
 SLOW = 300  # milliseconds of a step
-WITHOUT_TIMER = {"timers": {"throughput": {"enabled": False}}}  # it synchronizes the device in each micro-step
-FEW_AT_A_TIME = {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance": 0}
-JOB = Job(
-    sizes=networks.SQUARE,
-    network=networks.Mixture,
-    accumulation=2,
-    empty=False,
-    steps=3,
-    zero={**SMALL, **FEW_AT_A_TIME},
-    config=WITHOUT_TIMER,
-)
+JOB = dataclasses.replace(fake_wire.JOB, steps=3, config=WITHOUT_TIMER)
 # A shared-memory all-reduce of the CPU's: minutes to build, and it stays in /dev/shm. Without it DeepSpeed uses gloo.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 

@@ -34,16 +34,15 @@ def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, 
 
 def trained(engine: Any, steps: int = 2) -> Any:
     """The weights after some steps on data of this rank's own, 1D."""
-    import deepspeed
     import torch
     from deepspeed import comm as dist
+    from training import whole_weights
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 5, generator=generator)).square().sum())
         engine.step()
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        weights = torch.cat([param.detach().reshape(-1).clone() for param in engine.module.parameters()])
+    weights = whole_weights(engine.module)
     engine.destroy()
     return weights
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from training import PARTITIONED, REPLICATED
 
-# Little is gathered ahead, and nothing kept from forward to backward, but what the backward begins with.
-FEW_AT_A_TIME = {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance": 0}
 WITH_STREAMS = ("NGG", "ING", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
 UPDATES = "parameters.py:_wait_for_updates"
@@ -41,20 +39,13 @@ def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[
         The strategies that end with other weights; where ours waits; the places that were left out without an effect.
     """
     import contextlib
+    import dataclasses
 
-    import networks
-    from fake_wire import Trained, Wire, enter_virtual_world, train_over
+    from fake_wire import JOB, Trained, Wire, enter_virtual_world, train_over
     from stream_order import device_with_streams
-    from training import SMALL, Job, placed
+    from training import placed
 
-    job = Job(
-        sizes=networks.SQUARE,
-        network=networks.Mixture,
-        accumulation=2,
-        empty=False,
-        steps=2,
-        zero={**SMALL, **FEW_AT_A_TIME, "overlap_comm": True},
-    )
+    job = dataclasses.replace(JOB, zero={**JOB.zero, "overlap_comm": True})
 
     def train(wire: Wire, name: str, **more: Any) -> Trained:
         return train_over(wire, job, placed(name, group_size=3, **more))
@@ -92,24 +83,16 @@ def gpu_case(removed: str) -> tuple[bool, list[str]]:
         removed: "Class.method" of ours that does nothing instead.
     """
     import contextlib
+    import dataclasses
     import pkgutil
     from unittest import mock
 
-    import networks
     import torch
-    from fake_wire import Wire, enter_virtual_world, train_over
+    from fake_wire import JOB, WITHOUT_TIMER, Wire, enter_virtual_world, train_over
     from stream_order import Event, Stream, device_with_streams
-    from training import SMALL, Job, placed
+    from training import placed
 
-    job = Job(
-        sizes=networks.SQUARE,
-        network=networks.Mixture,
-        accumulation=2,
-        empty=False,
-        steps=2,
-        zero={**SMALL, **FEW_AT_A_TIME},
-        config={"timers": {"throughput": {"enabled": False}}},
-    )
+    job = dataclasses.replace(JOB, config=WITHOUT_TIMER)
     enter_virtual_world(6)
     with device_with_streams() as order, contextlib.ExitStack() as patches:
         simulated = {
