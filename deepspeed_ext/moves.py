@@ -25,7 +25,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.hops import Contents, Hop, Run, Transfer, aligned, fill_up
+from deepspeed_ext.hops import Contents, Hop, Run, Transfer, aligned, fill_up, joined
 from deepspeed_ext.placement import Placement
 from deepspeed_ext.topology import Topology
 
@@ -356,9 +356,9 @@ class Moves:
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Pieces of a shard (1D each) one after the other, filled up likewise."""
-        numel = sum(piece.numel() for piece in pieces)
-        missing = fill_up(numel, self.multiple) - numel
-        return torch.cat([*pieces, pieces[0].new_zeros(missing)] if missing else list(pieces))
+        lengths = [piece.numel() for piece in pieces]
+        lengths[-1] += fill_up(sum(lengths), self.multiple) - sum(lengths)
+        return joined(pieces, lengths)
 
     def gather(self, shard: Tensor, source: Placement, target: Placement) -> Transfer:
         """G -> I, I -> N or G -> N of a window of this rank's shard: between groups first, while it is smallest.
