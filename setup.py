@@ -80,6 +80,6 @@ setup(
     install_requires=["deepspeed>=0.19.8", "torch>=2.10", "packaging", "ninja"],
     extras_require={"test": TEST, "plot": PLOT, "dev": DEV},
     # torch imports the entry points of this group at the end of its own import: installing is activating.
-    entry_points={"torch.backends": ["deepspeed_ext = deepspeed_ext.activation:autoload"]},
+    entry_points={"torch.backends": ["deepspeed_ext = deepspeed_ext.integration.activation:autoload"]},
     **kernels(),
 )

@@ -9,11 +9,11 @@ This module runs inside ``import torch`` of every program in the environment: it
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.activation import activate
+from deepspeed_ext.integration.activation import activate
 from deepspeed_ext.version import __version__
 
 if TYPE_CHECKING:
-    from deepspeed_ext.placement import STRATEGIES, Placement, Strategy
+    from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
 __all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate"]
 
@@ -21,7 +21,7 @@ __all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate"]
 def __getattr__(name: str) -> Any:
     """Late, for then it is known whose modules they are: see ``fork.py``."""
     if name in __all__:
-        return getattr(importlib.import_module("deepspeed_ext.placement"), name)
+        return getattr(importlib.import_module("deepspeed_ext.strategy"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

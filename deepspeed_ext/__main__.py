@@ -1,8 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext``: see ``command.py``."""
+"""``python -m deepspeed_ext``: see ``cli/main.py``."""
 
-from deepspeed_ext import command, fork, patches
+from deepspeed_ext.cli import main as cli
+from deepspeed_ext.integration import fork, patches
 
 
 def report_patches() -> None:
@@ -21,7 +22,7 @@ def report_patches() -> None:
 
 def main() -> None:
     """Run a command, or print the report."""
-    command.main(report_patches)
+    cli.main(report_patches)
 
 
 if __name__ == "__main__":

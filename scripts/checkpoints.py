@@ -32,7 +32,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from launching import add_options, exit_on_signals, launch, parse, start_rank
 from tqdm import tqdm
 
-from deepspeed_ext.placement import STRATEGIES, Cluster
+from deepspeed_ext.strategy import STRATEGIES, Cluster
 
 STOCK = ("1", "2", "3")
 ALL = (*STRATEGIES, *STOCK)

@@ -32,7 +32,7 @@ from launching import environment, exit_on_signals, free_port
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from deepspeed_ext.placement import Cluster, ModelStates, Strategy, Volume, parse_strategy
+from deepspeed_ext.strategy import Cluster, ModelStates, Strategy, Volume, parse_strategy
 
 SCRIPTS = Path(__file__).resolve().parent
 LOSS_BOUND = 1e-5

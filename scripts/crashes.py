@@ -35,7 +35,7 @@ from strategies import SEED, configuration
 from torch import Tensor
 from train import Batches, ByteGPT, average, train_step
 
-from deepspeed_ext.placement import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL = {"dim": 384, "layers": 4, "heads": 4, "sequence_length": 32}

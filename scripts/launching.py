@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.placement import Cluster
+from deepspeed_ext.strategy import Cluster
 
 
 def add_options(parser: argparse.ArgumentParser, log: str, timeout: float) -> None:

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from train import Batches, ByteGPT, read_corpus
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, Memory, ModelStates
-from deepspeed_ext.traffic import TrafficMeter
-from deepspeed_ext.zero.partitioned import PartitionedOptimizer
+from deepspeed_ext.comm.traffic import TrafficMeter
+from deepspeed_ext.strategy import STRATEGIES, Cluster, Memory, ModelStates
+from deepspeed_ext.zero.stage3 import PartitionedOptimizer
 
 PARITY_BOUND = 1e-5  # of the largest weight
 BYTES_BOUND = 0.02

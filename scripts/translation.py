@@ -5,7 +5,7 @@
 import re
 from pathlib import Path, PurePosixPath
 
-from deepspeed_ext.fork import PACKAGE
+from deepspeed_ext.integration.fork import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 # What patches DeepSpeed while it runs, what is said there, and what only our own tests and measurements use.
@@ -14,12 +14,12 @@ STAYS = frozenset(
     for name in (
         "__init__",
         "__main__",
-        "activation",
-        "fork",
-        "patches",
-        "replacements/frameworks",
-        "symbols",
-        "traffic",
+        "comm/traffic",
+        "integration/activation",
+        "integration/fork",
+        "integration/patches",
+        "integration/seams/frameworks",
+        "integration/symbols",
     )
 )
 # Of a fork's package, what has no twin.

@@ -178,7 +178,7 @@ def table(tree: Path, mails: Iterable[Mail]) -> list[Row]:
 
 def twin_problems(rows: list[Row]) -> list[str]:
     """Where seams and what is patched at run time differ."""
-    from deepspeed_ext.patches import PATCHES as TWINS
+    from deepspeed_ext.integration.patches import PATCHES as TWINS
 
     made = [(patch.replace, patch.path.rpartition(".")[2]) for patch in TWINS if patch.replace]
     twins = sorted((f"{ours.__module__.rpartition('.')[2]}.{ours.__name__}", theirs) for ours, theirs in made)

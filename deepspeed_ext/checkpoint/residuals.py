@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.hops import Memory, Run
+from deepspeed_ext.comm.hops import Memory, Run
 
 _NAME = "residuals_rank_{:05d}_mp_rank_{:02d}.pt"
 FOLDER = "residuals"  # in the header of files of a save: where the files with residuals are

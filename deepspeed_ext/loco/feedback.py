@@ -20,11 +20,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.hops import Contents, Memory, Run
+from deepspeed_ext.comm.hops import Contents, Memory, Run
 from deepspeed_ext.loco import reference
+from deepspeed_ext.loco.interval_map import Stretches, common, without
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.loco.stretches import Stretches, common, without
 
 _Places = list[tuple[Run, int]]  # runs, and where they start in a message
 

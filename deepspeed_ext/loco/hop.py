@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 
-from deepspeed_ext.hops import Contents, Hop, Transfer
+from deepspeed_ext.comm.hops import Contents, Hop, Transfer
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback, cut
 from deepspeed_ext.loco.packing import Packing

@@ -21,11 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from torch import Tensor
 
-from deepspeed_ext.hops import Started
+from deepspeed_ext.comm.hops import Started
+from deepspeed_ext.comm.reshard import FlatLayout, Moves
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.moves import FlatLayout, Moves
-from deepspeed_ext.placement import Placement
+from deepspeed_ext.strategy import Placement
 
 _SETTINGS = LocoSettings(error_feedback=False)
 

@@ -26,11 +26,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from deepspeed_ext.config import active_strategy
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN, layout_hint, require_same_groups
 from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
-from deepspeed_ext.placement import Placement, Strategy
-from deepspeed_ext.topology import Topology
+from deepspeed_ext.strategy import Placement, Strategy
 
 
 class _Outputs:

@@ -15,7 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from deepspeed_ext.config import (
+from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
+from deepspeed_ext.config.section import (
     FASTEST,
     GROUP_SIZE,
     LOCO,
@@ -25,8 +26,7 @@ from deepspeed_ext.config import (
     undecided,
     use_strategy_of_stage,
 )
-from deepspeed_ext.placement import Placement, Strategy
-from deepspeed_ext.topology import Topology, data_parallel_ranks
+from deepspeed_ext.strategy import Placement, Strategy
 
 NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
 _TEXT_BYTES, _PROBLEM_LENGTH = 8192, 1000

@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor
 
-from deepspeed_ext.placement import Placement
+from deepspeed_ext.strategy import Placement
 
 
 class Span(NamedTuple):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.placement import STRATEGIES, Cluster, Strategy
 from deepspeed_ext.planner.cost import Model, Prediction, predict
 from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import STRATEGIES, Cluster, Strategy
 
 # Predictions that are closer than this are the same: then the one that needs less memory is better.
 TIE = 0.03

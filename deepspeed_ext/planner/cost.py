@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.placement import Cluster, Kind, Memory, ModelStates, Phase, Placement, Strategy, Volume
 from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import Cluster, Kind, Memory, ModelStates, Phase, Placement, Strategy, Volume
 
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size

@@ -9,7 +9,7 @@ DeepSpeed counts, in bytes for each parameter, 2 of a 16-bit parameter, 2 of its
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates, Placement, Strategy
 
 if TYPE_CHECKING:
     from torch import nn

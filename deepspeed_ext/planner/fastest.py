@@ -16,18 +16,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.config import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, possible_strategies
-from deepspeed_ext.frameworks import imply_stage
+from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
+from deepspeed_ext.config.implied_stage import imply_stage
+from deepspeed_ext.config.section import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, possible_strategies
+from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.placement import STRATEGIES, ModelStates, Placement, Strategy
+from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.decisions import Decisions, say
 from deepspeed_ext.planner.models import describe
-from deepspeed_ext.states import on_device
-from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
-from deepspeed_ext.zero.leaf_modules import numel_of
+from deepspeed_ext.strategy import STRATEGIES, ModelStates, Placement, Strategy
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
 _NAMES = tuple(STRATEGIES)

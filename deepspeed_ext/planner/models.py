@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from deepspeed_ext.model_bytes import count, nbytes
 from deepspeed_ext.planner.cost import BUCKET, Model
-from deepspeed_ext.states import count, nbytes
 
 
 def describe(

@@ -15,10 +15,10 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.hops import Hop, Started, make_hop
-from deepspeed_ext.placement import Kind
+from deepspeed_ext.comm.hops import Hop, Started, make_hop
+from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
-from deepspeed_ext.topology import Topology
+from deepspeed_ext.strategy import Kind
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepspeed_ext.placement import Cluster, Kind, Volume
+from deepspeed_ext.strategy import Cluster, Kind, Volume
 
 BITS = 8
 GIGA = 1e9

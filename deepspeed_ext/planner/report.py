@@ -5,10 +5,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.placement import STRATEGIES
 from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.cost import Prediction
 from deepspeed_ext.planner.rates import Rate
+from deepspeed_ext.strategy import STRATEGIES
 
 _COLUMNS = (
     ("GB: p", 8),

@@ -26,8 +26,8 @@ from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
 
-from deepspeed_ext.topology import data_parallel_ranks
-from deepspeed_ext.zero.chunks import WAITS, Block
+from deepspeed_ext.comm.process_groups import data_parallel_ranks
+from deepspeed_ext.leaf.chunks import WAITS, Block
 
 _comparing: ContextVar[Any] = ContextVar("process group whose ranks compare their records", default=None)
 

@@ -24,7 +24,7 @@ import torch
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
-from deepspeed_ext.hops import fill_up
+from deepspeed_ext.comm.hops import fill_up
 
 
 class _Piece(NamedTuple):

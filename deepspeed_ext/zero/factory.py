@@ -18,18 +18,18 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
-from deepspeed_ext.config import GROUP_SIZE, SECTION, STRATEGY, our_keys
-from deepspeed_ext.hops import MakeHop, make_hop
-from deepspeed_ext.moves import Moves
-from deepspeed_ext.placement import STRATEGIES, Cluster, Placement, Strategy
-from deepspeed_ext.states import on_device
-from deepspeed_ext.topology import Topology, get_topology, ranks_per_node
+from deepspeed_ext.comm.hops import MakeHop, make_hop
+from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
+from deepspeed_ext.comm.reshard import Moves
+from deepspeed_ext.config.section import GROUP_SIZE, SECTION, STRATEGY, our_keys
+from deepspeed_ext.leaf.setup import by_budget
+from deepspeed_ext.model_bytes import on_device
+from deepspeed_ext.strategy import STRATEGIES, Cluster, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.leaf_setup import by_budget
 from deepspeed_ext.zero.parameters import partition
-from deepspeed_ext.zero.partitioned import PartitionedOptimizer
-from deepspeed_ext.zero.replicated import ReplicatedOptimizer
+from deepspeed_ext.zero.stage3 import PartitionedOptimizer
+from deepspeed_ext.zero.stage12 import ReplicatedOptimizer
 
 
 def configure_with(

@@ -20,12 +20,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
-from deepspeed_ext.hops import InFlight, Transfer, fill_up
-from deepspeed_ext.moves import FlatLayout, Moves, windows
-from deepspeed_ext.placement import Placement, Strategy
+from deepspeed_ext.comm.hops import InFlight, Transfer, fill_up
+from deepspeed_ext.comm.parameter_bucket import Message
+from deepspeed_ext.comm.reshard import FlatLayout, Moves, windows
+from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing import Crossing
-from deepspeed_ext.zero.messages import Message
-from deepspeed_ext.zero.remembering import Whereabouts, whereabouts_of
+from deepspeed_ext.zero.error_state import Whereabouts, whereabouts_of
 
 
 def add_to(total: Tensor, part: Tensor) -> None:

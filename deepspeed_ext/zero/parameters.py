@@ -31,14 +31,14 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor
 
-from deepspeed_ext.hops import Started, fill_up
-from deepspeed_ext.moves import FlatLayout, Moves
-from deepspeed_ext.placement import Placement, Strategy
-from deepspeed_ext.topology import Topology, data_parallel_ranks
-from deepspeed_ext.zero.chunks import blocks_of
-from deepspeed_ext.zero.messages import Message
-from deepspeed_ext.zero.modified import OWNER, REPLICAS
-from deepspeed_ext.zero.units import UNIT, Unit, UnitGather, forget_units, make_units
+from deepspeed_ext.comm.hops import Started, fill_up
+from deepspeed_ext.comm.parameter_bucket import Message
+from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
+from deepspeed_ext.comm.reshard import FlatLayout, Moves
+from deepspeed_ext.leaf.chunks import blocks_of
+from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, forget_units, make_units
+from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.modifier_rank import OWNER, REPLICAS
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
 

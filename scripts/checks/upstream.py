@@ -116,7 +116,7 @@ def summarize(side: Side, stock: dict[str, Outcome], ours: dict[str, Outcome]) -
 
 
 def _strategies(text: str) -> tuple[str, ...]:
-    from deepspeed_ext.placement import STRATEGIES
+    from deepspeed_ext.strategy import STRATEGIES
 
     names = tuple(text.upper().split(","))
     if len(names) != 3 or not set(names) <= set(STRATEGIES):

@@ -9,10 +9,10 @@ of network a node, half of an A100's 312 TFLOPS, bf16 with Adam.
 
 import argparse
 
-from deepspeed_ext.placement import Cluster, ModelStates
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import Cluster, ModelStates
 
 MODELS = {"7B": 7 * 10**9, "65B": 65 * 10**9}
 TRAINABLE = {"full": 1.0, "partial (1/16)": 1 / 16, "PEFT (3/1000)": 3 / 1000}  # the three regimes of the paper

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.placement import Cluster
+from deepspeed_ext.strategy import Cluster
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "emulated_cluster.csv"

@@ -11,8 +11,8 @@ from typing import Any
 from cluster_rows import KEPT, LOCO, NATIVE, RESULTS, SETTINGS, Row, rate_name, read
 from matplotlib import figure
 
-from deepspeed_ext.placement import STRATEGIES
 from deepspeed_ext.planner.report import pareto
+from deepspeed_ext.strategy import STRATEGIES
 
 OURS, COMPRESSED, PEER = "#d9622b", "#8c2d04", "#7a8ba6"
 SHOWN = ("NIG", "IIG", "NIG + LoCo", "ZeRO-1", "ZeRO-3", "hpZ", "DDP", "FSDP2", "HSDP")  # against the rate

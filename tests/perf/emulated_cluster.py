@@ -47,14 +47,14 @@ from peers import Setting as Job
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from deepspeed_ext import hops
+from deepspeed_ext.comm import hops
+from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.placement import STRATEGIES
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.models import describe
-from deepspeed_ext.topology import get_topology
+from deepspeed_ext.strategy import STRATEGIES
 
 BLOCKS, ROWS = 4, 8
 WARM_UP_STEPS = 2

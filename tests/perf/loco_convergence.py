@@ -33,8 +33,8 @@ from launching import add_options, exit_on_signals, launch, parse, start_rank
 from tqdm import tqdm
 from train import Batches, ByteGPT, average, read_corpus, train_step
 
-from deepspeed_ext.placement import Cluster, ModelStates, parse_strategy
-from deepspeed_ext.traffic import TrafficMeter
+from deepspeed_ext.comm.traffic import TrafficMeter
+from deepspeed_ext.strategy import Cluster, ModelStates, parse_strategy
 
 STRATEGY = "NIG"
 LOSS_BOUND = 0.005

@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from train import record
 
+from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.placement import Cluster, ModelStates, parse_strategy
-from deepspeed_ext.traffic import TrafficMeter
+from deepspeed_ext.strategy import Cluster, ModelStates, parse_strategy
 
 STRATEGY = "NIG"
 NODES, RANKS_PER_NODE = 2, 2

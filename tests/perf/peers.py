@@ -29,8 +29,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # what 
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from deepspeed_ext.hops import swap
-from deepspeed_ext.placement import Memory, Placement, parse_strategy
+from deepspeed_ext.comm.hops import swap
+from deepspeed_ext.strategy import Memory, Placement, parse_strategy
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
 # As a model that fills memory needs it: gathered for forward and again for backward, and nothing stays whole. Blocks

@@ -42,8 +42,8 @@ from tqdm import tqdm
 from train import Batches, read_corpus
 from train_pipeline import endless, pipeline
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
-from deepspeed_ext.traffic import TrafficMeter
+from deepspeed_ext.comm.traffic import TrafficMeter
+from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates
 
 NODES, RANKS_PER_NODE, STAGES = 4, 2, 2
 CLUSTER = Cluster(NODES * RANKS_PER_NODE // STAGES, RANKS_PER_NODE)  # of a stage

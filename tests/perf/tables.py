@@ -14,7 +14,7 @@ from pathlib import Path
 import verdict
 from cluster_rows import KEPT, LOCO, NATIVE, SETTINGS, Row, rate_name, read
 
-from deepspeed_ext.placement import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES
 
 README = Path(__file__).parent / "README.md"
 ALL = "all"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from cluster_rows import LOCO, NATIVE, Row
 
-from deepspeed_ext.placement import STRATEGIES, Cluster
 from deepspeed_ext.planner.choice import best
+from deepspeed_ext.strategy import STRATEGIES, Cluster
 
 BYTES_BOUND = 0.05
 PARITY_BOUND = 1e-4  # of the largest weight

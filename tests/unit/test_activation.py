@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 CHECK = """
-from deepspeed_ext import patches
+from deepspeed_ext.integration import patches
 import deepspeed.runtime.engine, deepspeed.runtime.config, deepspeed.env_report
 from deepspeed import DeepSpeedEngine
 assert all(state in ("applied", "as expected") for _, state in patches.status()), patches.status()
@@ -64,7 +64,10 @@ def test_off_switch() -> None:
 def test_importing_torch_imports_no_deepspeed_and_survives_our_faults() -> None:
     done = run("import torch, sys; print('deepspeed_ext' in sys.modules, 'deepspeed' in sys.modules)")
     assert done.stdout.split() == ["True", "False"], done.stderr
-    code = "import deepspeed_ext.patches as p; p.apply = lambda name: 1 / 0\nimport torch, deepspeed; print('alive')"
+    code = (
+        "import deepspeed_ext.integration.patches as p; p.apply = lambda name: 1 / 0\n"
+        "import torch, deepspeed; print('alive')"
+    )
     assert run(code).stdout.split()[-1] == "alive"
 
 
@@ -84,7 +87,7 @@ def test_off_means_off(ranks: Any, stage: int, kind: str) -> None:
 def off_case(stage: int) -> tuple[Any, Any]:
     """What a stock run shows, activated and not."""
     import deepspeed_ext
-    from deepspeed_ext import activation
+    from deepspeed_ext.integration import activation
 
     observe_stock_run(stage)  # DeepSpeed clones the world group once
     with_us = observe_stock_run(stage)

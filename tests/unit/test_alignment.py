@@ -16,13 +16,13 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext import hops
-from deepspeed_ext.hops import InFlight, NativeHop, joined
-from deepspeed_ext.moves import FlatLayout, Moves, Range, plan_bucket, windows
-from deepspeed_ext.placement import Cluster, Placement, Strategy
+from deepspeed_ext.comm import hops
+from deepspeed_ext.comm.hops import InFlight, NativeHop, joined
+from deepspeed_ext.comm.reshard import FlatLayout, Moves, Range, plan_bucket, windows
+from deepspeed_ext.strategy import Cluster, Placement, Strategy
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
-from deepspeed_ext.zero.replicated import ReplicatedOptimizer
+from deepspeed_ext.zero.stage12 import ReplicatedOptimizer
 
 BUCKET = 500_000_000  # DeepSpeed's default
 RANKS = (2, 3, 4, 6, 7, 8, 11, 12, 24, 30, 48, 64, 96, 128, 250, 256, 510, 512, 1000, 1024, 2048, 3000, 4095, 4096)

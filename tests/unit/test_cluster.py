@@ -280,7 +280,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed_ext import __main__
 from deepspeed_ext.planner import probe
-from deepspeed_ext.topology import get_topology
+from deepspeed_ext.comm.process_groups import get_topology
 
 deepspeed.init_distributed("gloo")
 for _ in range(3):  # whatever else the machine does may slow a measurement down

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from logs import is_ours
 
-from deepspeed_ext.config import KEYS, MICS_KEYS, OF_FASTEST, check_section, our_keys
-from deepspeed_ext.placement import STRATEGIES
-from deepspeed_ext.refusals import REFUSED as KEYS_REFUSED
+from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
+from deepspeed_ext.config.section import KEYS, MICS_KEYS, OF_FASTEST, check_section, our_keys
+from deepspeed_ext.strategy import STRATEGIES
 
 BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
@@ -488,7 +488,7 @@ def mics_training_case(path: str) -> tuple[list[tuple[str, bool]], dict[str, lis
     import training
     from deepspeed import comm as dist
 
-    from deepspeed_ext.zero.partitioned import PartitionedOptimizer
+    from deepspeed_ext.zero.stage3 import PartitionedOptimizer
 
     job = training.Job(accumulation=2, steps=3, empty=False)
     kinds: list[str] = []

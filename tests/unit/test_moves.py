@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed_ext import hops, moves
-from deepspeed_ext.hops import Hop, InFlight, Started
-from deepspeed_ext.moves import FlatLayout, Range, plan_bucket
-from deepspeed_ext.placement import Placement
+from deepspeed_ext.comm import hops
+from deepspeed_ext.comm import reshard as moves
+from deepspeed_ext.comm.hops import Hop, InFlight, Started
+from deepspeed_ext.comm.reshard import FlatLayout, Range, plan_bucket
+from deepspeed_ext.strategy import Placement
 
 LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
 
@@ -224,7 +225,7 @@ def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
 
 def test_started_has_all_hops_on_the_wire_where_waiting_does_not_block_the_host() -> None:
     log: list[str] = []
-    with mock.patch("deepspeed_ext.hops.get_accelerator") as accelerator:
+    with mock.patch("deepspeed_ext.comm.hops.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
         started = Started(transfer(log, "a"), hops=2)
         assert log == ["start a1", "wait a1", "start a2"]
@@ -340,7 +341,7 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.hops import AllReduceHop, ExchangeHop, NativeHop, make_hop
+    from deepspeed_ext.comm.hops import AllReduceHop, ExchangeHop, NativeHop, make_hop
 
     group, rank = dist.get_world_group(), dist.get_rank()
     hops = [ExchangeHop(group), NativeHop(group), AllReduceHop(group), make_hop(group, "hop")]
@@ -371,7 +372,7 @@ def precision_case() -> tuple[float, float]:
     """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.hops import ExchangeHop
+    from deepspeed_ext.comm.hops import ExchangeHop
 
     value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
     return 258.0, result(ExchangeHop(dist.get_world_group()).all_reduce(value))[0]
@@ -394,10 +395,10 @@ def gathers_case() -> dict[str, list[float]]:
     """What each gather gives on 6 ranks in groups of 3."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.hops import make_hop
-    from deepspeed_ext.moves import Moves
-    from deepspeed_ext.placement import Placement
-    from deepspeed_ext.topology import get_topology
+    from deepspeed_ext.comm.hops import make_hop
+    from deepspeed_ext.comm.process_groups import get_topology
+    from deepspeed_ext.comm.reshard import Moves
+    from deepspeed_ext.strategy import Placement
 
     topology = get_topology(None, 3)
     moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
@@ -433,10 +434,10 @@ def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
     import deepspeed
     from deepspeed import comm as dist
 
-    from deepspeed_ext.hops import make_hop
-    from deepspeed_ext.moves import Moves
-    from deepspeed_ext.placement import Placement
-    from deepspeed_ext.topology import get_topology
+    from deepspeed_ext.comm.hops import make_hop
+    from deepspeed_ext.comm.process_groups import get_topology
+    from deepspeed_ext.comm.reshard import Moves
+    from deepspeed_ext.strategy import Placement
 
     topology = get_topology(None, 2)
     moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))

@@ -34,7 +34,7 @@ def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
     with zipfile.ZipFile(wheel) as content:
         names = content.namelist()
         metadata = next(name for name in names if name.endswith("entry_points.txt"))
-        assert "deepspeed_ext = deepspeed_ext.activation:autoload" in content.read(metadata).decode()
+        assert "deepspeed_ext = deepspeed_ext.integration.activation:autoload" in content.read(metadata).decode()
     modules = {
         f"deepspeed_ext/{p.relative_to(ROOT / 'deepspeed_ext')}" for p in (ROOT / "deepspeed_ext").rglob("*.py")
     }

@@ -5,12 +5,12 @@
 import subprocess
 import sys
 
-from deepspeed_ext import patches, symbols
+from deepspeed_ext.integration import patches, symbols
 
 PRELUDE = """
 import sys
 import deepspeed_ext
-from deepspeed_ext import activation, patches, symbols
+from deepspeed_ext.integration import activation, patches, symbols
 import deepspeed
 from deepspeed.runtime import config as ds_config, engine as ds_engine
 from deepspeed.runtime.zero import stage_1_and_2
@@ -77,7 +77,7 @@ assert same() and not hasattr(linear.zero3_linear_wrap, "__deepspeed_ext__")
 del os.environ["DEEPSPEED_EXT_DISABLE"]
 deepspeed_ext.activate()
 assert same() and linear.zero3_linear_wrap.__deepspeed_ext__
-deepspeed_ext.activation.deactivate()
+deepspeed_ext.integration.activation.deactivate()
 assert same() and not hasattr(linear.zero3_linear_wrap, "__deepspeed_ext__")
 """,
         prelude="import os; os.environ['DEEPSPEED_EXT_DISABLE'] = '1'\n",

@@ -24,7 +24,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     import torch
     import torch.distributed as dist
 
-    from deepspeed_ext import hops
+    from deepspeed_ext.comm import hops
 
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if rank == late:
@@ -61,7 +61,7 @@ def hop_case() -> list[list[float]]:
     import torch
     import torch.distributed as dist
 
-    from deepspeed_ext.hops import Started, make_hop
+    from deepspeed_ext.comm.hops import Started, make_hop
 
     hop, rank = make_hop(dist.group.WORLD, "hop"), dist.get_rank()
     gathered = Started(hop.all_gather(torch.full((2,), float(rank)))).finish()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.topology import crossings, default_group_size, inter_ranks, intra_ranks, ranks_per_node
+from deepspeed_ext.comm.process_groups import crossings, default_group_size, inter_ranks, intra_ranks, ranks_per_node
 
 
 def test_launcher_variables() -> None:
@@ -79,7 +79,7 @@ def placement_case() -> tuple[list[str], list[str]]:
     from deepspeed import comm as dist
     from logs import logged
 
-    from deepspeed_ext.topology import get_topology
+    from deepspeed_ext.comm.process_groups import get_topology
 
     found = []
     for hosts in ("aabb", "abab"):
@@ -102,7 +102,7 @@ def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
     """Ranks of the groups of this rank, and whether a second call returns the same object."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.topology import data_parallel_ranks, get_topology
+    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
 
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
@@ -123,8 +123,8 @@ def test_replicas_of_a_state_are_the_ranks_that_hold_the_same_shard(ranks: Any) 
 
 def replicas_case() -> dict[str, list[int] | None]:
     """Ranks of the replica group for each placement, on 6 ranks in groups of 3."""
-    from deepspeed_ext.placement import Placement
-    from deepspeed_ext.topology import data_parallel_ranks, get_topology
+    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
+    from deepspeed_ext.strategy import Placement
 
     topology = get_topology(None, 3)
     groups = {placement.name: topology.replica_group(placement) for placement in Placement}
@@ -146,7 +146,7 @@ def nodes_case(sizes: str) -> None:
 
     from deepspeed import comm as dist
 
-    from deepspeed_ext.topology import get_topology
+    from deepspeed_ext.comm.process_groups import get_topology
 
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
     get_topology(None)

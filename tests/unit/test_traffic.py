@@ -24,7 +24,7 @@ def traffic_case() -> tuple[list[list[int]], list[int], list[int]]:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.traffic import TrafficMeter
+    from deepspeed_ext.comm.traffic import TrafficMeter
 
     rank = dist.get_rank()
     meter = TrafficMeter()

@@ -16,8 +16,8 @@ import suite as suites  # noqa: E402
 import upstream_forced  # noqa: E402
 from outcomes import Known, Outcome  # noqa: E402
 
-from deepspeed_ext.config import refuse_beside  # noqa: E402
-from deepspeed_ext.placement import STRATEGIES  # noqa: E402
+from deepspeed_ext.config.section import refuse_beside  # noqa: E402
+from deepspeed_ext.strategy import STRATEGIES  # noqa: E402
 
 
 def test_a_sample_takes_from_all_files_alike() -> None:

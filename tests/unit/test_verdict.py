@@ -19,7 +19,7 @@ import cluster_rows  # noqa: E402
 import tables  # noqa: E402
 import verdict  # noqa: E402
 
-from deepspeed_ext.placement import STRATEGIES  # noqa: E402
+from deepspeed_ext.strategy import STRATEGIES  # noqa: E402
 
 SETTING = "2x2-large-4"
 

@@ -17,7 +17,7 @@ from gpu_order import JOB
 from training import placed
 
 from deepspeed_ext.loco import ops
-from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS, GROUP = 6, 3

@@ -22,8 +22,8 @@ from deepspeed import comm as dist
 from gpu_order import JOB, enter_alone
 from training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, placed
 
-from deepspeed_ext import hops
-from deepspeed_ext.hops import Hop, make_hop
+from deepspeed_ext.comm import hops
+from deepspeed_ext.comm.hops import Hop, make_hop
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
 

@@ -23,7 +23,7 @@ def force() -> None:
     Raises:
         RuntimeError: the patches are not there, or applied already.
     """
-    from deepspeed_ext import patches
+    from deepspeed_ext.integration import patches
 
     wrap = {_CONFIG: _forcing, _OPTIMIZER: _noting}
     due = {patch.target: patch for patch in patches.PATCHES if patch.target in wrap and patch.replace}
@@ -44,8 +44,8 @@ def with_strategy(section: Any, strategies: Mapping[str, str], group_size: int |
         group_size: ranks in a group where that divides the ranks, else there is one group.
         ranks: how many there are; None if nobody knows yet.
     """
-    from deepspeed_ext.config import GROUP_SIZE, STRATEGY, our_keys
-    from deepspeed_ext.placement import STRATEGIES
+    from deepspeed_ext.config.section import GROUP_SIZE, STRATEGY, our_keys
+    from deepspeed_ext.strategy import STRATEGIES
 
     if not isinstance(section, Mapping) or our_keys(section) or str(section.get("stage")) not in strategies:
         return section
@@ -84,7 +84,7 @@ def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
 
         @functools.wraps(configure)
         def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
-            from deepspeed_ext.config import active_strategy
+            from deepspeed_ext.config.section import active_strategy
 
             configured = made(self, optimizer)
             strategy = active_strategy(self._config)

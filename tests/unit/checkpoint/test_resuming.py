@@ -342,7 +342,7 @@ def bytes_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, int, int,
     import training
     from deepspeed import comm as dist
 
-    from deepspeed_ext.traffic import TrafficMeter
+    from deepspeed_ext.comm.traffic import TrafficMeter
 
     job = training.Job(sizes=(256, 512, 256), optimizer="Adam", empty=False)
     rows = []

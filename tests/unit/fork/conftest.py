@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 import base
 import series
 
-from deepspeed_ext import fork as forks
+from deepspeed_ext.integration import fork as forks
 
 
 @pytest.fixture(scope="session")

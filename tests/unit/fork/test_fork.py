@@ -62,8 +62,8 @@ ONCE = """
 import sys
 import {first}
 import torch, deepspeed, deepspeed_ext
-from deepspeed_ext import patches
-from deepspeed_ext.zero import units
+from deepspeed_ext.integration import patches
+from deepspeed_ext.leaf import units
 import deepspeed_ext.planner.estimate
 from deepspeed.runtime.paro import placement
 from deepspeed.runtime.paro.zero import units as theirs
@@ -91,7 +91,7 @@ runpy.run_module("deepspeed.runtime.paro", run_name="__main__")
 
 @pytest.mark.parametrize(
     "first",
-    ["torch", "deepspeed_ext", "deepspeed_ext.placement", "deepspeed.runtime.paro"],
+    ["torch", "deepspeed_ext", "deepspeed_ext.strategy", "deepspeed.runtime.paro"],
 )
 def test_the_extension_stands_down(fork: Path, inside: dict[str, str], first: str) -> None:
     out = run(fork, inside, "-W", "ignore", "-c", ONCE.format(first=first))

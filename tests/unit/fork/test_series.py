@@ -28,7 +28,7 @@ Because of a reason that takes more than fifteen words to be told, or nobody wou
 {trailers}---
  file | 1 +
 """
-TRAILERS = """Generated-From: deepspeed_ext/zero/units.py
+TRAILERS = """Generated-From: deepspeed_ext/leaf/units.py
 Upstream-Status: pending
 Remove-When: pigs fly
 Signed-off-by: somebody <somebody@example.com>
@@ -62,9 +62,9 @@ def test_a_mail_is_read(tmp_path: Path) -> None:
     one = mail(tmp_path)
     assert one.subject == "zero: a subject that is so long that it is folded"
     assert one.body.startswith("Because of") and "Signed-off" not in one.body
-    assert one.values("Remove-When") == ["pigs fly"] and one.generated == ["deepspeed_ext/zero/units.py"]
+    assert one.values("Remove-When") == ["pigs fly"] and one.generated == ["deepspeed_ext/leaf/units.py"]
     assert one.problems() == []
-    assert mails.targets(one) == {"deepspeed/runtime/paro/zero/units.py": "deepspeed_ext/zero/units.py"}
+    assert mails.targets(one) == {"deepspeed/runtime/paro/zero/units.py": "deepspeed_ext/leaf/units.py"}
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_what_is_stale_is_named(tmp_path: Path) -> None:
     one = mail(tmp_path)
     place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
     place.parent.mkdir(parents=True)
-    assert "units.py is not what deepspeed_ext/zero/units.py gives" in trees.stale(tmp_path, one)[0]
-    place.write_text(translation.translated("deepspeed_ext/zero/units.py"))
+    assert "units.py is not what deepspeed_ext/leaf/units.py gives" in trees.stale(tmp_path, one)[0]
+    place.write_text(translation.translated("deepspeed_ext/leaf/units.py"))
     assert trees.stale(tmp_path, one) == []
     place.write_text(place.read_text() + "\n")
     assert trees.stale(tmp_path, one)
@@ -131,10 +131,10 @@ def test_seams_and_twins_are_the_same(tmp_path: Path) -> None:
 
 def test_what_is_imported_must_be_there(tmp_path: Path) -> None:
     """Also what is imported late, for that is not seen when a tree is imported."""
-    one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/replacements/keys.py\n")
+    one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/integration/seams/keys.py\n")
     package = tmp_path / "deepspeed/runtime/paro"
     for name, text in (
-        ("replacements/keys.py", translation.translated("deepspeed_ext/replacements/keys.py")),
+        ("replacements/keys.py", translation.translated("deepspeed_ext/integration/seams/keys.py")),
         ("config.py", ""),
         ("frameworks.py", ""),
     ):
@@ -147,7 +147,7 @@ def test_what_is_imported_must_be_there(tmp_path: Path) -> None:
 
 
 def test_what_is_imported_late_from_a_package_must_be_there(tmp_path: Path) -> None:
-    one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/zero/units.py\n")
+    one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/leaf/units.py\n")
     place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
     place.parent.mkdir(parents=True)
     place.write_text("def late():\n    from deepspeed.runtime.paro.zero import modified\n")

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from deepspeed_ext.placement import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES
 
 # A large eps: Adam would blow rounding of near-zero gradients up to the size of a step.
 LR, EPS = 3e-2, 1e-3

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from table import needs, note
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, Placement
+from deepspeed_ext.strategy import STRATEGIES, Cluster, Placement
 
 pytestmark = needs("transformers", "peft")
 

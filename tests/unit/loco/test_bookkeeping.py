@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.hops import Contents, Run
+from deepspeed_ext.comm.hops import Contents, Run
 from deepspeed_ext.loco.feedback import ErrorFeedback
+from deepspeed_ext.loco.interval_map import Stretches
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.loco.stretches import Stretches
 
 NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
 

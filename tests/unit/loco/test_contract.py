@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.hops import Run
+from deepspeed_ext.comm.hops import Run
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing

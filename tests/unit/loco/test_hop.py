@@ -23,7 +23,7 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.hops import Started
+    from deepspeed_ext.comm.hops import Started
     from deepspeed_ext.loco.hop import LocoHop
     from deepspeed_ext.loco.settings import LocoSettings
 
@@ -68,12 +68,12 @@ def hops_case(local: int) -> tuple[float, float, float, float]:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.hops import Started
+    from deepspeed_ext.comm.hops import Started
+    from deepspeed_ext.comm.process_groups import get_topology
+    from deepspeed_ext.comm.reshard import Moves
     from deepspeed_ext.loco.hop import LocoHop
     from deepspeed_ext.loco.settings import LocoSettings
-    from deepspeed_ext.moves import Moves
-    from deepspeed_ext.placement import Placement
-    from deepspeed_ext.topology import get_topology
+    from deepspeed_ext.strategy import Placement
 
     world, rank = dist.get_world_size(), dist.get_rank()
     topology = get_topology(None, local)
@@ -198,7 +198,7 @@ def moving_case() -> tuple[float, float]:
     """Of errors that move between messages: how far the sum is off, and bytes over those of elements."""
     import torch
 
-    from deepspeed_ext.hops import Run
+    from deepspeed_ext.comm.hops import Run
     from deepspeed_ext.loco.feedback import ErrorFeedback
     from deepspeed_ext.loco.settings import LocoSettings
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.hops import Run
+from deepspeed_ext.comm.hops import Run
 from deepspeed_ext.loco import feedback
 from deepspeed_ext.loco.settings import LocoSettings
 

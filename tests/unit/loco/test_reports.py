@@ -80,7 +80,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from deepspeed_ext.hops import Run, Started
+    from deepspeed_ext.comm.hops import Run, Started
     from deepspeed_ext.loco import hop as loco
     from deepspeed_ext.loco.settings import LocoSettings
 

@@ -236,7 +236,7 @@ def bytes_case(names: tuple[str, ...]) -> list[tuple[str, int, float]]:
     import training
     from deepspeed import comm as dist
 
-    from deepspeed_ext.traffic import TrafficMeter
+    from deepspeed_ext.comm.traffic import TrafficMeter
 
     job = training.Job(sizes=(256, 511, 512, 300), empty=False)
     rows = []

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates
 
 CLUSTER = Cluster(4, 2)  # of a stage
 MICRO_BATCHES = 4
@@ -65,7 +65,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     sys.path.append(str(Path(__file__).parents[3] / "scripts"))
     from strategies import held
 
-    from deepspeed_ext.traffic import TrafficMeter
+    from deepspeed_ext.comm.traffic import TrafficMeter
 
     rows = []
     for name in names:
@@ -123,7 +123,7 @@ def exchanges() -> Iterator[list[tuple[str, int]]]:
     """Name and elements of each all-to-all of this rank: of those between pairs of ranks, and of collectives."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext import hops
+    from deepspeed_ext.comm import hops
 
     seen: list[tuple[str, int]] = []
     original, swap = dist.all_to_all_single, hops.swap

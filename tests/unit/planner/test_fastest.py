@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.placement import STRATEGIES
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from deepspeed_ext.strategy import STRATEGIES
 
 # Between groups a tenth of what is within, and no latencies.
 SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
@@ -60,8 +60,8 @@ def probe_case() -> list[dict[str, Any]]:
     """What is measured on this machine, on each rank."""
     import torch.distributed as dist
 
+    from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.planner import probe
-    from deepspeed_ext.topology import get_topology
 
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, probe.measure(get_topology(None, 2)).as_dict())

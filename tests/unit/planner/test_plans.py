@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.placement import STRATEGIES, Cluster, Kind, ModelStates
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.cost import Model, predict
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
+from deepspeed_ext.strategy import STRATEGIES, Cluster, Kind, ModelStates
 
 GIGA = 1e9
 CLUSTER = Cluster(16, 4)

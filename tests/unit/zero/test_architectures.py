@@ -102,7 +102,7 @@ def test_what_the_default_budget_takes_of_published_models(tmp_path: Path) -> No
         "    config = getattr(transformers, name + 'Config')()\n"
         "    with torch.device('meta'):\n"
         "        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)\n"
-        "from deepspeed_ext.zero.leaf_modules import Settings, choose, default_budget\n"
+        "from deepspeed_ext.leaf.modules import Settings, choose, default_budget\n"
         f"for name in {list(ARCHITECTURES)!r}:\n"
         "    model = make(name)\n"
         "    found = choose(model, Settings(default_budget(model, 10**9), 0, 10**9))\n"

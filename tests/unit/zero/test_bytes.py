@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training import PARTITIONED, REPLICATED
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, ModelStates, Volume
+from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates, Volume
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
@@ -75,7 +75,7 @@ def bytes_case(
     import training
     from deepspeed import comm as dist
 
-    from deepspeed_ext.traffic import TrafficMeter
+    from deepspeed_ext.comm.traffic import TrafficMeter
 
     job = training.Job(sizes=SIZES, empty=False, accumulation=accumulation, frozen=frozen, zero=zero or BUCKETS)
     rows: list[Row] = []
@@ -116,7 +116,7 @@ def logger_case() -> dict[str, list[tuple[float, float]]]:
     import training
     from deepspeed.comm.comm import comms_logger
 
-    from deepspeed_ext import hops
+    from deepspeed_ext.comm import hops
 
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
     with mock.patch.object(hops, "_backend", lambda group: "nccl"):

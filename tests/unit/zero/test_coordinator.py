@@ -36,7 +36,7 @@ def compare_case(records: list[list[int]]) -> str | None:
     from deepspeed import comm as dist
     from deepspeed.runtime.zero.partitioned_param_coordinator import assert_ints_same_as_other_ranks
 
-    from deepspeed_ext.topology import get_topology
+    from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.zero.coordinator import _comparing_within
 
     try:
@@ -55,7 +55,7 @@ def outside_case() -> tuple[bool, str]:
     """Whether a comparison within a group that has ended is left to DeepSpeed, which finds equal records equal."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import assert_ints_same_as_other_ranks
 
-    from deepspeed_ext.topology import get_topology
+    from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.zero.coordinator import _comparing_within, assert_same_in_group
 
     with _comparing_within(get_topology(None, 2).intra):

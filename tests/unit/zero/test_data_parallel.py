@@ -51,7 +51,7 @@ def differences(strategy: str, **how: Any) -> tuple[float, float]:
     """How far the weights are from those of stock's stage, and from those of the first rank."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.placement import STRATEGIES
+    from deepspeed_ext.strategy import STRATEGIES
 
     stock = trained(make({"stage": STRATEGIES[strategy].stage}, **how))
     ours = trained(make({"paro_strategy": strategy, "paro_group_size": 2}, **how))

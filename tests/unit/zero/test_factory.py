@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from logs import is_ours, logged
 
-from deepspeed_ext.placement import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES
 
 CPU = {"device": "cpu"}
 

@@ -23,8 +23,8 @@ def choose(
     import mixtures
     from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 
-    from deepspeed_ext.zero import leaf_report
-    from deepspeed_ext.zero.leaf_modules import Settings, choose, set_leaves
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose, set_leaves
 
     model = getattr(mixtures, name)((13, 7))
     if change == "set":

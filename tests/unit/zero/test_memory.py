@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from training import PARTITIONED, REPLICATED
 
-from deepspeed_ext.placement import STRATEGIES, Cluster, Memory, ModelStates, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, Cluster, Memory, ModelStates, Placement, Strategy
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 

@@ -75,7 +75,7 @@ def nccl_case(job: Job, group: int) -> list[Difference]:
 
     import torch
 
-    from deepspeed_ext import hops
+    from deepspeed_ext.comm import hops
 
     torch.use_deterministic_algorithms(True)  # fills it
     try:

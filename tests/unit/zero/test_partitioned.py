@@ -82,7 +82,7 @@ def nan_case(group: int, backend: str, names: Sequence[str]) -> list[Difference]
 
     import torch
 
-    from deepspeed_ext import hops
+    from deepspeed_ext.comm import hops
 
     torch.use_deterministic_algorithms(True)  # fills it
     try:

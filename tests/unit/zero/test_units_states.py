@@ -23,14 +23,14 @@ def job_of(network: Any, **more: Any) -> Job:
 
 def stock(flagged: list[str], steps: int = 2) -> None:
     """Train with DeepSpeed alone and these classes as leaf modules."""
-    import deepspeed_ext.activation
+    import deepspeed_ext.integration.activation
 
     job = job_of(mixtures.Mixtures, clipping=0.0, steps=steps)
-    deepspeed_ext.activation.deactivate()
+    deepspeed_ext.integration.activation.deactivate()
     try:
         training.train(job, {"stage": 3, "leaf_module": {"classes": flagged}})
     finally:
-        deepspeed_ext.activation.activate()
+        deepspeed_ext.integration.activation.activate()
 
 
 def ours(flagged: list[str]) -> list[Any]:
@@ -66,8 +66,8 @@ def test_what_is_gathered_at_a_time(ranks: Any, keys: dict[str, Any]) -> None:
 
 def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     """The budget; elements gathered at a time, the largest unit, and what the report says."""
-    from deepspeed_ext.zero import leaf_report
-    from deepspeed_ext.zero.leaf_modules import Settings, choose, numel_of
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose, numel_of
 
     job = job_of(mixtures.Mixtures, zero=TIGHT, accumulation=2, steps=3)
     most: list[int] = []

@@ -1,0 +1,91 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: versions and groups, for a look or a bug report; ``leaf-modules``: what ZeRO-3 would fetch as one
+of a model; ``plan``: what each strategy costs."""
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+
+from deepspeed_ext.cli import plan as planning
+from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
+from deepspeed_ext.config.section import LEAF_BYTES, THRESHOLD
+from deepspeed_ext.strategy import Cluster
+from deepspeed_ext.version import __version__
+
+
+def report_versions() -> None:
+    """Versions of what matters."""
+    import deepspeed
+    import torch
+
+    print(f"deepspeed_ext {__version__}")
+    print(f"deepspeed     {deepspeed.__version__}")
+    print(f"torch         {torch.__version__}")
+    print(f"python        {platform.python_version()}")
+
+
+def report_groups(ranks: int | None, group_size: int | None) -> None:
+    """The groups that would be formed; by default those of the launcher's environment."""
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    m = group_size or default_group_size(range(ranks), ranks_per_node())
+    cluster = Cluster(ranks, m)
+    print(f"\ngroups of {ranks} data-parallel rank(s): {cluster.groups} x {m}")
+    print(f"  within groups   {[intra_ranks(range(ranks), m, first) for first in range(0, ranks, m)]}")
+    print(f"  between groups  {[inter_ranks(range(ranks), m, first) for first in range(m)]}")
+
+
+def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``leaf-modules``."""
+    parser.add_argument(
+        "--model", required=True, metavar="PKG:FN", help="makes the model; on the meta device it is free"
+    )
+    parser.add_argument("--bytes", type=int, help=f"{LEAF_BYTES} (default: true, a budget without a number)")
+    parser.add_argument("--threshold", type=int, help=f"{THRESHOLD} instead")
+    for key in ("max_live_parameters", "prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
+        parser.add_argument(f"--{key.replace('_', '-')}", dest=f"stage3_{key}", type=int, help=f"stage3_{key}")
+    parser.add_argument("--batch", metavar="PKG:FN", help="makes the model's arguments: train with them and measure")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.command == "plan":
+        planning.run(arguments)
+        return
+    from deepspeed_ext.cli import leaf as leaf_command
+
+    leaf_command.run(arguments)
+
+
+def main(report_patches: Callable[[], None] = lambda: None) -> None:
+    """Run a command, or print the report.
+
+    Args:
+        report_patches: prints what has become of DeepSpeed's symbols, where they are patched.
+    """
+    parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
+    # Their names are not those of any command's arguments, whose defaults would take their place.
+    ranks, size = "report_ranks", "report_group_size"
+    parser.add_argument("--ranks", dest=ranks, type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
+    parser.add_argument("--group-size", dest=size, type=int, help="paro_group_size (default: ranks per node)")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's; it sets LOCAL_RANK, too
+    commands = parser.add_subparsers(dest="command", title="commands")
+    leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
+    add_leaf_arguments(leaves)
+    planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
+    arguments = parser.parse_args()
+    given = arguments.report_ranks, arguments.report_group_size
+    if arguments.command:
+        if given != (None, None):
+            parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes behind it.")
+        try:
+            _run(arguments)
+        except ValueError as error:
+            parser.exit(2, f"{error}\n")
+        return
+    report_versions()
+    report_patches()
+    try:
+        report_groups(*given)
+    except ValueError as error:
+        parser.exit(2, f"\n{error}\n")

@@ -1,0 +1,213 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m deepspeed_ext plan``: what each strategy would cost, and which to use.
+
+Under a launcher (torchrun, deepspeed) the ranks are those of the launch; where no rates are given theirs are measured.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.cli.callables import named
+from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.planner import report
+from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.planner.cost import BUCKET, Model
+from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import Cluster, ModelStates
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``plan``."""
+    what = parser.add_argument_group("the model")
+    what.add_argument("--model", metavar="PKG:FN", help="makes the model; on the meta device it is free")
+    what.add_argument("--params", type=_count, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
+    what.add_argument("--trainable", type=_count, metavar="N", help="of these (default: all)")
+    what.add_argument(
+        "--largest-layer", type=_count, metavar="N", help="parameters of the largest module, with --params"
+    )
+    what.add_argument("--dtype", choices=BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
+    what.add_argument("--accumulation", type=int, default=1, metavar="S", help="micro-steps of a step (default: 1)")
+    what.add_argument(
+        "--micro-step-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="its compute, in each prediction (default: 0)",
+    )
+    where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
+    where.add_argument("--nodes", type=int)
+    where.add_argument("--ranks-per-node", type=int)
+    where.add_argument("--group-size", type=int, help="paro_group_size (default: ranks per node)")
+    where.add_argument("--intra-gbps", type=float, metavar="G", help="Gbit/s that a rank receives inside its node")
+    where.add_argument("--inter-gbps", type=float, metavar="G", help="Gbit/s that a node receives from others")
+    where.add_argument("--latency-us", type=float, default=0.0, metavar="U", help="of a message between groups")
+    where.add_argument("--memory-gb", type=float, metavar="G", help="10^9 bytes of a rank for model states")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", metavar="FILE", help="write the plans; - for the terminal, instead of the table")
+    output.add_argument("--picture", type=Path, metavar="FILE", help="draw memory against time (needs matplotlib)")
+    output.add_argument("--estimate", action="store_true", help="print memory as DeepSpeed's own estimators do")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the plan; under a launcher on its first rank.
+
+    Raises:
+        ValueError: an argument is missing, out of bounds, or contradicts another.
+    """
+    _check(arguments)
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    nodes, per_node = _nodes(arguments, launched)
+    cluster = Cluster(nodes * per_node, arguments.group_size or per_node)
+    model = _model(arguments)
+    if arguments.estimate and model.states.updated != model.states.parameters:
+        raise ValueError(
+            f"--estimate prints what DeepSpeed's estimators know, all parameters trained; of {arguments.model} "
+            f"{model.states.updated / model.states.parameters:.1%} are. Leave out --estimate."
+        )
+    rates = _rates(arguments, cluster, per_node, launched)
+    if launched and int(os.environ.get("RANK", "0")):
+        return
+    budget = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
+    plans = [plan(cluster, model, rates, budget, [loco]) for loco in (None, LocoSettings())]
+    _write(arguments, plans, nodes, per_node)
+
+
+def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_node: int) -> None:
+    document = {"exact": plans[0].as_dict(), "loco": plans[1].as_dict()}
+    if arguments.json == "-":
+        json.dump(document, sys.stdout, indent=2, allow_nan=False)
+        print()
+    else:
+        print(report.table(plans))
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    if arguments.estimate:
+        from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs_all_cold as estimate
+
+        width = BYTES[arguments.dtype]
+        model = plans[0].model
+        largest = int(model.largest_layer / width)
+        print()
+        estimate(int(model.states.parameters / width), largest, per_node, nodes, plans[0].cluster.group_size)
+    if arguments.picture:
+        report.picture(plans, arguments.picture)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if (arguments.model is None) == (arguments.params is None):
+        raise ValueError("expected either --model PKG:FN or --params N.")
+    if arguments.trainable is not None and arguments.params is None:
+        raise ValueError("--trainable goes with --params; of a --model those count that require a gradient.")
+    if arguments.trainable is not None and arguments.trainable > arguments.params:
+        raise ValueError(f"--trainable {arguments.trainable} is more than --params {arguments.params}.")
+    if arguments.largest_layer is not None and arguments.params is None:
+        raise ValueError("--largest-layer goes with --params; of a --model it is counted.")
+    if arguments.estimate and (arguments.trainable is not None or arguments.dtype == "fp32"):
+        raise ValueError(
+            "--estimate prints what DeepSpeed's estimators know: 16 bits, all parameters trained. Leave out "
+            "--trainable and --dtype fp32, or --estimate."
+        )
+    if arguments.estimate and arguments.params is not None and arguments.largest_layer is None:
+        raise ValueError("--estimate needs --largest-layer beside --params, as DeepSpeed's estimators do.")
+    if arguments.estimate and arguments.json == "-":
+        raise ValueError("--json - writes nothing else to the terminal. Leave out --estimate, or name a file.")
+    for name in ("json", "picture"):
+        path = getattr(arguments, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"there is no folder for --{name} {path}.")
+    if (arguments.intra_gbps is None) != (arguments.inter_gbps is None):
+        raise ValueError("--intra-gbps and --inter-gbps go together.")
+    above = (
+        "params",
+        "accumulation",
+        "nodes",
+        "ranks_per_node",
+        "group_size",
+        "intra_gbps",
+        "inter_gbps",
+        "memory_gb",
+    )
+    for name in above:
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}.")
+    for name in ("trainable", "largest_layer", "latency_us", "micro_step_seconds"):
+        value = getattr(arguments, name)
+        if value is not None and not value >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value}.")
+
+
+def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
+    """Nodes, and ranks of each."""
+    given = arguments.nodes, arguments.ranks_per_node
+    if not launched:
+        if None in given:
+            raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which says how many there are).")
+        return given
+    ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node() or arguments.ranks_per_node
+    if per_node is None:
+        raise ValueError(
+            f"the launcher started {ranks} ranks, and none of {', '.join(LOCAL_SIZE_VARIABLES)} says how many of them "
+            f"are on this node. Set --ranks-per-node."
+        )
+    if ranks % per_node:
+        raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
+    found = ranks // per_node, per_node
+    if any(value not in (None, have) for value, have in zip(given, found, strict=True)):
+        raise ValueError(
+            f"the launcher started {found[0]} node(s) of {found[1]} rank(s), got --nodes {given[0]} --ranks-per-node "
+            f"{given[1]}: leave them out."
+        )
+    return found
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    width = BYTES[arguments.dtype]
+    extra = {"accumulation": arguments.accumulation, "compute": arguments.micro_step_seconds}
+    if arguments.model is not None:
+        make = named(arguments.model)
+        from deepspeed_ext.planner.models import describe
+
+        return describe(make(), parameter_bytes=width, **extra)
+    states = ModelStates.of(arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width)
+    layer = float((arguments.largest_layer or 0) * width)
+    fetches = max(1, arguments.params // FETCHED)
+    return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=BUCKET)
+
+
+def _rates(arguments: argparse.Namespace, cluster: Cluster, per_node: int, launched: bool) -> Rates:
+    if arguments.inter_gbps is not None:
+        latency = arguments.latency_us / 1e6
+        return Rates.of_links(cluster, per_node, arguments.intra_gbps, arguments.inter_gbps, latency)
+    if not launched:
+        raise ValueError("expected --intra-gbps and --inter-gbps (or a launcher, whose ranks measure them).")
+    import deepspeed
+    import torch
+
+    from deepspeed_ext.comm.process_groups import get_topology
+    from deepspeed_ext.planner import probe
+
+    # Or all ranks of a node would measure on its first device.
+    deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    deepspeed.init_distributed()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
+    return probe.measure(get_topology(None, cluster.group_size), dtype)
+
+
+def _count(text: str) -> int:
+    """Of parameters: 7000000000, 7e9 or 7B."""
+    scale: dict[str, Any] = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    factor = scale.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text if factor == 1 else text[:-1]) * factor)
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 7e9 or 7B, got {text!r}") from error

@@ -1,0 +1,244 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups within and between the groups of a data-parallel group.
+
+Data-parallel rank r = j*m + i is number i of group j. Its *intra* group is the m ranks of group j; its *inter* group
+is the k ranks of number i, one in each group. Groups are formed from the ranks of the data-parallel group that
+DeepSpeed uses for ZeRO, so tensor, sequence and pipeline parallelism keep their own ranks apart.
+"""
+
+import functools
+import hashlib
+import logging
+import os
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_ext.strategy import Cluster, Placement
+
+# Launchers tell a rank how many processes share its node: torchrun and Slurm wrappers, the DeepSpeed launcher.
+LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+_SHOWN = 4  # hosts in a warning
+
+
+def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Processes per node as the launcher tells it, or None where it does not."""
+    for name in LOCAL_SIZE_VARIABLES:
+        if environment.get(name, "").isdigit() and int(environment[name]) > 0:
+            return int(environment[name])
+    return None
+
+
+def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
+    """Data-parallel ranks per node: the group size when none is configured.
+
+    Args:
+        ranks: global ranks of the data-parallel group, ascending; ranks of a node are consecutive.
+        local_size: processes per node, of all kinds of parallelism.
+
+    Raises:
+        ValueError: the launcher tells no node size, or nodes hold different numbers of these ranks.
+    """
+    if len(ranks) == 1:
+        return 1
+    if local_size is None:
+        raise ValueError(
+            f"paro_strategy needs the number of ranks per node, but none of the environment variables "
+            f"{', '.join(LOCAL_SIZE_VARIABLES)} is set. Set zero_optimization.paro_group_size (it must divide the "
+            f"data-parallel size {len(ranks)})."
+        )
+    counts: dict[int, int] = {}
+    for rank in ranks:
+        counts[rank // local_size] = counts.get(rank // local_size, 0) + 1
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"paro_strategy groups the data-parallel ranks of a node, but nodes of {local_size} processes hold "
+            f"different numbers of the {len(ranks)} data-parallel ranks: {list(counts.values())}. Set "
+            f"zero_optimization.paro_group_size to a divisor of {len(ranks)}."
+        )
+    return counts[ranks[0] // local_size]
+
+
+def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> str:
+    """What to tell about groups that are spread over more hosts than they need to be; empty if none is.
+
+    Groups trust that the ranks of a host are consecutive. Groups larger than a host are no mistake, and may span as
+    many hosts as they fill.
+
+    Args:
+        ranks: global ranks of the data-parallel group, ascending.
+        group_size: m.
+        hosts: of each of these ranks, any number that is the same on ranks of one host only.
+    """
+    counts = Counter(hosts)
+    if all(count % group_size == 0 for count in counts.values()):
+        needed = 1
+    elif len(set(counts.values())) == 1 and group_size % counts[hosts[0]] == 0:
+        needed = group_size // counts[hosts[0]]
+    else:
+        return ""  # these hosts can be divided by no placement
+    firsts = range(0, len(ranks), group_size)
+    spread = [first for first in firsts if len(set(hosts[first : first + group_size])) > needed]
+    if not spread:
+        return ""
+    shown = [[rank for rank, host in zip(ranks, hosts, strict=True) if host == one] for one in list(counts)[:_SHOWN]]
+    return (
+        f"deepspeed_ext: {len(spread)} of {len(firsts)} groups of {group_size} ranks span more hosts than the "
+        f"{needed} that they need, so what is meant to stay close crosses the network: ranks "
+        f"{intra_ranks(ranks, group_size, spread[0])} make a group, and the {len(counts)} hosts hold the ranks "
+        f"{', '.join(map(str, shown))}{', ...' if len(counts) > _SHOWN else ''}. Have the launcher fill one host "
+        f"after the other (srun --distribution=block, mpirun --map-by slot)."
+    )
+
+
+def intra_ranks(ranks: Sequence[int], group_size: int, rank: int) -> list[int]:
+    """Global ranks of the group that ``rank`` (position in ``ranks``) belongs to."""
+    first = rank - rank % group_size
+    return list(ranks[first : first + group_size])
+
+
+def inter_ranks(ranks: Sequence[int], group_size: int, rank: int) -> list[int]:
+    """Global ranks that have the same number in every group as ``rank`` (position in ``ranks``)."""
+    return list(ranks[rank % group_size :: group_size])
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The process groups of this rank.
+
+    Attributes:
+        cluster: sizes.
+        rank: this rank's position in the data-parallel group.
+        world: the data-parallel group itself.
+        intra: this rank's group.
+        inter: the ranks of its number in all groups.
+        alone: this rank only, what a state that is not cut is "sharded" over; None unless asked for.
+    """
+
+    cluster: Cluster
+    rank: int
+    world: Any
+    intra: Any
+    inter: Any
+    alone: Any = None
+
+    def shard_group(self, placement: Placement) -> Any:
+        """The process group over which a state in this placement is cut."""
+        return {Placement.N: self.alone, Placement.I: self.intra, Placement.G: self.world}[placement]
+
+    def replica_group(self, placement: Placement) -> Any:
+        """The process group of the ranks that hold the same shard of a state in this placement; None if only one."""
+        return {Placement.N: self.world, Placement.I: self.inter, Placement.G: None}[placement]
+
+
+def data_parallel_ranks(group: Any) -> list[int]:
+    """Global ranks of a process group (None: all ranks), in group order."""
+    from deepspeed import comm as dist
+
+    return [dist.get_global_rank(group, i) for i in range(dist.get_world_size(group=group))]
+
+
+# Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
+# with it the threads and sockets of the groups inside. So an entry must not refer to its key, as a Topology does.
+_made: "weakref.WeakKeyDictionary[Any, dict[int | None, tuple[Cluster, Any, Any]]]" = weakref.WeakKeyDictionary()
+_made_alone: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def get_topology(group: Any, group_size: int | None = None, alone: bool = False) -> Topology:
+    """The topology of a data-parallel group; its process groups are made at the first call and shared afterwards.
+
+    Collective over all ranks, those of other data-parallel groups included.
+
+    Args:
+        group: a process group, or None for all ranks.
+        group_size: m; None means the data-parallel ranks per node.
+        alone: whether groups of one rank are needed too; there are as many of them as ranks.
+
+    Raises:
+        ValueError: no such group size, for this rank or another; see ``Cluster`` and ``default_group_size``.
+    """
+    from deepspeed import comm as dist
+
+    group = dist.get_world_group() if group is None else group
+    made = _made.setdefault(group, {})
+    if group_size not in made:
+        sizes = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
+        cluster = Cluster(*next((len(ranks), m) for ranks, m in sizes if dist.get_rank() in ranks))
+        intra = [intra_ranks(ranks, m, first) for ranks, m in sizes for first in range(0, len(ranks), m)]
+        inter = [inter_ranks(ranks, m, first) for ranks, m in sizes for first in range(m)]
+        made[group_size] = (cluster, _make_groups(intra), _make_groups(inter))
+    if alone and group not in _made_alone:
+        _made_alone[group] = _make_groups([[rank] for rank in range(dist.get_world_size())])
+    cluster, intra_group, inter_group = made[group_size]
+    only_me = _made_alone[group] if alone else None
+    return Topology(cluster, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
+
+
+def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
+    """Ranks and group size of every data-parallel group, ascending; the same on all ranks.
+
+    Raises:
+        ValueError: on all ranks, if one of them finds no group size or the ranks of a group find different ones (a
+            launcher tells each rank about its own node only).
+    """
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+
+    problem = ""
+    try:
+        m = default_group_size(ranks, ranks_per_node()) if group_size is None else group_size
+        Cluster(len(ranks), m)
+    except ValueError as error:
+        m, problem = 0, str(error)
+    # A data-parallel group is known by its first rank.
+    mine = torch.tensor([ranks[0], m, _host()], device=get_accelerator().current_device_name())
+    everybody = mine.new_empty(3 * dist.get_world_size())
+    dist.all_gather_into_tensor(everybody, mine)
+    members: dict[int, list[int]] = {}
+    found: dict[int, set[int]] = {}
+    rows = everybody.view(-1, 3).tolist()
+    for rank, (first, size, _) in enumerate(rows):
+        members.setdefault(first, []).append(rank)
+        found.setdefault(first, set()).add(size)
+    for first, sizes in found.items():
+        if len(sizes) > 1 or 0 in sizes:
+            raise ValueError(
+                problem
+                or f"paro_strategy groups the data-parallel ranks of a node, but the launcher tells the ranks "
+                f"{members[first]} of node sizes that make different groups: {sorted(sizes)} (0: none). Set "
+                f"zero_optimization.paro_group_size to a divisor of {len(members[first])}."
+            )
+    agreed = [(members[first], max(found[first])) for first in sorted(members)]
+    texts = [crossings(of, size, [rows[rank][2] for rank in of]) for of, size in agreed]
+    _warn_once(next(filter(None, texts), ""))  # of the first one: placement is the same for all
+    return agreed
+
+
+def _host() -> int:
+    """What this rank's host is known by; names are compared only."""
+    return int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    from deepspeed.utils import log_dist
+
+    if text:
+        log_dist(text, ranks=[0], level=logging.WARNING)
+
+
+def _make_groups(all_ranks: list[list[int]]) -> Any:
+    """Make a process group of each of these disjoint lists of ranks; returns the one that this rank is in.
+
+    Every rank makes every group, in one order. A group made by its members alone (``use_local_synchronization``)
+    would cost less, but over NCCL it is split off the world's communicator, which needs all ranks to take part.
+    """
+    from deepspeed import comm as dist
+
+    groups = [dist.new_group(ranks) for ranks in all_ranks]
+    return next(group for ranks, group in zip(all_ranks, groups, strict=True) if dist.get_rank() in ranks)

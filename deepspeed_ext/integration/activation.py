@@ -1,0 +1,93 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Sees the DeepSpeed modules that we patch being imported, and has them patched as soon as they have run.
+
+torch imports the ``torch.backends`` entry points of installed packages at the end of its own import; ours is
+``autoload``. DeepSpeed imports torch before any of its submodules, so hooks on submodules see every import order; a
+hook on the package ``deepspeed`` would not (it is already being imported then). Standard library only, and nothing
+raises: an exception here would break ``import torch`` for every program in the environment.
+"""
+
+import importlib.abc
+import importlib.machinery
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from deepspeed_ext.integration import fork, patches
+
+_OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
+
+logger = logging.getLogger(__name__)
+
+
+class _PostImportHook(importlib.abc.MetaPathFinder):
+    """Lets the other finders find a module, and applies our patches after it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in patches.modules():
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    _run_after(spec.loader, fullname)
+                return spec
+        return None
+
+
+def _run_after(loader: importlib.abc.Loader, name: str) -> None:
+    """Patch module ``name`` when this loader (made for it alone) has executed it."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _apply(name)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]
+
+
+def _apply(name: str) -> None:
+    try:
+        if fork.is_installed():  # found on a search path that is another one than when we were imported
+            fork.stand_down()
+            return
+        patches.apply(name)
+    except Exception:
+        logger.exception("deepspeed_ext could not patch %s; its ds_config keys will not work", name)
+
+
+_hook = _PostImportHook()
+
+
+def activate() -> None:
+    """Patch DeepSpeed's modules, those imported already at once and the others when they are. Idempotent.
+
+    A DeepSpeed that has these features built in is left as it is.
+    """
+    if os.environ.get(_OFF_SWITCH) == "1":
+        return
+    if fork.is_installed():
+        fork.stand_down()
+        return
+    if _hook not in sys.meta_path:
+        sys.meta_path.insert(0, _hook)
+    for name in patches.modules():
+        module = sys.modules.get(name)
+        if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+            _apply(name)
+
+
+def deactivate() -> None:
+    """Undo all patches and see no further imports."""
+    if _hook in sys.meta_path:
+        sys.meta_path.remove(_hook)
+    patches.undo()
+
+
+def autoload() -> None:
+    """Entry point of the group ``torch.backends``: importing this package has activated it."""

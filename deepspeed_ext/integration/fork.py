@@ -1,0 +1,82 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A DeepSpeed that has these features built in, by the series in ``patches/``: then ours stand down.
+
+Nothing is patched, and ``deepspeed_ext.planner`` and all others, but those that patch, are the fork's own modules
+under a second name, so that a process has each of them once. Standard library only, as all that runs inside
+``import torch``.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+PACKAGE = "deepspeed.runtime.paro"
+_FIRST, _LAST = "__init__.py", "__main__.py"  # files of the package: by the first and by the last patch
+_OURS = __package__.partition(".")[0]
+_ELSEWHERE = {f"{_OURS}.op_builder": "deepspeed.ops.op_builder.loco"}
+
+
+def is_installed() -> bool:
+    """Whether the DeepSpeed that would be imported is such a fork, with all of the series. Imports nothing."""
+    return _has(_LAST)
+
+
+def is_partial() -> bool:
+    """Whether it has a part of the series: then neither form has all features."""
+    return _has(_FIRST) and not _has(_LAST)
+
+
+def _has(file: str) -> bool:
+    try:
+        spec = importlib.util.find_spec("deepspeed")
+    except ValueError:  # of a module that somebody has put together by hand
+        return False
+    inside = Path(*PACKAGE.split(".")[1:], file)
+    return spec is not None and any(
+        (Path(place) / inside).is_file() for place in spec.submodule_search_locations or ()
+    )
+
+
+def _theirs(name: str) -> str:
+    """The fork's name of a module of ours."""
+    return _ELSEWHERE.get(name, PACKAGE + name.removeprefix(_OURS))
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives the fork's module."""
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(_theirs(spec.name))
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own  # the import has put that of the second name there
+
+
+class _Aliases(importlib.abc.MetaPathFinder):
+    """Finds modules of ours in the fork, but those that have been imported already: they are what patches."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(f"{_OURS}.") or fullname == f"{_OURS}.__main__":
+            return None
+        if importlib.util.find_spec(_theirs(fullname)) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _Loader())
+
+
+_aliases = _Aliases()
+
+
+def stand_down() -> None:
+    """Have our modules be the fork's. Idempotent."""
+    if _aliases not in sys.meta_path:
+        sys.meta_path.insert(0, _aliases)

@@ -1,0 +1,88 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How a checkpoint is written, checked and read."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def write_files_safely(create: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create)
+    def create_checkpoint_engine(config_params: Any, *args: Any, **kwargs: Any) -> Any:
+        from deepspeed_ext.config.section import active_strategy
+
+        made = create(config_params, *args, **kwargs)
+        if active_strategy(config_params) is None:
+            return made
+        from deepspeed_ext.checkpoint.files import wrap
+
+        return wrap(made)
+
+    return create_checkpoint_engine
+
+
+def save_as_a_whole(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def save_checkpoint(self: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if not save_dir or not _has_our_files(self):
+            return save(self, save_dir, *args, **kwargs)
+        from deepspeed_ext.checkpoint import saving
+
+        return saving.save_checkpoint(save, self, save_dir, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def load_what_was_checked(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ours = _has_our_files(self)
+        if not ours and not (self.load_universal_checkpoint() and self.zero_optimization()):
+            return load(self, load_dir, tag, *args, **kwargs)
+        from deepspeed_ext.checkpoint import loading
+
+        by_us = loading.load_checkpoint if ours else loading.load_into_stock
+        return by_us(load, self, load_dir, tag, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def _has_our_files(engine: Any) -> bool:
+    """Whether the engine has an optimizer of ours, and writes its files through us."""
+    if not hasattr(engine.optimizer, "check_states"):
+        return False
+    from deepspeed_ext.checkpoint.files import CheckpointFiles
+
+    return isinstance(engine.checkpoint_engine, CheckpointFiles)
+
+
+def find_files_of_other_stages(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    @functools.wraps(names)
+    def _get_all_ckpt_names(self: Any, checkpoints_path: Any, tag: Any) -> list[str]:
+        found = names(self, checkpoints_path, tag)
+        if found or not self.load_universal_checkpoint():
+            return found
+        from pathlib import Path
+
+        from deepspeed_ext.checkpoint.universal import other_files
+
+        pattern = Path(self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*", pp_placeholder="0"))
+        return other_files(pattern.name, pattern.parent)
+
+    return _get_all_ckpt_names
+
+
+def load_universal(load: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load)
+    def _load_universal_checkpoint(self: Any, folder: Any, states: bool, from_fp32: bool) -> None:
+        from deepspeed_ext.checkpoint import universal
+
+        ours, stage3 = hasattr(self, "check_states"), hasattr(self, "fp32_partitioned_groups_flat")
+        swapped = getattr(self, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
+        if ours or (not swapped and universal.beyond_stock(stage3, folder)):
+            universal.load(self, folder, states, from_fp32)
+        else:
+            load(self, folder, states, from_fp32)
+
+    return _load_universal_checkpoint

@@ -1,0 +1,30 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""When the gradients of a leaf module are reduced."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(create)
+    def create_reduce_and_remove_grad_hooks(self: Any) -> None:
+        create(self)
+        if hasattr(self, "reduce_leaf") or self.parameter_offload.fast_sharding_for_leaf_module:
+            from deepspeed_ext.leaf.gradients import watch_leaves
+
+            watch_leaves(self)
+
+    return create_reduce_and_remove_grad_hooks
+
+
+def reduce_what_waits(epilogue: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(epilogue)
+    def independent_gradient_partition_epilogue(self: Any) -> None:
+        from deepspeed_ext.leaf.gradients import end_of_backward
+
+        end_of_backward(self)
+        epilogue(self)
+
+    return independent_gradient_partition_epilogue

@@ -1,0 +1,21 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""When a strategy is decided on."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def decide_on_a_strategy(configure: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(configure)
+    def _configure_distributed_model(self: Any, model: Any) -> None:
+        from deepspeed_ext.config.section import undecided
+
+        if undecided(self._config):
+            from deepspeed_ext.planner.fastest import decide_for
+
+            decide_for(self, model)
+        configure(self, model)
+
+    return _configure_distributed_model

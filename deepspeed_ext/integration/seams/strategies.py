@@ -1,0 +1,105 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizer is made, and which of ZeRO's functions ask it."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def keep_in_zero(sanity_check: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sanity_check)
+    def _do_optimizer_sanity_check(self: Any, basic_optimizer: Any) -> Any:
+        wrapper = sanity_check(self, basic_optimizer)
+        from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
+
+        from deepspeed_ext.config.section import active_strategy
+
+        return ZERO_OPTIMIZATION if wrapper == BFLOAT16 and active_strategy(self._config) else wrapper
+
+    return _do_optimizer_sanity_check
+
+
+def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(configure)
+    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+        from deepspeed_ext.config.section import active_strategy
+
+        strategy = active_strategy(self._config)
+        if "deepspeed_ext.leaf.modules" in sys.modules:
+            from deepspeed_ext.leaf.modules import unset_leaves
+
+            unset_leaves(self.module)  # of an engine before this one
+        if strategy is None:
+            if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.parameters" in sys.modules:
+                from deepspeed_ext.zero.parameters import recut_for_stock
+
+                recut_for_stock(self.module)
+            if not self.zero_module_granularity_threshold():
+                return configure(self, optimizer)
+            from deepspeed_ext.zero.coordinator import coordinator_of
+
+            with coordinator_of(None):
+                return configure(self, optimizer)
+        from deepspeed_ext.loco.setup import inter_hop
+        from deepspeed_ext.zero.factory import configure_with
+
+        return configure_with(strategy, inter_hop(self), configure, self, optimizer)
+
+    return _configure_zero_optimizer
+
+
+def gather_our_parameters(all_gather_dp_groups: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(all_gather_dp_groups)
+    def gather(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
+        own = getattr(groups_flat, "all_gather", None)
+        if own is None or not own():
+            all_gather_dp_groups(groups_flat, *args, **kwargs)
+
+    return gather
+
+
+def compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(assert_ints_same)
+    def assert_ints_same_as_other_ranks(ints: list[int]) -> None:
+        from deepspeed_ext.zero.coordinator import assert_same_in_group
+
+        if not assert_same_in_group(ints):
+            assert_ints_same(ints)
+
+    return assert_ints_same_as_other_ranks
+
+
+def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.zero import modifier_rank as modified
+
+        params = modified.listed(params)
+        with modified.cut_over_all(modified.replicated(params)):
+            init(self, params, *args, **kwargs)
+
+    return __init__
+
+
+def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(leave)
+    def _exit(self: Any, *exc: Any) -> Any:
+        from deepspeed_ext.zero import modifier_rank as modified
+
+        if self.src_rank is not None:
+            modified.broadcast_to_replicas(modified.replicated(self.params), self.src_rank_by_group)
+        return leave(self, *exc)
+
+    return _exit
+
+
+def partition_by_owner(partition: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(partition)
+    def _partition_params(params: Any, has_been_updated: bool) -> None:
+        from deepspeed_ext.zero import modifier_rank as modified
+
+        modified.partition_by_owner(partition, params, has_been_updated)
+
+    return _partition_params

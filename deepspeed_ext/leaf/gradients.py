@@ -1,0 +1,334 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""When the gradients of a leaf module are complete, whatever its inputs are.
+
+Note [The end of a leaf's backward]
+    ZeRO-3 reduces the gradients of a leaf module, zeros for those that were not used, when its backward is done. It
+    takes that from ``register_full_backward_hook``, which PyTorch calls too early, before there are gradients, where
+    no positional input needs a gradient: token ids, a frozen embedding, inputs by keyword. What is reduced then are
+    zeros, and the gradients that come later crash (0.15.4 to 0.17.6 refused such modules; 0.19.8 does not).
+
+    Here all positional inputs of a call go through one node of autograd's graph, which runs when what can be reached
+    of the call has run: autograd runs what was recorded last first. Inputs by keyword are left as they are, for they
+    may be containers that the module fills; where there are no others, the gradient of each is looked at. The module
+    is done when that was its last call in the graph that runs, and no parameter is still to get a gradient (from a
+    second output, say). If there is no such moment, it is done when the backward is: before ZeRO's epilogue, in the
+    order of the modules. All of that depends on the graph that runs, which is the same on all ranks but for experts.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.runtime.zero.utils import apply_to_tensors_only
+from deepspeed.utils import z3_leaf_parameter
+from torch import Tensor, nn
+
+from deepspeed_ext.leaf.chunks import WAITS, Chunk, blocks_of
+
+_ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
+
+
+class _Call:
+    """One call of a module, as long as autograd's graph has it."""
+
+    def __init__(self, calls: "_Calls", node: Any) -> None:
+        self.calls = calls
+        self.node = weakref.ref(node)
+        self.over = False
+
+
+class _Inputs(torch.autograd.Function):
+    """The positional inputs of a call, unchanged; their gradients are the last of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, calls: "_Calls", *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = calls.begin(ctx)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.call.over = True
+        ctx.call.calls.over()
+        return (None, *gradients)
+
+
+class _Calls:
+    """The calls of a module that have positional inputs with gradients.
+
+    Args:
+        module: to watch.
+        over: called when one is.
+    """
+
+    def __init__(self, module: nn.Module, over: Callable[[], None] = lambda: None) -> None:
+        self.over = over
+        self.found = False  # whether the last call is one
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self.hook = module.register_forward_pre_hook(self._before)
+
+    def __deepcopy__(self, memo: Any) -> "_Calls":
+        return self  # hooks are copied with a model, and stay those of its engine
+
+    def begin(self, node: Any) -> _Call:
+        """A call has this node in the graph."""
+        call = _Call(self, node)
+        self._calls.add(call)
+        return call
+
+    def to_come(self) -> int:
+        """How many of them the backward that runs now will still come to."""
+        if torch._C._current_graph_task_id() == -1:
+            return 0
+        nodes = [call.node() for call in self._calls if not call.over]
+        return sum(1 for node in nodes if node is not None and torch._C._will_engine_execute_node(node))
+
+    def _before(self, module: nn.Module, args: Any) -> Any:
+        self.found = False
+        if not torch.is_grad_enabled():
+            return None
+        tensors: list[Tensor] = []
+        apply_to_tensors_only(lambda tensor: tensors.append(tensor) if tensor.requires_grad else None, args)
+        if not tensors:
+            return None
+        self.found = True
+        watched = iter(_Inputs.apply(self, *tensors))
+        return apply_to_tensors_only(lambda tensor: next(watched) if tensor.requires_grad else tensor, args)
+
+
+class _Leaf:
+    """A leaf module and its trainable parameters."""
+
+    def __init__(self, owner: "LeafGradients", module: nn.Module, params: Sequence[Any]) -> None:
+        self.owner = owner
+        self.module = module
+        self.params = list(params)
+        self.waiting = False  # for the end of the backward
+        self._calls = _Calls(module, self._positional_call_is_over)
+        self.hooks = [self._calls.hook, module.register_forward_hook(self._after, with_kwargs=True)]
+
+    def __deepcopy__(self, memo: Any) -> "_Leaf":
+        return self
+
+    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """A call without positional inputs that need gradients: watch its outputs, and its inputs by keyword."""
+        if self._calls.found or not torch.is_grad_enabled():
+            return
+
+        def begin(_: Tensor) -> None:
+            self.waiting = True
+            self.owner.backward_has_begun()
+
+        def end(_: Tensor) -> None:
+            if self.waiting and not self._to_come():
+                self.waiting = False
+                self.owner.reduce(self.params)
+                self.owner.release(self.module)  # DeepSpeed looks at positional inputs
+
+        for tensor in _tensors(output):
+            tensor.register_hook(begin)
+        for tensor in _tensors(list(kwargs.values())):
+            tensor.register_hook(end)
+
+    def _positional_call_is_over(self) -> None:
+        if self._calls.to_come():
+            return
+        if not self._to_come():
+            self.owner.reduce(self.params)
+            return
+        self.waiting = True
+        for entry in self.owner.entries(self.module):
+            entry.ds_active_sub_modules.add(WAITS)
+
+    def _to_come(self) -> bool:
+        """Whether a parameter will still get a gradient in the backward that runs now."""
+        return any(_comes_later(param) for param in self.params if param.grad is None)
+
+    def end_of_backward(self, in_buckets: set[int]) -> None:
+        """Reduce what has waited; also what has come in without any call of the module.
+
+        Args:
+            in_buckets: ds_ids of parameters whose gradients have been handed over, and not moved yet.
+        """
+        left = [param for param in self.params if param.ds_id not in in_buckets]
+        if not self.waiting and all(param.grad is None for param in left):
+            return
+        self.waiting = False
+        self.owner.reduce(left)
+        held = [entry for entry in self.owner.entries(self.module) if WAITS in entry.ds_active_sub_modules]
+        for entry in held:
+            entry.ds_active_sub_modules.discard(WAITS)
+            if not entry.ds_persist and not entry.ds_active_sub_modules:
+                entry.partition()
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    """Tensors that need gradients, in lists, tuples and dictionaries; these are left as they are."""
+    if isinstance(nested, Tensor):
+        return [nested] if nested.requires_grad else []
+    if isinstance(nested, dict):
+        nested = nested.values()
+    elif not isinstance(nested, (list, tuple)):
+        return []
+    return [tensor for one in nested for tensor in _tensors(one)]
+
+
+class LeafGradients:
+    """Reduces the gradients of leaf modules, in the place of ZeRO-3's own hooks. See Note [The end of a leaf's
+    backward].
+
+    Args:
+        optimizer: a stage-3 optimizer, whose hooks exist; those of leaf modules are removed.
+        entries: what the coordinator fetches for a module.
+    """
+
+    def __init__(self, optimizer: Any, entries: Callable[[nn.Module], Sequence[Any]]) -> None:
+        self._optimizer = optimizer
+        self.entries = entries
+        for hook in optimizer._leaf_module_hooks:
+            hook.remove()
+        self._blocks = blocks_of(optimizer.module)
+        self._waiting: list[Chunk] = []  # for the end of the backward
+        experts: set[int] = set()
+        self._trained: dict[Chunk, list[Any]] = {}
+        calls = []
+        for block in self._blocks:
+            calls.append(_Calls(block.module))
+            block.is_last = functools.partial(_is_last, calls[-1])
+            block.reduce = self._reduce_chunk
+            block.forget = self._forget
+            experts.update(id(expert) for chunk in block.chunks for expert in chunk.experts)
+            for chunk in block.chunks:
+                known = (optimizer.leaf_parameters.get(expert, ()) for expert in chunk.experts)
+                self._trained[chunk] = [param for params in known for param in params]
+        leaves = {module: params for module, params in optimizer.leaf_parameters.items() if id(module) not in experts}
+        self._leaves = [_Leaf(self, module, params) for module, params in leaves.items()]
+        optimizer._leaf_module_hooks = [hook for leaf in self._leaves for hook in leaf.hooks]
+        optimizer._leaf_module_hooks += [call.hook for call in calls]
+        self._others = [
+            param
+            for group in optimizer.fp16_groups
+            for param in group
+            if param.requires_grad and not z3_leaf_parameter(param)
+        ]
+
+    def reduce(self, params: Sequence[Any]) -> None:
+        """Hand the gradients of a module over, as the hook of a parameter does."""
+        optimizer = self._optimizer
+        refresh = optimizer.should_refresh_expected_hook_count()
+        optimizer.reenter_backward_if_needed()
+        optimizer.reduce_leaf(params)
+        expected = optimizer._max_expected_hooks_seen
+        if refresh and torch._C._current_graph_task_id() != -1:
+            expected = count_used_parameters_in_backward(self._others) + len(self._leaves)
+        optimizer.update_hook_state_and_maybe_run_epilogue(expected)
+
+    def backward_has_begun(self) -> None:
+        """A module that waits for the end of the backward may be the only one that sees it."""
+        self._optimizer.reenter_backward_if_needed()
+        self._optimizer._backward_hook_state.queue_post_backward_callback()
+
+    def release(self, module: nn.Module) -> None:
+        """Release a module where DeepSpeed, which looks at positional inputs only, would not."""
+        self._optimizer.parameter_offload.post_sub_module_backward_function(module)
+
+    def _reduce_chunk(self, chunk: Chunk, last: bool) -> None:
+        """Experts have been left in a backward; if it will come to their block again, they wait for its end."""
+        params = self._trained[chunk]
+        if not last:
+            self._waiting.append(chunk)
+        elif any(_comes_later(param) for param in params if param.grad is None):
+            raise RuntimeError(
+                "Experts of a module that is fetched in chunks are still to run backward when their chunk is left: "
+                "autograd does not run them last to first. Raise zero_optimization.stage3_leaf_bytes until the module "
+                "is one unit."
+            )
+        elif params:
+            self.reduce(params)
+
+    def _forget(self) -> None:
+        """A backward has been given up: what it has left in chunks is nobody's, unless it is in a bucket. Then the
+        next backward fails, as ZeRO-3's does with leaf modules."""
+        self._waiting.clear()
+        in_buckets = self._in_buckets()
+        for params in self._trained.values():
+            for param in params:
+                if param.ds_id not in in_buckets:
+                    param.grad = None
+
+    def _in_buckets(self) -> set[int]:
+        """ds_ids of parameters whose gradients have been handed over, and not moved yet."""
+        return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
+
+    def end_of_backward(self) -> None:
+        """Reduce all that waits; the same modules on all ranks, in one order."""
+        for block in self._blocks:
+            block.finish()
+        if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
+            return
+        in_buckets = self._in_buckets()
+        chunks = {chunk: None for chunk in self._waiting}
+        self._waiting.clear()
+        for chunk in chunks:
+            self.reduce([param for param in self._trained[chunk] if param.ds_id not in in_buckets])
+        for leaf in self._leaves:
+            leaf.end_of_backward(in_buckets)
+
+
+def watch_leaves(optimizer: Any) -> None:
+    """Have a stage-3 optimizer's leaf modules watched by ours."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    def entries(module: nn.Module) -> list[Any]:
+        return list(partitioned_param_coordinator.iter_params(module, recurse=True))
+
+    if not hasattr(optimizer, "reduce_leaf"):
+        optimizer.reduce_leaf = lambda params: _reduce_one_by_one(optimizer, params)
+    setattr(optimizer, _ATTRIBUTE, LeafGradients(optimizer, entries))
+
+
+def end_of_backward(optimizer: Any) -> None:
+    """Before the epilogue of a stage-3 optimizer."""
+    watcher = getattr(optimizer, _ATTRIBUTE, None)
+    if watcher is not None:
+        watcher.end_of_backward()
+
+
+def zero_gradients(params: Sequence[Any], contiguous: bool = False) -> Iterator[Any]:
+    """The parameters, those without a gradient with one that is zero, and takes no memory unless it is contiguous."""
+    zeros: dict[Any, Tensor] = {}
+    for param in params:
+        if param.grad is None:
+            zero = zeros.get(param.dtype)
+            if zero is None:
+                zero = torch.zeros((), dtype=param.dtype, device=get_accelerator().current_device_name())
+                zeros[param.dtype] = zero
+            whole = zero.expand(param.ds_shape)
+            data, param.data = param.data, whole  # it may be released already, and then has no shape
+            param.grad = whole.contiguous() if contiguous else whole
+            param.data = data
+        yield param
+
+
+def _reduce_one_by_one(optimizer: Any, params: Sequence[Any]) -> None:
+    for param in zero_gradients(params, contiguous=True):
+        optimizer.reduce_ready_partitions_and_remove_grads(param)
+
+
+def _is_last(calls: _Calls) -> bool:
+    """Whether the backward that runs, and has just come to a module, will not come to it again."""
+    return calls.to_come() <= 1
+
+
+def _comes_later(param: Any) -> bool:
+    """Whether the backward that runs now will give the parameter a gradient."""
+    if not param.requires_grad or torch._C._current_graph_task_id() == -1:
+        return False
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(param).node
+    return bool(torch._C._will_engine_execute_node(node))

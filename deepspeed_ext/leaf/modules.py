@@ -1,0 +1,303 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules ZeRO-3 fetches as one unit: its leaf modules.
+
+Note [Which modules are safe]
+    Everything inside a leaf module is fetched when the module is entered, and reduced when it is left. So it must be
+    entered through itself only: it and its descendants are in one place of the model and share no parameters with the
+    rest. It must have a forward of its own, which lists of modules have not. The root is never one: all of the model
+    would be gathered at once.
+
+Note [Two ways to choose]
+    By *granularity* (DeepSpeed #6649): parameters / (1 + descendants), where descendants are modules inside that have
+    parameters, lists not counted; parents first, the first that is at most the threshold. A mean hardly changes with
+    depth, so it cannot tell a layer from its block of experts; it stays for those who have tuned it.
+
+    By a *budget* in bytes for the largest unit: parents first, the first whose parameters, gradients and gather
+    buffer fit. A module that holds a stack of layers is passed over, even if it fits: fetched as one, nothing of it
+    could be prefetched while something of it computes. So what is found are layers, and where a layer does not fit,
+    its block of experts, which must be one unit for another reason: ranks may use different experts.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_ext.leaf.chunks import set_chunks, unset_chunks
+
+_LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
+_OURS = "paro_leaf"  # that the flag is ours
+_EXPERTS = re.compile("expert", re.IGNORECASE)
+_ROUTER = re.compile("router|^gate$|gating|TopKGate", re.IGNORECASE)
+_CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__all__)
+HOOKS = 4  # that DeepSpeed registers on each module
+
+
+class Kind(Enum):
+    """What becomes of a module."""
+
+    UNIT = "coarse"  # fetched as one
+    CHUNKED = "chunked"  # its experts are fetched some at a time; what else is in it as usual
+    FINE = "fine"  # its own parameters are fetched when it is entered
+    INSIDE = "inside"  # of a unit
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to choose; one of ``budget`` and ``threshold`` is given.
+
+    Attributes:
+        budget: bytes of the largest unit, see ``unit_bytes``; None to choose by granularity.
+        threshold: granularity up to which a module is a unit.
+        most_live: elements that may be gathered at a time (``stage3_max_live_parameters``): caps units by granularity,
+            and gives the default budget.
+    """
+
+    budget: int | None
+    threshold: int
+    most_live: int
+
+
+@dataclass
+class Found:
+    """A module and what becomes of it.
+
+    Attributes:
+        numel: elements of its parameters, all descendants included.
+        granularity: elements / (1 + descendants); None where it has none.
+        bytes: as a unit.
+        why: why it is not a unit; empty if it is one.
+        chunks: experts that are fetched together.
+    """
+
+    name: str
+    module: nn.Module
+    numel: int
+    granularity: int | None
+    bytes: int
+    kind: Kind
+    why: str = ""
+    chunks: list[list[nn.Module]] = field(default_factory=list)
+
+
+def numel_of(param: Any) -> int:
+    """Elements of a parameter, gathered or not."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def unit_bytes(params: Iterable[Any]) -> int:
+    """Bytes that parameters take while they are a unit that is used: themselves, the buffer that they are gathered
+    into, and their gradients, if they are trained."""
+    return sum(numel_of(p) * p.element_size() * (2 + int(p.requires_grad)) for p in params)
+
+
+def default_budget(model: nn.Module, most_live: int) -> int:
+    """The budget of a unit of ``most_live`` elements that are trained."""
+    sizes = [p.element_size() for p in model.parameters()]
+    return most_live * 3 * max(sizes, default=4)
+
+
+class _Tree:
+    """A model as the choice sees it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.places: dict[int, list[str]] = {}  # id of a module: its names
+        self.users: dict[int, set[int]] = {}  # id of a parameter: modules that own it
+        for name, module in model.named_modules(remove_duplicate=False):
+            self.places.setdefault(id(module), []).append(name)
+            for param in module.parameters(recurse=False):
+                self.users.setdefault(id(param), set()).add(id(module))
+        self.stacks = {id(module) for module in model.modules() if self._is_stack(module)}
+
+    def granularity(self, module: nn.Module) -> tuple[int, int, int | None]:
+        """Elements, counted modules, and the granularity of a module, as DeepSpeed counts them."""
+        numel = sum(numel_of(p) for p in module.parameters(recurse=False))
+        if next(module.parameters(), None) is None:
+            return 0, 0, None
+        children = list(module.children())
+        if not children:
+            return numel, 1, None
+        counted = 0
+        for child in children:
+            more, inside, _ = self.granularity(child)
+            numel, counted = numel + more, counted + inside
+        if isinstance(module, _CONTAINERS):
+            return numel, counted, None
+        return numel, counted + 1, numel // (counted + 1)
+
+    def unsafe(self, module: nn.Module) -> str:
+        """Why a module must not be a unit, whatever its size; empty if it may. See Note [Which modules are safe]."""
+        if module is self.model:
+            return "it is the model"
+        if module.__dict__.get(_LEAF) is False:
+            return "it has been unset as a leaf module"
+        if isinstance(module, _CONTAINERS) or not _has_forward(module):
+            return "a list, or a sequence, may be entered item by item"
+        if not any(next(child.parameters(), None) is not None for child in module.children()):
+            return "nothing with parameters is inside"
+        for m in module.modules():
+            if m is not module and getattr(m, _LEAF, False):
+                return f"{self.places[id(m)][0]} has been set as a leaf module"
+        return self.entered_elsewhere(module)
+
+    def entered_elsewhere(self, module: nn.Module) -> str:
+        """Why what is inside of a module may be used without it; empty if it is not."""
+        inside = {id(m) for m in module.modules()}
+        place = self.places[id(module)][0]
+        for m in module.modules():
+            if any(name != place and not name.startswith(f"{place}.") for name in self.places[id(m)]):
+                return f"{self.places[id(m)][0]} is in several places of the model"
+        if any(self.users[id(p)] - inside for p in module.parameters()):
+            return "it shares parameters with other modules"
+        return ""
+
+    def holds_stack(self, module: nn.Module) -> bool:
+        """Whether layers that follow one another are inside."""
+        return not is_mixture(module) and any(id(m) in self.stacks for m in _outside_mixtures(module))
+
+    @staticmethod
+    def _is_stack(module: nn.Module) -> bool:
+        """A list of several modules of one class, with modules inside."""
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        alike = len(children) > 1 and len({type(child) for child in children}) == 1
+        layers = alike and not isinstance(children[0], _CONTAINERS) and any(True for _ in children[0].children())
+        return isinstance(module, _CONTAINERS) and layers
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(type(module), "forward", None) is not getattr(nn.Module, "forward", None)
+
+
+def is_mixture(module: nn.Module) -> bool:
+    """Whether a module chooses among experts: something right inside, with parameters, is named or called so, or is a
+    list of alike modules beside a gate or a router."""
+    if isinstance(module, _CONTAINERS):
+        return False
+    inside = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    named = any(_EXPERTS.search(name) or _EXPERTS.search(type(child).__name__) for name, child in inside)
+    return named or bool(experts_of(module))
+
+
+def experts_of(module: nn.Module) -> list[nn.Module]:
+    """The experts in a list, or a dictionary, right inside of a mixture; empty if it has none."""
+    routed = any(
+        _ROUTER.search(name) or _ROUTER.search(type(child).__name__) for name, child in module.named_children()
+    )
+    for name, child in module.named_children():
+        experts = [one for one in child.children() if next(one.parameters(), None) is not None]
+        alike = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len({type(one) for one in experts}) == 1
+        named = experts and (_EXPERTS.search(name) or _EXPERTS.search(type(experts[0]).__name__))
+        if alike and len(experts) > 1 and (named or routed):
+            return experts
+    return []
+
+
+def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and its descendants, but for what is inside of mixtures."""
+    yield module
+    if not is_mixture(module):
+        for child in module.children():
+            yield from _outside_mixtures(child)
+
+
+def choose(model: nn.Module, settings: Settings) -> list[Found]:
+    """What becomes of each module of a model that has parameters, parents first. Changes nothing."""
+    tree = _Tree(model)
+    found: list[Found] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module, inside: bool) -> None:
+        numel, _, granularity = tree.granularity(module)
+        params = list(module.parameters())
+        if not params or id(module) in seen:
+            return
+        seen.add(id(module))
+        row = Found(name, module, numel, granularity, unit_bytes(params), Kind.INSIDE if inside else Kind.FINE)
+        found.append(row)
+        if not inside:
+            row.why = _why_not(tree, row, settings)
+            row.kind = Kind.FINE if row.why else Kind.UNIT
+            if row.kind == Kind.FINE and settings.budget is not None and is_mixture(module):
+                row.chunks = _chunks(tree, module, settings.budget)
+                row.kind = Kind.CHUNKED if row.chunks else row.kind
+        experts = {id(expert) for chunk in row.chunks for expert in chunk}
+        for child_name, child in module.named_children():
+            into = row.kind in (Kind.UNIT, Kind.INSIDE) or any(id(m) in experts for m in child.children())
+            visit(f"{name}.{child_name}" if name else child_name, child, into)
+
+    visit("", model, False)
+    return found
+
+
+def _why_not(tree: _Tree, row: Found, settings: Settings) -> str:
+    """Why a module, of whose parents none is a unit, is not one; empty if it is."""
+    if getattr(row.module, _LEAF, False):
+        return ""  # the user says so
+    unsafe = tree.unsafe(row.module)
+    if unsafe:
+        return unsafe
+    if settings.budget is None:
+        if row.numel > settings.most_live:
+            return f"{row.numel:,} parameters are more than stage3_max_live_parameters"
+        if row.granularity is None or row.granularity > settings.threshold:
+            return "above the threshold"
+        return ""
+    if tree.holds_stack(row.module):
+        return "it holds a stack of layers"
+    return f"{row.bytes:,} bytes are more than the budget" if row.bytes > settings.budget else ""
+
+
+def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
+    """The experts of a mixture in chunks that fit the budget; empty if it has no list of such experts."""
+    experts = experts_of(module)
+    bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
+    if max(bytes_each, default=0) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
+        return []
+    chunks: list[list[nn.Module]] = []
+    room = 0
+    for expert, needed in zip(experts, bytes_each, strict=True):
+        if needed > room:
+            chunks.append([])
+            room = budget
+        chunks[-1].append(expert)
+        room -= needed
+    return chunks
+
+
+def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
+    """Flag the chosen modules for DeepSpeed, and experts of chunks; the units."""
+    found = list(found)
+    units = [row.module for row in found if row.kind == Kind.UNIT]
+    experts = [expert for row in found for chunk in row.chunks for expert in chunk]
+    for module in (*units, *experts):
+        if not getattr(module, _LEAF, False):
+            setattr(module, _LEAF, True)
+            setattr(module, _OURS, True)
+    for row in found:
+        if row.chunks:
+            set_chunks(row.module, row.chunks)
+    return units
+
+
+def unset_leaves(model: nn.Module) -> None:
+    """Undo ``set_leaves``: another engine chooses for itself.
+
+    What DeepSpeed leaves on modules and parameters goes as well: another engine would take parameters for those of
+    leaf modules, and call the one that has made the autograd functions.
+    """
+    ours = [module for module in model.modules() if unset_chunks(module) | module.__dict__.pop(_OURS, False)]
+    for module in ours:
+        module.__dict__.pop(_LEAF, None)
+    if not ours:
+        return
+    for param in model.parameters():
+        param.__dict__.pop("ds_z3_leaf_module", None)
+    for module in model.modules():
+        module.__dict__.pop("pre_bwd_fn", None)
+        module.__dict__.pop("post_bwd_fn", None)

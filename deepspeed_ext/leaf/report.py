@@ -1,0 +1,111 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the choice of leaf modules means, as a table: per class, and in hooks and live parameters."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from deepspeed_ext.leaf.modules import HOOKS, Found, Kind, Settings, numel_of
+
+_FETCHED = {Kind.UNIT.value: "as one", Kind.CHUNKED.value: "in {}", Kind.FINE.value: "one by one: {}"}
+
+
+class Row(NamedTuple):
+    """Modules of one class of which the same becomes, for the same reason."""
+
+    cls: str
+    count: int
+    numel: int  # of the largest
+    granularity: int | None  # of the largest
+    bytes: int  # of the largest, as a unit
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Live:
+    """ZeRO-3's knobs that bound what is gathered at a time; all in elements."""
+
+    most: int  # stage3_max_live_parameters
+    prefetch: int  # stage3_prefetch_bucket_size
+    reuse: int  # stage3_max_reuse_distance
+    persistence: int  # stage3_param_persistence_threshold
+
+
+def rows(found: Sequence[Found]) -> list[Row]:
+    """The table: one row for each class, kind and reason, in the order of the model; what is inside of units is not
+    in it."""
+    alike: dict[tuple[str, str, str], list[Found]] = {}
+    for one in found:
+        if one.kind != Kind.INSIDE:
+            why = "" if one.kind == Kind.UNIT else one.why
+            if one.chunks:
+                why = f"{len(one.chunks)} chunks of experts; {one.why}"
+            alike.setdefault((type(one.module).__name__, one.kind.value, _general(why)), []).append(one)
+    table = []
+    for (cls, kind, why), some in alike.items():
+        most = max(some, key=lambda one: one.numel)
+        table.append(Row(cls, len(some), most.numel, most.granularity, most.bytes, kind, why))
+    return table
+
+
+def _general(why: str) -> str:
+    """A reason without what differs between modules of one class."""
+    return why if " " not in why or why.split(" ", 1)[0].count(".") == 0 else f"a module in it {why.split(' ', 1)[1]}"
+
+
+def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
+    """Hooks on modules before and after: DeepSpeed's rule is four on each module that is not inside of a leaf."""
+    modules = sum(1 for _ in model.modules())
+    coarse = [one.module for one in found if one.kind == Kind.UNIT]
+    coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
+    inside = sum(sum(1 for _ in module.modules()) - 1 for module in coarse)
+    return HOOKS * modules, HOOKS * (modules - inside)
+
+
+def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
+    """Elements that are gathered at a time at most.
+
+    What persists; what is used; what is prefetched, whole units that begin within the prefetch bucket; and what is
+    kept because it is used again within the reuse distance, whole units again.
+    """
+    total = sum(numel_of(p) for p in model.parameters())
+    small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence)
+    fetched = [one.numel for one in found if one.kind == Kind.UNIT]
+    for one in found:
+        if one.kind == Kind.FINE:
+            fetched.append(sum(map(numel_of, one.module.parameters(recurse=False))))
+        elif one.kind == Kind.CHUNKED:  # a chunk stays while what is beside the experts comes and goes
+            chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in one.chunks]
+            fetched.append(max(chunks) + one.numel - sum(chunks))
+    largest = max(fetched, default=0)
+    ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
+    kept = live.reuse + largest if live.reuse else 0
+    return min(total, small + largest + ahead + kept)
+
+
+def text(found: Sequence[Found], model: nn.Module, settings: Settings, live: Live) -> str:
+    """The report, for people."""
+    how = (
+        f"granularity up to {settings.threshold:,}, at most {settings.most_live:,} parameters"
+        if settings.budget is None
+        else f"at most {settings.budget:,} bytes in a unit"
+    )
+    lines = [
+        f"leaf modules of {type(model).__name__}: {how}",
+        f"  {'class':<32} {'count':>6} {'parameters':>15} {'granularity':>13} {'bytes as unit':>17}  fetched",
+    ]
+    for row in rows(found):
+        granularity = "" if row.granularity is None else f"{row.granularity:,}"
+        fetched = _FETCHED[row.kind].format(row.why)
+        lines.append(
+            f"  {row.cls:<32.32} {row.count:>6} {row.numel:>15,} {granularity:>13} {row.bytes:>17,}  {fetched}"
+        )
+    before, after = hooks(found, model)
+    fewer = f" ({1 - after / before:.1%} fewer)" if before else ""
+    lines.append(f"  hooks on modules: {before:,} before, {after:,} after{fewer}")
+    lines.append(f"  parameters gathered at a time: at most {predicted_live(found, model, live):,} predicted")
+    return "\n".join(lines)

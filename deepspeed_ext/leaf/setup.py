@@ -1,0 +1,149 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Leaf modules of an engine's model, chosen when its optimizer is made, and reported."""
+
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+from deepspeed.utils import log_dist, logger
+from deepspeed.utils.logging import print_dist
+from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
+from torch import nn
+
+from deepspeed_ext.config.section import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD, leaf_bytes
+from deepspeed_ext.leaf import report as leaf_report
+from deepspeed_ext.leaf.modules import (
+    Found,
+    Kind,
+    Settings,
+    choose,
+    default_budget,
+    experts_of,
+    set_leaves,
+    unit_bytes,
+)
+
+
+def by_budget(zero_config: Any, model: nn.Module) -> list[Found] | None:
+    """Choose and flag leaf modules, and say so on rank 0; None if a parsed ``zero_optimization`` has no budget.
+
+    Raises:
+        ValueError: the budget is smaller than what must be fetched at once.
+    """
+    if not leaf_bytes(zero_config):
+        return None
+    settings, live = settings_and_live(zero_config, model)
+    _drop_defaults(zero_config, model)
+    return _set_up(model, settings, live)
+
+
+def settings_and_live(zero_config: Any, model: nn.Module) -> tuple[Settings, leaf_report.Live]:
+    """How a parsed ``zero_optimization`` says to choose, and ZeRO-3's other bounds.
+
+    Raises:
+        ValueError: the budget is smaller than what must be fetched at once.
+    """
+    asked, most_live = leaf_bytes(zero_config), int(zero_config.max_live_parameters)
+    budget: int | None = None
+    if asked is True:
+        budget = default_budget(model, most_live)
+    elif asked:
+        budget = int(asked)
+        _refuse_too_small(budget, model, most_live)
+    live = leaf_report.Live(
+        most_live,
+        int(zero_config.prefetch_bucket_size),
+        int(zero_config.max_reuse_distance),
+        int(zero_config.param_persistence_threshold),
+    )
+    return Settings(budget, int(zero_config.module_granularity_threshold), most_live), live
+
+
+def by_granularity(offload: Any, model: nn.Module, threshold: int) -> list[Found]:
+    """The same for a threshold, where DeepSpeed chooses: a ``DeepSpeedZeRoOffload`` is being made."""
+    live = leaf_report.Live(
+        offload._max_available_parameters_in_numel,
+        offload._prefetch_bucket_sz,
+        offload._max_reuse_distance_in_numel,
+        offload.param_numel_persistence_threshold,
+    )
+    # DeepSpeed printed its table as well, until it made the prints depend on a flag that nothing sets.
+    return _set_up(model, Settings(None, int(threshold), live.most), live, print_dist)
+
+
+def _set_up(
+    model: nn.Module, settings: Settings, live: leaf_report.Live, show: Callable[..., None] = log_dist
+) -> list[Found]:
+    found = choose(model, settings)
+    set_leaves(found)
+    show(f"deepspeed_ext: {leaf_report.text(found, model, settings, live)}", ranks=[0])
+    _warn(found, settings)
+    return found
+
+
+def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
+    """What one module holds itself is fetched at once."""
+    name, module = max(model.named_modules(), key=lambda item: unit_bytes(item[1].parameters(recurse=False)))
+    own = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
+    needed = sum(own.values())
+    if budget >= needed:
+        return
+    largest = max(own, key=lambda key: own[key])
+    others = f"; with the others of {name or 'the model'} {needed:,}" if len(own) > 1 else ""
+    raise ValueError(
+        f"{SECTION}.{LEAF_BYTES} must be at least the bytes of the largest parameter, gathered and with its gradient: "
+        f"{largest} needs {own[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
+        f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
+    )
+
+
+def _drop_defaults(zero_config: Any, model: nn.Module) -> None:
+    """Unset what DeepSpeed flags by its own list, not by the user's: those blocks are chosen, or their layers are."""
+    if zero_config.leaf_module.classes == DEFAULT_LEAF_MODULE_CLASSES:
+        for module in model.modules():
+            if _fully_qualified_class_name(module) in DEFAULT_LEAF_MODULE_CLASSES:
+                module.__dict__.pop("_z3_leaf", None)
+
+
+def _warn(found: list[Found], settings: Settings) -> None:
+    """Warn once, on rank 0, of a threshold that does nothing, of what exceeds the budget, and of experts that are
+    fetched one by one."""
+    from deepspeed import comm as dist
+
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    if settings.budget is None and not any(one.kind == Kind.UNIT for one in found):
+        able = [one for one in found if one.granularity is not None and one.why == "above the threshold"]
+        least = min(able, key=lambda one: one.granularity or 0, default=None)
+        hint = (
+            f"the smallest granularity is {least.granularity:,} ({type(least.module).__name__} {least.name})"
+            if least
+            else "no module of this model can be one"
+        )
+        logger.warning(
+            f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. "
+            f"{SECTION}.{LEAF_BYTES} true chooses without a number."
+        )
+    budget = settings.budget
+    own = [one for one in found if one.kind != Kind.INSIDE and budget and _own_bytes(one) > budget]
+    if own and budget:
+        first = max(own, key=_own_bytes)
+        logger.warning(
+            f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, "
+            f"{type(first.module).__name__} {first.name} for one ({_own_bytes(first):,} bytes, budget {budget:,}): "
+            f"they are fetched at once all the same. Packed experts cannot be cut into chunks."
+        )
+    split = [one for one in found if one.kind == Kind.FINE and experts_of(one.module)]
+    if split:
+        first = split[0]
+        logger.warning(
+            f"deepspeed_ext: {len(split)} module(s) that look like mixtures of experts are not fetched as one, "
+            f"{type(first.module).__name__} {first.name} for one ({first.why}): ranks that use different experts "
+            f"would wait for one another. Raise the budget or the threshold, or set it as a leaf module."
+        )
+
+
+def _own_bytes(one: Found) -> int:
+    """Of what a module holds itself, as a unit."""
+    return unit_bytes(one.module.parameters(recurse=False))

@@ -1,0 +1,50 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a model's states, counted."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from deepspeed_ext.config.section import offloads
+from deepspeed_ext.leaf.modules import numel_of
+from deepspeed_ext.strategy import ModelStates
+
+ADAM_BYTES = 12  # of a parameter: master copy and two moments in fp32
+
+
+def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: int = 2) -> ModelStates:
+    """Of a model on any device, meta included, and cut by ``zero.Init`` or not; optimizer states are Adam's.
+
+    Args:
+        model: what is trained.
+        parameter_bytes: of a parameter in forward and backward; by default those it has.
+        gradient_bytes: of a gradient.
+    """
+    parameters = list({id(p): p for p in model.parameters()}.values())
+    trained = [p for p in parameters if p.requires_grad]
+    elements = sum(map(numel_of, trained))
+    return ModelStates(
+        parameters=nbytes(parameters, parameter_bytes),
+        gradients=float(elements * gradient_bytes),
+        updated=nbytes(trained, parameter_bytes),
+        optimizer=float(elements * ADAM_BYTES),
+    )
+
+
+def on_device(engine: Any, model: nn.Module) -> ModelStates:
+    """Of what a DeepSpeedEngine keeps of a model on the device: nothing of what is offloaded."""
+    config = engine._config.zero_config
+    dtype, sums = engine.get_data_types()
+    states = count(model, 2 if dtype.itemsize == 2 else None, sums.itemsize)
+    return replace(
+        states,
+        parameters=0.0 if offloads(config.offload_param) else states.parameters,
+        optimizer=0.0 if offloads(config.offload_optimizer) else states.optimizer,
+    )
+
+
+def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
+    """Of parameters, each element of which has so many, by default those it has."""
+    return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))

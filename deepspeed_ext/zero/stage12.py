@@ -1,0 +1,487 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies with p = N: ZeRO's stage-1/2 optimizer with gradients and optimizer states placed by the table.
+
+Note [What runs when]
+    The parent is built over the process group over which the optimizer states are cut (``Topology.shard_group``), so
+    its partitions, norms, overflow checks, steps and checkpoints are right for every ``os`` as they are. What is ours
+    is how gradients get there:
+
+    - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
+      boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case).
+    - g = G: the bucket arrives in the optimizer's shard and is added there.
+    - g = I or N: it arrives in this rank's I-slice and is added there; at the boundary the slice moves on to ``os``
+      once, in windows (``_sync_gradients``). Windows span all rows of the slice, so every rank sends and receives the
+      same, whatever bucket held what.
+    - After the step, updated parameters move os -> N (``_gather_parameters``).
+
+    The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
+    With optimizer offload it is the gradient on the host that the optimizer reads. So the device holds nothing of the
+    gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, get_norm_dtype
+from torch import Tensor
+
+from deepspeed_ext.comm.hops import InFlight, MakeHop, Transfer, make_hop
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.reshard import BucketPlan, FlatLayout, Moves, Range, plan_bucket, windows
+from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.error_state import Remembering, Whereabouts, whereabouts_of
+from deepspeed_ext.zero.gradients import add_to
+from deepspeed_ext.zero.model_parallel import ModelParallel, ordered_by_streams
+from deepspeed_ext.zero.regroup import cut_otherwise
+from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
+
+BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
+
+
+class _FlatGroups(list[Tensor]):
+    """The flat parameter buffers, which know how to gather themselves; see ``replacements/strategies.py``."""
+
+    def __init__(self, buffers: list[Tensor], optimizer: "ReplicatedOptimizer") -> None:
+        super().__init__(buffers)
+        self._optimizer = optimizer
+
+    def all_gather(self) -> bool:
+        """Gather updated parameters; False where the parent's own gather over its group does it."""
+        return self._optimizer._gather_parameters()
+
+
+class _HostShard(list[Tensor]):
+    """An entry of ``averaged_gradients`` that is on the host already, and is not moved when states are offloaded."""
+
+    def __init__(self, flat_partition: Tensor) -> None:
+        super().__init__()
+        self.flat_partition = flat_partition
+
+
+class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
+    """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
+
+    Args:
+        strategy: one with p = N.
+        topology: process groups of the data-parallel group.
+        make_inter: makes the hop between groups.
+        dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
+        The others are the parent's.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        strategy: Strategy,
+        topology: Topology,
+        make_inter: MakeHop = make_hop,
+        dp_process_group: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.strategy = strategy
+        self.topology = topology
+        super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
+        self._moves = Moves(
+            make_hop(topology.intra, "intra", self.reduce_scatter),
+            make_inter(topology.inter, "inter", self.reduce_scatter),
+        )
+        self.connect_memory()
+        self._in_flight = InFlight(overlap=self.overlap_comm)
+        self._bucket_target = Placement.G if strategy.g == Placement.G else Placement.I
+        self._layouts = tuple(FlatLayout.of(flat.numel(), strategy.os, topology) for flat in self.bit16_groups_flat)
+        self._offsets = {
+            self.get_param_id(param): offset
+            for params, offsets in zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
+            for param, offset in zip(params, offsets, strict=True)
+        }
+        if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
+            self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
+        self._slices: dict[int, Tensor] = {}  # parameter group: (rows, chunk), this rank's I-slice of the gradients
+        self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
+
+    # Buckets: N -> g ##############################################################################
+
+    def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
+        """Move a bucket from N to g. ``tensor``: 1D, the bucket's gradients one after the other."""
+        bucket = self.ipg_buckets[communication_data_type]
+        self._reduce_bucket([tensor], bucket.params, communication_data_type)
+
+    def _buffered_reduce_fallback_preserving_fp32(
+        self,
+        grads: Sequence[Tensor],
+        grad_params: Sequence[BucketEntry],
+        communication_data_type: torch.dtype,
+        elements_per_buffer: int,
+    ) -> None:
+        """The same without ``contiguous_gradients``: the bucket is a list of gradients."""
+        self._clear_previous_reduced_grads()  # of earlier buckets, which are packed into messages by now
+        self._reduce_bucket([grad.reshape(-1) for grad in grads], grad_params, communication_data_type)
+
+    def _reduce_bucket(self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype) -> None:
+        if not params:
+            return
+        ranges = tuple(
+            Range(group, self._offsets[param_id], self.bit16_groups[group][index].numel())
+            for group, index, param_id in params
+        )
+        for group in {entry[0] for entry in params}:
+            self._target(group)
+        plan = plan_bucket(self._layouts, ranges)
+        with self._reduction_stream(self.ipg_buckets[dtype], tensors):
+            # Packed at once, and owned by the move alone: nothing of full size waits for hops that do not need it.
+            message = self._prescale(self._moves.pack_bucket(tensors, plan, self._bucket_target))
+            message = message.to(self._wire_dtype(dtype))
+            move = self._moves.reduce_bucket(message, plan, self._bucket_target)
+            del message
+            self._in_flight.submit(self._accumulate_bucket(move, plan))
+
+    def _accumulate_bucket(self, move: Transfer, plan: BucketPlan) -> Transfer:
+        mine = yield from move
+        offset = 0
+        for run in self._moves.bucket_runs(plan, self._bucket_target):
+            part = mine.narrow(0, offset, run.numel)
+            offset += run.numel
+            if self._bucket_target == Placement.G:
+                self._add_to_shard(run.buffer, run.start, self._postscale(part))
+            else:
+                self._slices[run.buffer][run.row].narrow(0, run.start, run.numel).add_(part)
+        return mine
+
+    def _target(self, group: int) -> Tensor:
+        """What buckets of this parameter group are added to; made on the current stream, where it is used last."""
+        if self._bucket_target == Placement.G:
+            return self._shard(group)
+        if group not in self._slices:
+            layout = self._layouts[group]
+            self._slices[group] = torch.zeros(
+                layout.rows,
+                layout.chunk,
+                dtype=self.gradient_accumulation_dtype,
+                device=get_accelerator().current_device_name(),
+            )
+        return self._slices[group]
+
+    def _shard(self, group: int) -> Tensor:
+        """1D: the gradients of the optimizer's shard of a parameter group."""
+        return self._get_compact_grad_partition_buffer(group).flat_partition
+
+    def _add_to_shard(self, group: int, start: int, part: Tensor) -> None:
+        add_to(self._shard(group).narrow(0, start, part.numel()), part)
+        if self.cpu_offload:
+            self._record_offload_copy()
+
+    def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
+        """A shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host.
+
+        It is another tensor on the host where that one has less precision than ``grad_accum_dtype``.
+        """
+        if not self.cpu_offload:
+            return super()._build_compact_grad_partition_buffer(group_idx)
+        shard = self.single_partition_of_fp32_groups[group_idx].grad.view(-1)
+        if shard.dtype not in (torch.float32, self.gradient_accumulation_dtype):
+            shard = torch.empty_like(shard, dtype=self.gradient_accumulation_dtype)
+        shard.zero_()
+        for param in self.params_in_partition[group_idx]:
+            _, _, start, numel = self.grad_position[self.get_param_id(param)]
+            self.accumulated_grads_in_cpu[self.get_param_id(param)] = shard.narrow(0, start, numel)
+        return _HostShard(shard)
+
+    def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
+        """Always: one flat buffer is what hops deliver into, and what the step reads without another copy."""
+        return True
+
+    # Scales: the mean is taken over all ranks, whatever the parent is cut over ####################
+
+    def _prescale(self, message: Tensor) -> Tensor:
+        """Divide before the sum as ZeRO does, so that 16-bit sums keep their range."""
+        if not self.gradient_average:
+            return message
+        if self.reduce_scatter or not self.postscale_gradients:
+            return message.div_(self.topology.cluster.ranks / self.sequence_parallel_size)
+        return message.div_(self.gradient_predivide_factor)
+
+    def _postscale(self, part: Tensor) -> Tensor:
+        """Complete the mean after the sum, where ``gradient_predivide_factor`` has taken only a part of it."""
+        if not self.gradient_average or self.reduce_scatter or not self.postscale_gradients:
+            return part
+        return part.mul_(self.gradient_predivide_factor * self.sequence_parallel_size / self.topology.cluster.ranks)
+
+    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """As the parent: with sequence parallelism gradients are summed in fp32."""
+        return torch.float32 if self.sequence_parallel_size > 1 else dtype
+
+    # The accumulation boundary: g -> os ###########################################################
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self.reduce_ipg_grads()
+        if boundary:
+            if self.strategy.g == Placement.N:
+                self._reduce_left_over()
+            self._sync_gradients()
+        elif not self.overlaps_micro_steps:
+            self._finish_buckets()
+        with ordered_by_streams(self.overlaps_micro_steps):
+            super().independent_gradient_partition_epilogue()
+        if boundary:
+            # All is in the shards now. Kept, as the parent does, it would be reduced again by another backward.
+            for group in self.bit16_groups:
+                for param in group:
+                    param.grad_accum = None
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The boundary where the caller owns it (``managed_gradient_accumulation`` false): at ``engine.step()``."""
+        self.set_gradient_accumulation_boundary(True)
+        self._sync_gradients()
+
+    def _reduce_left_over(self) -> None:
+        """Gradients accumulated in earlier micro-steps whose parameters the last one did not use.
+
+        With ``overlap_comm`` stage 1 fills buckets from the hooks of the last micro-step, which they do not see.
+        """
+        for i, group in enumerate(self.bit16_groups):
+            for param in group:
+                waiting = not self.params_already_reduced[self.get_param_id(param)]
+                if waiting and param.numel() and self.get_gradient_for_reduction(param) is not None:
+                    self.setup_buckets()
+                    self.reduce_ready_partitions_and_remove_grads(param, i)
+        self.reduce_ipg_grads()
+
+    def _sync_gradients(self) -> None:
+        """Finish all buckets, move the I-slices on to ``os`` and add them to the optimizer's shards.
+
+        All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
+        """
+        self._finish_buckets()
+        for group in range(len(self._layouts)):
+            self._shard(group)
+            if self._bucket_target == Placement.I:
+                self._target(group)
+        with self._reduction_stream():
+            for group in sorted(self._slices):
+                for start, width in self._layouts[group].windows(self.reduce_bucket_size):
+                    self._in_flight.submit(self._sync_window(group, self._slices[group], start, width))
+            self._in_flight.drain()
+        self._wait_for_reductions()
+        self._slices.clear()
+        if self.cpu_offload:
+            self._wait_for_offload_copies()
+        for group, padding in enumerate([] if self.keeps_zeros else self.groups_padding):
+            if padding:  # of the last rank
+                self._shard(group)[-padding:].zero_()
+        self.complete_gradients()
+        if self.cpu_offload:
+            self._measure_host_shards()
+
+    def _finish_buckets(self) -> None:
+        with self._reduction_stream():
+            self._in_flight.drain()
+        self._wait_for_reductions()
+
+    def _sync_window(self, group: int, gradients: Tensor, start: int, width: int) -> Transfer:
+        target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]
+        # With one row this may be a view, and the hop may overwrite it: the slice is dropped after this.
+        window, dtype = gradients[:, start : start + width], self._slice_wire_dtype()
+        total = self._postscale((yield from self._moves.sync_slice(window, dtype, target, start, group)))
+        if target == Placement.N:
+            layout.place(shard, start, total.unflatten(0, (layout.cols, layout.rows)).to(shard.device), add=True)
+        else:
+            self._add_to_shard(group, start, total[0])
+        return total
+
+    def _slice_wire_dtype(self) -> torch.dtype:
+        """Slices mix parameters: with several communication dtypes (torch.autocast) they go in fp32."""
+        dtypes = list(self.ipg_buckets)
+        return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
+
+    # Replicas of the optimizer (os = I or N) decide alike, even if a backend rounds differently in each group ####
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+        """The parent's norm over its group, the largest of all replicas; -1 if it is invalid for one of them."""
+        parents = super().scaled_global_norm
+        return largest_norm(self._norm_of_all_parts(lambda: parents(norm_type)), self._replicas)
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Whether a replica has found an overflow."""
+        return any_of_replicas(super().has_overflow(partition_gradients), self._replicas)
+
+    @property
+    def _replicas(self) -> Any:
+        return self.topology.replica_group(self.strategy.os)
+
+    def whereabouts(self) -> list[Whereabouts]:
+        """Of all trained parameters."""
+        col = self._moves.intra.rank
+        return [
+            place
+            for group, params in enumerate(self.round_robin_bit16_groups)
+            for param in params
+            for place in whereabouts_of(
+                self.param_names[param],
+                param.numel(),
+                self._layouts[group],
+                col,
+                group,
+                self._offsets[self.get_param_id(param)],
+                0,
+            )
+        ]
+
+    def owned_span(self, param: Any) -> tuple[int, int]:
+        """Elements (start, end) of a trained parameter whose optimizer states this rank has; possibly none."""
+        group, first, offset = self._in_shard(param)
+        end = min(first + self.partition_size[group], offset + param.numel())
+        start = min(max(first, offset), end)
+        return start - offset, end - offset
+
+    def owned_gradient(self, param: Any) -> Tensor:
+        """1D: the gradient of these elements, at the accumulation boundary; a view."""
+        group, first, offset = self._in_shard(param)
+        start, end = self.owned_span(param)
+        return self._shard(group)[max(0, start + offset - first) :][: end - start]
+
+    def _in_shard(self, param: Any) -> tuple[int, int, int]:
+        """Parameter group, and in its flat buffer the start of this rank's shard and of the parameter."""
+        group = next(i for i, params in enumerate(self.bit16_groups) if any(p is param for p in params))
+        first = dist.get_rank(group=self.dp_process_group) * self.partition_size[group]
+        return group, first, self._offsets[self.get_param_id(param)]
+
+    # Checkpoints and offloaded states ################################################################
+
+    def check_states(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state dict that is cut otherwise: the parent would pad a shard that is too short.
+
+        Raises:
+            ValueError: it is of another stage, cut over another number of ranks, or of parameters elsewhere.
+        """
+        stage, saved = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
+        if stage > 2 or saved != self.partition_count:
+            raise cut_otherwise(
+                f"of stage {stage} and cut over {saved} ranks",
+                f"are of stage 1 or 2 and cut over {self.partition_count} ranks (an entry for each parameter group)",
+            )
+        if PARAM_SLICE_MAPPINGS not in state:  # of an older DeepSpeed
+            return
+        # By place, whatever the names: it is how the parent takes them.
+        saved, own = (
+            [[(piece.start, piece.numel) for piece in group.values()] for group in mappings]
+            for mappings in (state[PARAM_SLICE_MAPPINGS], self._param_slice_mappings)
+        )
+        if saved != own:
+            raise cut_otherwise(
+                "in another order", "go by round_robin_gradients, the parameter groups and the sizes of parameters"
+            )
+
+    def _load_legacy_checkpoint(
+        self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
+    ) -> None:
+        """Refuse optimizer states that are cut otherwise.
+
+        Raises:
+            ValueError: see ``check_states``.
+        """
+        self.check_states(state_dict_list[dist.get_rank(group=self.dp_process_group)])
+        super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Also moves the slices where the parent moves gradients."""
+        self._finish_buckets()
+        super().offload_states(*args, **kwargs)
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            self._slices = {group: gradients.cpu() for group, gradients in self._slices.items()}
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Brings the slices back, too."""
+        super().reload_states(*args, **kwargs)
+        device = get_accelerator().current_device_name()
+        self._slices = {group: gradients.to(device) for group, gradients in self._slices.items()}
+
+    def destroy(self) -> None:
+        """Also drops gradients of an accumulation that was not finished."""
+        self._in_flight.drop()
+        self._slices.clear()
+        super().destroy()
+
+    # Optimizer offload ############################################################################
+
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """For each parameter of a bucket. Nothing to copy yet: shards are complete after ``_sync_gradients``."""
+        if self.cpu_offload:
+            self._offload_accumulated_param_ids.add(self.get_param_id(param))
+        self.clear_grad_attribute(param)
+
+    def _measure_host_shards(self) -> None:
+        """Tell the offloaded optimizer the norms and the overflow flag that it reads, taken on the device."""
+        used, device = self._offload_accumulated_param_ids, get_accelerator().current_device_name()
+        for group, params in enumerate(self.params_in_partition):
+            for param in params:
+                _, _, start, numel = self.grad_position[self.get_param_id(param)]
+                norms = []
+                for part in self._shard(group).narrow(0, start, numel).split(self.reduce_bucket_size):
+                    on_device = part.to(device)
+                    self.update_offload_overflow_tracker(on_device)
+                    norms.append(on_device.to(get_norm_dtype()).norm(2))
+                if self.get_param_id(param) in used:  # others have none: ignore_unused_parameters looks for that
+                    self.norm_for_param_grads[self.get_param_id(param)] = torch.stack(norms).norm(2)
+            gradient = self.single_partition_of_fp32_groups[group].grad.view(-1)
+            if gradient.data_ptr() != self._shard(group).data_ptr():
+                gradient.copy_(self._shard(group))
+
+    def reset_cpu_buffers(self) -> None:
+        """Also drop the shards: with offload the parent would add the next step's gradients to a skipped step's."""
+        super().reset_cpu_buffers()
+        self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
+
+    # After the step: os -> N ######################################################################
+
+    def _gather_parameters(self) -> bool:
+        """Gather updated parameters between groups, then inside, in windows of ``allgather_bucket_size``.
+
+        Returns:
+            False if one hop does it: the parent's all-gather over its own group needs no staging then.
+        """
+        cluster = self.topology.cluster
+        if self.strategy.os != Placement.G or cluster.group_size == 1 or cluster.groups == 1:
+            return False
+        for group, flat in enumerate(self.bit16_groups_flat):
+            own = self.parallel_partitioned_bit16_groups[group][self.topology.rank]
+            for start, width in windows(own.numel(), cluster.ranks, self.allgather_bucket_size):
+                window = own.detach()[start : start + width]
+                self._in_flight.submit(self._gather_window(flat, self._layouts[group], window, start))
+        self._in_flight.drain()
+        return True
+
+    def _gather_window(self, flat: Tensor, layout: FlatLayout, window: Tensor, start: int) -> Transfer:
+        cells = yield from self._moves.gather(self._moves.align(window), self.strategy.os, self.strategy.p)
+        layout.place(flat.detach(), start, cells.view(layout.cols, layout.rows, -1)[..., : window.numel()])
+        return cells
+
+    # Streams ######################################################################################
+
+    @contextmanager
+    def _reduction_stream(self, bucket: Any = None, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
+        """The stream of reductions, behind everything that filled the bucket; buckets are reused behind it."""
+        accelerator = get_accelerator()
+        stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
+        for event in bucket.ready_events.values() if bucket else ():
+            stream.wait_event(event)
+        if self.overlap_comm and not accelerator.resolves_data_dependency():
+            for producer in {accelerator.current_stream(), *(bucket.copy_streams if bucket else ())}:
+                stream.wait_stream(producer)
+            accelerator.current_stream().wait_stream(stream)
+            for tensor in tensors:
+                tensor.record_stream(stream)
+        with accelerator.stream(stream):
+            yield
+
+    def _wait_for_reductions(self) -> None:
+        if self.overlap_comm and not get_accelerator().resolves_data_dependency():
+            get_accelerator().current_stream().wait_stream(self.reduction_stream)

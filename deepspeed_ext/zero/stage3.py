@@ -1,0 +1,394 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Strategies with p = I or G: ZeRO's stage-3 optimizer with all three states placed by the table.
+
+Note [What runs when, parameters cut]
+    The parent holds, steps and saves chunks of parameters over the process group in which the optimizer states are
+    cut. Ours are the ways to and from them:
+
+    - Forward and backward gather parameters p -> N (``parameters.py``).
+    - A full bucket moves N -> g (``__avg_scatter_grads``) in every micro-step if g is I or G. With g = N gradients
+      stay where they are, and move at the accumulation boundary: all of them, in one order, so that ranks may have
+      used different parameters (``gradients.py``).
+    - At the boundary what is in I moves on to ``os`` once (``_sync_gradients``).
+    - After the step, updated parameters move os -> p (``gather_updates``).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
+from torch import Tensor
+
+from deepspeed_ext.comm.hops import MakeHop, make_hop
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.reshard import Moves
+from deepspeed_ext.leaf.gradients import end_of_backward, zero_gradients
+from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.coordinator import coordinator_of
+from deepspeed_ext.zero.error_state import Remembering, Whereabouts
+from deepspeed_ext.zero.gradients import PartitionedGradients
+from deepspeed_ext.zero.model_parallel import ModelParallel, is_replica, ordered_by_streams
+from deepspeed_ext.zero.parameters import partition
+from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
+from deepspeed_ext.zero.stage3_states import MovableStates
+
+
+class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZeroOptimizer_Stage3):
+    """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters cut].
+
+    Args:
+        strategy: one with p = I or G.
+        topology: process groups of the data-parallel group.
+        bucket: elements (of whole parameters) gathered at a time after the step.
+        sequential: whether parameters are gathered one by one.
+        make_inter: makes the hop between groups.
+        dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
+        The others are the parent's.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        strategy: Strategy,
+        topology: Topology,
+        bucket: int,
+        sequential: bool = False,
+        make_inter: MakeHop = make_hop,
+        dp_process_group: Any = None,
+        reduce_scatter: bool = True,
+        overlap_comm: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.strategy = strategy
+        self.topology = topology
+        self._gathers = {"bucket": bucket, "sequential": sequential}
+        self._moves = Moves(
+            make_hop(topology.intra, "intra", reduce_scatter), make_inter(topology.inter, "inter", reduce_scatter)
+        )
+        self.connect_memory()
+        self._overlap = overlap_comm
+        self._waiting = False  # whether a micro-step has ended since gradients moved to os; the same on all ranks
+        super().__init__(
+            *args,
+            dp_process_group=topology.shard_group(strategy.os),
+            reduce_scatter=reduce_scatter,
+            overlap_comm=overlap_comm,
+            **kwargs,
+        )
+        # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
+        if self.model_parallel_group is not None:
+            self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
+
+    # Parameters #######################################################################################
+
+    def initialize_ds_offload(self, **kwargs: Any) -> Any:
+        """Have DeepSpeed cut the model's parameters and watch its modules; then hold the parameters as p says."""
+        with coordinator_of(self.topology.shard_group(self.strategy.p)):
+            offload = super().initialize_ds_offload(**kwargs)
+        self.parameters = partition(
+            kwargs["module"], offload, self.strategy, self.topology, self._moves, self._gathers
+        )
+        return offload
+
+    def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
+        """Where slices are completed after the step, a sub-group is one all-gather, of about a bucket at most."""
+        configured = self.sub_group_size
+        if self.parameters.sliced:
+            self.sub_group_size = min(configured, max(1, self._gathers["bucket"] // self.topology.cluster.ranks))
+        try:
+            return super()._create_fp16_sub_groups(params_group)
+        finally:
+            self.sub_group_size = configured
+
+    def _get_parameter_partitions(self) -> list[Tensor]:
+        """What goes into the flat parameter buffer: all rows of slices."""
+        return self.parameters.partitions(self.fp16_groups)
+
+    def _set_fp16_partitioned_groups_flat(self) -> None:
+        self.fp16_partitioned_groups_flat.extend(self.parameters.make_blocks(self.lp_param_buffer, self.fp16_groups))
+
+    def _post_step(self, timer_names: set[str]) -> None:
+        """After the step: os -> p.
+
+        The parent gathers persistent parameters here. They are in every block, so that would wait for all gathers
+        between groups: where there are any, the modules of the next forward gather them, which then persist.
+        """
+        self.parameters.gather_updates()
+        persistent = self.persistent_parameters
+        if self.parameters.sliced:
+            self.persistent_parameters = []
+        try:
+            super()._post_step(timer_names)
+        finally:
+            self.persistent_parameters = persistent
+
+    def _pre_step(self) -> None:
+        self.parameters.drain()
+        if self._waiting:  # the caller has declared the boundary after the last backward only
+            self._sync_gradients()
+        self.gradients.forget()
+        super()._pre_step()
+
+    # Gradients: N -> g ################################################################################
+
+    def _setup_for_real_optimizer(self) -> None:
+        """Also hold gradients as g says."""
+        super()._setup_for_real_optimizer()
+        if self.strategy.g == Placement.N:
+            for bucket in self.ipg_buckets.values():
+                bucket.buffer = None  # gradients do not go through the parent's buckets
+        self.gradients = PartitionedGradients(
+            [param for group in self.fp16_groups for param in group],
+            self.parameters.layout,
+            self.strategy,
+            self.topology.cluster.ranks,
+            self._moves,
+            self.reduce_bucket_size,
+            self._overlap,
+        )
+        if self.gradients.rows == 1 and self.strategy.g != Placement.N:
+            self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
+            return
+        if self.offload_optimizer_pin_memory:
+            get_accelerator().unpin_memory(self.grad_partitions_flat_buffer)
+        self._gradient_shards.clear()
+        self.grad_partitions_flat_buffer = None  # the parent's, before ours is made
+        if self.strategy.g == Placement.N:
+            self._drop_shard()
+        else:
+            device = get_accelerator().current_device_name()
+            self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, device))
+            self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
+
+    def _drop_shard(self) -> None:
+        """g = N: beside whole gradients there is no shard."""
+        self.averaged_gradients = {}
+        self._place_gradients(self.gradients.make_placeholder(self.gradient_accumulation_dtype, self.device))
+
+    def _place_gradients(self, held: Tensor) -> None:
+        """Hold gradients in this tensor, (rows, elements of the shard), and have the parent see its row."""
+        self._gradient_shards.update(self.gradients.place(held))
+        self.grad_partitions_flat_buffer = self.gradients.shard
+
+    def _show_gradients(self) -> None:
+        """Have the parent's step read them where they are."""
+        self.averaged_gradients = {
+            i: [self._gradient_shards[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
+        }
+
+    @property
+    def _gradient_shards(self) -> dict[int, Tensor]:
+        """The parent's map from ds_id to the gradient of the optimizer's shard, 1D."""
+        return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """A gradient is complete in this micro-step: into a bucket, or to those that stay until the boundary."""
+        if self.strategy.g != Placement.N:
+            super().reduce_ready_partitions_and_remove_grads(param)
+        elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
+            if not self.gradients.begun and not self.gradients.is_placeholder:
+                self._drop_shard()
+            self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype)
+            param.grad = None
+
+    def reduce_leaf(self, params: Sequence[Any]) -> None:
+        """The gradients of a leaf module are complete: into buckets, without a copy and a stream for each."""
+        if self._coalesce_grad_reduction:
+            return
+        ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
+        if self.strategy.g == Placement.N:
+            for param in ready:
+                if param.grad is not None:
+                    self.reduce_ready_partitions_and_remove_grads(param)
+            return
+        ready = list(zero_gradients(ready))  # all written before the stream of reductions waits for that
+        if self._gradient_stream is not None:
+            self._gradient_stream.wait_stream(get_accelerator().current_stream())
+        for param in ready:
+            dtype = self.get_param_comm_dtype(param)
+            bucket = self.ipg_buckets[dtype]
+            if bucket.elements and bucket.elements + param.ds_numel > self.reduce_bucket_size:
+                self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+            bucket.params.append(param)
+            bucket.process_group = param.ds_process_group
+            bucket.elements += param.ds_numel
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
+        self, params_to_reduce: list[Any], communication_data_type: torch.dtype
+    ) -> list[Tensor]:
+        """Move a bucket from N to g. It arrives later: the parent gets no partitions here."""
+        self.gradients.reduce([(param, param.grad) for param in params_to_reduce], communication_data_type)
+        return []
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
+        self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
+    ) -> list[Tensor]:
+        """With ``reduce_scatter`` false, which the hops know. Only here ZeRO-3 counts sequence parallelism."""
+        params = self.ipg_buckets[communication_data_type].params
+        gradients = [(param, param.grad) for param in params]
+        self.gradients.reduce(gradients, communication_data_type, self.sequence_parallel_size)
+        return []
+
+    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
+        """Release the gradients of a bucket, which are packed into a message by now."""
+        for param in params_to_release:
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+
+    # The accumulation boundary: g -> os ###############################################################
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        end_of_backward(self)
+        for dtype in sort_dtypes(self.ipg_buckets):
+            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+        with ordered_by_streams(self.overlaps_micro_steps):
+            super().independent_gradient_partition_epilogue()
+        with self._reduction_stream():
+            self.gradients.end_backward()
+        if not self.overlaps_micro_steps:
+            self._finish_buckets()
+        self._waiting = True
+        if self.is_gradient_accumulation_boundary():
+            self._sync_gradients()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """The boundary where the caller owns it (``managed_gradient_accumulation`` false): at ``engine.step()``."""
+        self.set_gradient_accumulation_boundary(True)
+        self._sync_gradients()
+
+    def _sync_gradients(self) -> None:
+        """Complete the gradients of the optimizer's shard; all parameters on all ranks, used or not."""
+        dtypes = list(self.ipg_buckets)  # of communication; windows mix parameters
+        with self._reduction_stream():
+            if self.strategy.g == Placement.N:
+                if self.gradients.is_placeholder:
+                    self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
+                self.gradients.reduce_kept(self.get_param_comm_dtype, self.reduce_bucket_size)
+            self.gradients.finish(dtypes[0] if len(dtypes) == 1 else torch.float32, self.reduce_bucket_size)
+        self._waiting = False
+        if self._gradient_stream is not None:
+            get_accelerator().current_stream().wait_stream(self._gradient_stream)
+            if self.offload_optimizer:
+                self._gradient_stream.synchronize()  # gradients may be in host memory
+        self.complete_gradients()
+        if not self.offload_optimizer:
+            self._show_gradients()
+        else:
+            self._offload_boundary_param_ids = set(self._gradient_shards)
+            self._finalize_offload_gradient_accumulation()
+            if self._gradient_stream is not None:  # the step reads host memory
+                self._gradient_stream.synchronize()
+                get_accelerator().current_stream().synchronize()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also forget what has been accumulated."""
+        super().zero_grad(set_to_none)
+        self._finish_buckets()
+        self.gradients.forget()
+        self.gradients_dropped()
+        self._waiting = False
+
+    def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
+        """For DeepSpeed's safe_get_full_grad and its like."""
+        self._refuse_unfinished_gradients()
+        return super()._get_fp32_grad_state_partition(*args, **kwargs)
+
+    def update_fp32_grad_for_param_vectorized(self, *args: Any, **kwargs: Any) -> None:
+        """For DeepSpeed's safe_update_full_grad_vectorized."""
+        self._refuse_unfinished_gradients()
+        super().update_fp32_grad_for_param_vectorized(*args, **kwargs)
+
+    def _finish_buckets(self) -> None:
+        with self._reduction_stream():
+            self.gradients.drain()
+        if self._gradient_stream is not None:
+            get_accelerator().current_stream().wait_stream(self._gradient_stream)
+
+    def _refuse_unfinished_gradients(self) -> None:
+        self._finish_buckets()
+        if self._waiting and self.strategy.g != self.strategy.os:
+            raise RuntimeError(
+                f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
+                f"{self.strategy.name} (g = {self.strategy.g.name}, os = {self.strategy.os.name}) they are not summed "
+                f"over all ranks before it."
+            )
+
+    # Replicas of the optimizer (os = I) decide alike, even if a backend rounds differently in each group ###########
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        parents = super()._get_norm_groups
+        norm = self._norm_of_all_parts(lambda: combine_grad_norm_groups(parents()))
+        return [largest_norm(norm, self._replicas)]
+
+    def get_grad_norm_direct(self, gradients: Sequence[Tensor], params: Sequence[Any], norm_type: int = 2) -> Tensor:
+        """The parent's, without what another stage of a pipeline counts."""
+        counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
+        return super().get_grad_norm_direct(counted, params, norm_type)
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> Tensor:
+        """The same with an offloaded optimizer."""
+        for param in filter(is_replica, params):
+            self.norm_for_param_grads.pop(self.get_param_id(param), None)
+        return super().complete_grad_norm_calculation_for_cpu_offload(params)
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Whether a replica has found an overflow."""
+        return any_of_replicas(super().has_overflow(partition_gradients), self._replicas)
+
+    @property
+    def _replicas(self) -> Any:
+        return self.topology.replica_group(self.strategy.os)
+
+    def whereabouts(self) -> list[Whereabouts]:
+        """Of all trained parameters."""
+        return [
+            place
+            for group in self.fp16_groups
+            for param in group
+            for place in self.gradients.whereabouts(param, self.param_names[param])
+        ]
+
+    def owned_span(self, param: Any) -> tuple[int, int]:
+        """Elements (start, end) of a trained parameter whose optimizer states this rank has; possibly none."""
+        chunk = param.ds_tensor.ds_numel
+        start = min(dist.get_rank(group=self.dp_process_group) * chunk, param.ds_numel)
+        return start, min(start + chunk, param.ds_numel)
+
+    def owned_gradient(self, param: Any) -> Tensor:
+        """1D: the gradient of these elements, at the accumulation boundary; a view."""
+        start, end = self.owned_span(param)
+        return self._gradient_shards[param.ds_id][: end - start]
+
+    # The end ##########################################################################################
+
+    def destroy(self) -> None:
+        """Also give the parameters back to DeepSpeed, and drop gradients of an unfinished accumulation."""
+        self.parameters.release()
+        self.gradients.drop()
+        super().destroy()
+
+    # Streams ##########################################################################################
+
+    @property
+    def _gradient_stream(self) -> Any:
+        """The stream of reductions; None on devices without streams."""
+        return None if get_accelerator().is_synchronized_device() else self.reduce_and_partition_stream
+
+    @contextmanager
+    def _reduction_stream(self) -> Iterator[None]:
+        """The stream of reductions, behind everything on the current one."""
+        stream = self._gradient_stream
+        if stream is not None:
+            stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(stream):
+            yield

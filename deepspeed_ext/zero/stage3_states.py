@@ -1,0 +1,102 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""States of a stage-3 optimizer of ours that leave the device: into checkpoints and to the host, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import PARTITION_COUNT, ZERO_STAGE
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
+from torch import Tensor
+
+from deepspeed_ext.zero.regroup import check_groups, cut_otherwise, regroup
+
+_HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
+
+
+class MovableStates:
+    """Such an optimizer, ``PartitionedOptimizer``; DeepSpeed's class comes after it."""
+
+    def check_states(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state dict that is cut otherwise, but for sub-groups, which are cut anew.
+
+        Raises:
+            ValueError: it is of another stage, cut over another number of ranks, or of other parameter groups.
+        """
+        stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
+        if (stage, saved) != (3, self.partition_count):
+            raise cut_otherwise(
+                f"of stage {stage} and cut over {saved} ranks", f"are of stage 3 and cut over {self.partition_count}"
+            )
+        check_groups(state, self._sub_group_numels())
+
+    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
+        """Also refuse states that are cut otherwise, and cut sub-groups anew.
+
+        Raises:
+            ValueError: see ``check_states``.
+        """
+        if not kwargs.get("checkpoint_folder"):
+            rank = dist.get_rank(group=self.dp_process_group)
+            self.check_states(state_dict_list[rank])
+            state_dict_list[rank] = regroup(state_dict_list[rank], self._sub_group_numels())
+        super().load_state_dict(state_dict_list, *args, **kwargs)
+
+    def _sub_group_numels(self) -> list[list[int]]:
+        """For each parameter group the elements of this rank's sub-groups."""
+        numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]
+        for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):
+            numels[self.sub_group_to_group_id[sub_group]].append(flat.numel())
+        return numels
+
+    def checkpoint_event_prologue(self) -> None:
+        """Before a checkpoint is saved or loaded."""
+        self.parameters.drain()
+        super().checkpoint_event_prologue()
+
+    def checkpoint_event_epilogue(self) -> None:
+        """After it: what was loaded is in this rank's rows only."""
+        self.parameters.complete()
+        super().checkpoint_event_epilogue()
+
+    def offload_states(
+        self, include: Any = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True, **kwargs: Any
+    ) -> None:
+        """DeepSpeed's, for parameters and gradients as we hold them."""
+        self.parameters.drain()
+        self._finish_buckets()
+        wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
+        super().offload_states(wanted - _HELD_BY_US, device, pin_memory, **kwargs)
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = tensor.to(device.value)
+            return get_accelerator().pin_memory(moved) if pin_memory else moved
+
+        if OffloadStateTypeEnum.lp_params in wanted:
+            self._hold_parameters(move(self.lp_param_buffer))
+            self.fp16_partitioned_groups_flat.clear()
+            self.parameters.forget_blocks()
+        if OffloadStateTypeEnum.lp_grads in wanted:
+            self._place_gradients(move(self.gradients.held))
+            self.averaged_gradients = {}
+        self.offloaded_states |= wanted & _HELD_BY_US
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Brings back what ``offload_states`` has moved."""
+        device = get_accelerator().current_device_name()
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            self._hold_parameters(self.lp_param_buffer.to(device))
+            self._set_fp16_partitioned_groups_flat()
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            self._place_gradients(self.gradients.held.to(device))
+            self._show_gradients()
+        self.offloaded_states -= _HELD_BY_US
+        super().reload_states(*args, **kwargs)
+
+    def _hold_parameters(self, buffer: Tensor) -> None:
+        self.lp_param_buffer = buffer
+        for tensor, offset, numel in get_mapping_to_flat_buffer(self._get_parameter_partitions()):
+            tensor.data = buffer.narrow(0, offset, numel)
