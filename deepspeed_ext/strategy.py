@@ -32,7 +32,7 @@ class Placement(IntEnum):
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GroupSizes:
     """n data-parallel ranks in groups of m.
 
     Raises:
@@ -82,21 +82,21 @@ class Volume:
         return Volume(self.intra * times, self.inter * times)
 
 
-def move_volume(cluster: Cluster, source: Placement, target: Placement, nbytes: float) -> Volume:
+def reshard_volume(sizes: GroupSizes, source: Placement, target: Placement, nbytes: float) -> Volume:
     """What one rank receives when a state of ``nbytes`` bytes (uncut) moves from one placement to the other.
 
     The same for a gather (``target`` coarser) and a reduce (``target`` finer): see Note [Placements, moves and
     strategies].
     """
     coarse, fine = sorted((source, target))
-    a = (cluster.group_size - 1) / cluster.group_size
-    b = (cluster.groups - 1) / cluster.ranks
+    a = (sizes.group_size - 1) / sizes.group_size
+    b = (sizes.groups - 1) / sizes.ranks
     intra = a * nbytes if coarse == Placement.N < fine else 0.0
     inter = b * nbytes if fine == Placement.G > coarse else 0.0
     return Volume(intra, inter)
 
 
-class Kind(Enum):
+class Direction(Enum):
     """Of a move: towards N, or towards G."""
 
     GATHER = "gather"
@@ -115,7 +115,7 @@ class Phase:
     """
 
     name: str
-    kind: Kind
+    kind: Direction
     volume: Volume
     each_micro_step: int = 0
 
@@ -161,7 +161,7 @@ class ModelStates:
 
 
 @dataclass(frozen=True)
-class Memory:
+class StateBytes:
     """Bytes of each model state that one rank holds (buckets and gathered layers not included)."""
 
     parameters: float
@@ -205,34 +205,34 @@ class Strategy:
             return 3
         return 2 if self.g > Placement.N else 1
 
-    def phases(self, cluster: Cluster, states: ModelStates) -> tuple[Phase, ...]:
+    def phases(self, sizes: GroupSizes, states: ModelStates) -> tuple[Phase, ...]:
         """What moves in a step, in order; empty moves included.
 
         An all-reduce, where optimizer states are coarser than G, is a reduce to G and a gather back.
         """
-        move = functools.partial(move_volume, cluster)
+        move = functools.partial(reshard_volume, sizes)
         n, g = Placement.N, Placement.G
         gradients, updated = states.gradients, states.updated
         return (
             # For forward, and again for backward.
-            Phase("gather parameters", Kind.GATHER, move(self.p, n, states.parameters), each_micro_step=2),
-            Phase("reduce gradients", Kind.REDUCE, move(n, self.g, gradients), each_micro_step=1),
-            Phase("reduce at the boundary", Kind.REDUCE, move(self.g, g, gradients)),
-            Phase("gather at the boundary", Kind.GATHER, move(g, self.os, gradients)),
-            Phase("gather updates", Kind.GATHER, move(self.os, self.p, updated)),
+            Phase("gather parameters", Direction.GATHER, move(self.p, n, states.parameters), each_micro_step=2),
+            Phase("reduce gradients", Direction.REDUCE, move(n, self.g, gradients), each_micro_step=1),
+            Phase("reduce at the boundary", Direction.REDUCE, move(self.g, g, gradients)),
+            Phase("gather at the boundary", Direction.GATHER, move(g, self.os, gradients)),
+            Phase("gather updates", Direction.GATHER, move(self.os, self.p, updated)),
         )
 
-    def volume(self, cluster: Cluster, states: ModelStates, accumulation: int = 1) -> Volume:
+    def volume(self, sizes: GroupSizes, states: ModelStates, accumulation: int = 1) -> Volume:
         """Bytes one rank receives in an optimizer step of ``accumulation`` micro-steps."""
-        phases = self.phases(cluster, states)
+        phases = self.phases(sizes, states)
         return sum((phase.volume * phase.times(accumulation) for phase in phases), Volume())
 
-    def memory(self, cluster: Cluster, states: ModelStates) -> Memory:
+    def memory(self, sizes: GroupSizes, states: ModelStates) -> StateBytes:
         """Bytes one rank holds of each state: the whole divided by the number of its shards."""
-        return Memory(
-            states.parameters / cluster.shards(self.p),
-            states.gradients / cluster.shards(self.g),
-            states.optimizer / cluster.shards(self.os),
+        return StateBytes(
+            states.parameters / sizes.shards(self.p),
+            states.gradients / sizes.shards(self.g),
+            states.optimizer / sizes.shards(self.os),
         )
 
 

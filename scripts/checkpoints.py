@@ -32,7 +32,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from launching import add_options, exit_on_signals, launch, parse, start_rank
 from tqdm import tqdm
 
-from deepspeed_ext.strategy import STRATEGIES, Cluster
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes
 
 STOCK = ("1", "2", "3")
 ALL = (*STRATEGIES, *STOCK)
@@ -191,12 +191,12 @@ class Worker:
         """Save with each strategy; converted and kept for loads."""
         for name in self._plan.rows:
             training, saved = self.save(name)
-            folder = self._folder(name, self._plan.cluster)
+            folder = self._folder(name, self._plan.sizes)
             exported, halved = self._exported(training, folder, saved)
             losses = training.run(range(3, 5))
             whole = {**snapshot(training, {"index": ALL.index(name)}), "losses": torch.tensor(losses)}
             training.engine.destroy()
-            training = self._start(name, self._plan.cluster[1])
+            training = self._start(name, self._plan.sizes[1])
             _, client_state = training.engine.load_checkpoint(folder)
             losses = training.run(range(3, 5))
             again = {**snapshot(training, client_state), "losses": torch.tensor(losses)}
@@ -206,10 +206,10 @@ class Worker:
 
     def save(self, name: str) -> tuple[Training, Snapshot]:
         """Train, save, convert, and keep what was saved beside it."""
-        training = self._start(name, self._plan.cluster[1])
+        training = self._start(name, self._plan.sizes[1])
         mark(training, ALL.index(name))
         training.run(range(3))
-        client_state, folder = {"index": ALL.index(name)}, self._folder(name, self._plan.cluster)
+        client_state, folder = {"index": ALL.index(name)}, self._folder(name, self._plan.sizes)
         training.engine.save_checkpoint(folder, client_state=client_state)
         saved = snapshot(training, client_state)
         if dist.get_rank() == 0:
@@ -252,7 +252,7 @@ class Worker:
 
     def _cost(self, name: str) -> dict[str, Any]:
         """What a save of a larger model writes, and takes of memory."""
-        training = Training(LARGE, {**LARGE_ZERO, **placed(name, self._plan.cluster[1])}, self._plan.dtype)
+        training = Training(LARGE, {**LARGE_ZERO, **placed(name, self._plan.sizes[1])}, self._plan.dtype)
         training.run([0])
         folder = Path(self._plan.folder, "large")
         peak = rise_of_memory(lambda: training.engine.save_checkpoint(folder))
@@ -265,7 +265,7 @@ class Worker:
             shutil.rmtree(folder)
         return {
             "files": len(sizes),
-            "shards": Cluster(*self._plan.cluster).shards(STRATEGIES[name].os),
+            "shards": GroupSizes(*self._plan.sizes).shards(STRATEGIES[name].os),
             "written": max(sizes),
             "peak": None if None in peaks else max(peaks),
             "states": 12 * training.trained / 1e6,

@@ -32,7 +32,7 @@ from launching import environment, exit_on_signals, free_port
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from deepspeed_ext.strategy import Cluster, ModelStates, Strategy, Volume, parse_strategy
+from deepspeed_ext.strategy import GroupSizes, ModelStates, Strategy, Volume, parse_strategy
 
 SCRIPTS = Path(__file__).resolve().parent
 LOSS_BOUND = 1e-5
@@ -84,8 +84,8 @@ class Run:
         return self.strategy.memory(self._cluster, self._states).optimizer
 
     @property
-    def _cluster(self) -> Cluster:
-        return Cluster(self.report["world_size"], self.report["group_size"])
+    def _cluster(self) -> GroupSizes:
+        return GroupSizes(self.report["world_size"], self.report["group_size"])
 
     @property
     def _states(self) -> ModelStates:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.strategy import Cluster
+from deepspeed_ext.strategy import GroupSizes
 
 
 def add_options(parser: argparse.ArgumentParser, log: str, timeout: float) -> None:
@@ -28,7 +28,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse, and refuse groups that do not fit the ranks."""
     args = parser.parse_args()
     try:
-        Cluster(args.ranks, args.group_size)
+        GroupSizes(args.ranks, args.group_size)
     except ValueError as error:
         parser.error(str(error))
     return args

@@ -28,8 +28,8 @@ from tqdm import tqdm
 from train import Batches, ByteGPT, read_corpus
 
 from deepspeed_ext.comm.traffic import TrafficMeter
-from deepspeed_ext.strategy import STRATEGIES, Cluster, Memory, ModelStates
-from deepspeed_ext.zero.stage3 import PartitionedOptimizer
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, StateBytes
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
 
 PARITY_BOUND = 1e-5  # of the largest weight
 BYTES_BOUND = 0.02
@@ -73,14 +73,14 @@ class Row:
 # What runs in the ranks ###########################################################################
 
 
-def held(engine: Any) -> Memory:
+def held(engine: Any) -> StateBytes:
     """Bytes that this rank holds of each model state; buckets and gathered layers that are in use not included.
 
     Storages count whole and once. What serves as two states counts as the first of them.
     """
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     masters = optimizer.optimizer.state  # of each its moments
-    if isinstance(optimizer, PartitionedOptimizer):
+    if isinstance(optimizer, Stage3Optimizer):
         gradients = [optimizer.gradients.held, *optimizer.gradients._whole.values()]
     else:
         shards = [shard.flat_partition for shard in optimizer.averaged_gradients.values() if shard is not None]
@@ -88,7 +88,7 @@ def held(engine: Any) -> Memory:
     gradients += [getattr(p, name, None) for p in [*parameters, *masters] for name in ("grad", "grad_accum")]
     moments = [value for state in masters.values() for value in state.values()]
     seen: set[int] = set()
-    return Memory(
+    return StateBytes(
         _storage_bytes([t for p in parameters for t in (p.data, getattr(p, "ds_tensor", None))], seen),
         _storage_bytes(gradients, seen),
         _storage_bytes([*masters, *moments], seen),
@@ -115,7 +115,7 @@ class Worker:
 
     def rows(self) -> Iterator[Row]:
         """Train with each strategy."""
-        cluster = Cluster(self._args.ranks, self._args.group_size)
+        cluster = GroupSizes(self._args.ranks, self._args.group_size)
         for name in self._args.strategies:
             strategy = STRATEGIES[name]
             oracle = 3 if strategy.stage == 3 else 2
@@ -149,7 +149,7 @@ class Worker:
             for number in range(step * self._args.accumulation, (step + 1) * self._args.accumulation):
                 self._micro_step(engine, number)
                 engine.step()
-            if isinstance(engine.optimizer, PartitionedOptimizer):
+            if isinstance(engine.optimizer, Stage3Optimizer):
                 engine.optimizer.parameters.drain()  # or slices are completed during the next forward
             dist.barrier()
             meter.stop()
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def print_table(rows: list[Row], args: argparse.Namespace) -> None:
     """One line a strategy; MB that a rank receives in a step or holds, counted / by the formula."""
-    cluster = Cluster(args.ranks, args.group_size)
+    cluster = GroupSizes(args.ranks, args.group_size)
     print(
         f"{cluster.ranks} ranks in {cluster.groups} groups, {args.accumulation} micro-batches a step, fp32 with Adam; "
         f"MB a rank, counted / formula"

@@ -11,9 +11,9 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, OPTIMIZER_STATE_
 from torch import nn
 
 from deepspeed_ext.checkpoint import universal
-from deepspeed_ext.checkpoint.agreement import raise_together, smallest, together
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.comm.agreement import raise_together, smallest, together
 
 _LARGEST = 2**62
 _MODULE = "module"
@@ -43,7 +43,7 @@ class Check:
         Args:
             strict: DeepSpeed's ``load_module_strict``; None where a function of the user's loads the module.
         """
-        together(lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be")
+        together(lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be", CheckpointError)
         self._check_saves()
 
     def _check(self, strict: bool | None) -> None:
@@ -170,11 +170,11 @@ class Check:
         error: CheckpointError | None = None
         if len(set(ids.values())) > 1:
             error = CheckpointError(f"one of these files is of another save than the others: {', '.join(ids)}.")
-        raise_together(error)
+        raise_together(error, CheckpointError)
         mine = next(iter(ids.values()), _LARGEST)
         if mine not in (smallest(mine), _LARGEST):
             error = CheckpointError(f"{', '.join(ids)} are of another save than the files that other ranks load.")
-        raise_together(error)
+        raise_together(error, CheckpointError)
 
     # Advice ###########################################################################################
 
@@ -195,10 +195,10 @@ class Check:
                 f" The checkpoint was saved with paro_strategy {header['strategy']} in groups of "
                 f"{header['group_size']}, by {header['ranks']} ranks; it"
             )
-        strategy, cluster = self._optimizer.strategy, self._optimizer.topology.cluster
+        strategy, sizes = self._optimizer.strategy, self._optimizer.topology.sizes
         return (
-            f"{saved} is loaded with paro_strategy {strategy.name} in groups of {cluster.group_size}, by "
-            f"{cluster.ranks} ranks. If these cut the states otherwise, convert it once:\n"
+            f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
+            f"{sizes.ranks} ranks. If these cut the states otherwise, convert it once:\n"
             f"  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {self._folder} "
             f"--output_folder {self._folder}_universal\n"
             f'and load it with "checkpoint": {{"load_universal": true}} in the configuration.'

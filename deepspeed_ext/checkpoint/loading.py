@@ -12,11 +12,11 @@ from unittest import mock
 import deepspeed.runtime.engine
 
 from deepspeed_ext.checkpoint import universal
-from deepspeed_ext.checkpoint.agreement import require_same, together
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
-from deepspeed_ext.checkpoint.folder import LATEST, CheckpointFolder
+from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.residuals import Residuals
+from deepspeed_ext.comm.agreement import require_same, together
 
 
 def load_checkpoint(
@@ -46,8 +46,10 @@ def load_checkpoint(
             optimizer states are cut otherwise. Nothing has been changed.
     """
     from_universal = engine.load_universal_checkpoint()
-    tag = together(lambda: _tag(engine, load_dir, tag), f"the latest checkpoint of {load_dir} cannot be told")
-    require_same("the tag of a checkpoint", tag)
+    tag = together(
+        lambda: _tag(engine, load_dir, tag), f"the latest checkpoint of {load_dir} cannot be told", CheckpointError
+    )
+    require_same("the tag of a checkpoint", tag, CheckpointError)
     rest = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,
@@ -59,8 +61,10 @@ def load_checkpoint(
         return load(engine, load_dir, **rest)  # DeepSpeed's answer where there is none
     if load_module_only and engine.zero_optimization_partition_weights():
         rest["load_optimizer_states"] = False
-    present = together(CheckpointFolder(load_dir, tag).present_tag, f"no checkpoint {tag} in {load_dir}")
-    require_same(f"the place of checkpoint {tag}", present)
+    present = together(
+        CheckpointFolder(load_dir, tag).present_tag, f"no checkpoint {tag} in {load_dir}", CheckpointError
+    )
+    require_same(f"the place of checkpoint {tag}", present, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
     strict = None if custom_load_fn is not None else load_module_strict
     try:
@@ -68,12 +72,18 @@ def load_checkpoint(
         check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
         check.run(strict)
         folder = Path(load_dir, present)
-        found = together(lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded")
+        found = together(
+            lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded", CheckpointError
+        )
         if from_universal:
             universal.load_untrained(engine, check.untrained)
         with _weights_of(engine, present, from_universal):
             loaded = load(engine, load_dir, present, **rest)
-        together(engine.optimizer.memory.forget if found is None else found.load, f"{folder} was loaded but in part")
+        together(
+            engine.optimizer.error_state.forget if found is None else found.load,
+            f"{folder} was loaded but in part",
+            CheckpointError,
+        )
         return loaded
     finally:
         files.forget()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.comm.hops import Memory, Run
+from deepspeed_ext.comm.hops import ErrorState, Span
 
 _NAME = "residuals_rank_{:05d}_mp_rank_{:02d}.pt"
 FOLDER = "residuals"  # in the header of files of a save: where the files with residuals are
@@ -29,22 +29,22 @@ FOLDER = "residuals"  # in the header of files of a save: where the files with r
 def save(engine: Any, files: CheckpointFiles, save_dir: str, tag: str) -> None:
     """Write this rank's file, if its reductions remember anything."""
     optimizer = engine.optimizer
-    if not optimizer.memory.remembers:
+    if not optimizer.error_state.keeps_errors:
         return
-    content = {"states": optimizer.memory.states(), **_described(optimizer)}
+    content = {"states": optimizer.error_state.states(), **_described(optimizer)}
     name = _NAME.format(optimizer.topology.rank, engine.checkpoint_mp_rank)
     files.save(content, str(Path(save_dir, tag, name)))
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
     """What the elements of messages are: equal where states can be taken as they are."""
-    cluster = optimizer.topology.cluster
+    sizes = optimizer.topology.sizes
     return {
         "rank": optimizer.topology.rank,
-        "groups": cluster.groups,
-        "group_size": cluster.group_size,
+        "groups": sizes.groups,
+        "group_size": sizes.group_size,
         "strategy": optimizer.strategy.name,
-        "whereabouts": [(name, start, tuple(run)) for name, start, run in optimizer.whereabouts()],
+        "whereabouts": [(name, start, tuple(run)) for name, start, run in optimizer.crossing_spans()],
     }
 
 
@@ -61,11 +61,11 @@ class Residuals:
 
     def __init__(self, engine: Any, folder: Path) -> None:
         self._optimizer = engine.optimizer
-        self._memory: Memory = self._optimizer.memory
+        self._memory: ErrorState = self._optimizer.error_state
         self._folder = folder
         self._same: Mapping[str, Any] = {}  # of this rank, cut in the same way; or
         self._ranks: list[Mapping[str, Any]] = []  # of all ranks, cut otherwise
-        if not self._memory.remembers:
+        if not self._memory.keeps_errors:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
         models = sorted(folder.glob("*mp_rank_*_model_states.pt"))[:1]
@@ -112,13 +112,13 @@ class Residuals:
 
     def load(self) -> None:
         """Give them to this rank's reductions; without any, those start anew."""
-        if not self._memory.remembers:
+        if not self._memory.keeps_errors:
             return
         if self._same:
             self._memory.load_states(self._same["states"])
         elif self._ranks:
             wanted = _described(self._optimizer)["whereabouts"]
-            self._memory.load_numbers(self._collected(wanted), self._ranks[0]["states"]["steps"])
+            self._memory.load_errors(self._collected(wanted), self._ranks[0]["states"]["steps"])
         else:
             self._memory.forget()
             log_dist(
@@ -129,12 +129,12 @@ class Residuals:
                 level=logging.WARNING,
             )
 
-    def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[Run, Tensor]:
+    def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[Span, Tensor]:
         """For each stretch of this rank's gradients its share of what all groups had not sent."""
         totals: dict[tuple[int, int], Tensor] = {}
-        places: dict[str, list[tuple[int, Run]]] = defaultdict(list)
+        places: dict[str, list[tuple[int, Span]]] = defaultdict(list)
         for name, start, run in wanted:
-            places[name].append((start, Run(*run)))
+            places[name].append((start, Span(*run)))
         for _, run in (place for of in places.values() for place in of):
             end = run.start + run.numel
             before = totals.get((run.buffer, run.row), torch.empty(0))
@@ -147,15 +147,15 @@ class Residuals:
                     if begin < end:
                         at = run.start + begin - first
                         totals[run.buffer, run.row][at : at + end - begin] += values[begin - start : end - start]
-        groups = self._optimizer.topology.cluster.groups
-        return {Run(buffer, row, 0, total.numel()): total / groups for (buffer, row), total in totals.items()}
+        groups = self._optimizer.topology.sizes.groups
+        return {Span(buffer, row, 0, total.numel()): total / groups for (buffer, row), total in totals.items()}
 
     def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
         """What a rank had not sent: name of a parameter, first element, values."""
         places: dict[tuple[int, int], list[tuple[int, int, str, int]]] = defaultdict(list)
         for name, start, (buffer, row, first, numel) in file["whereabouts"]:
             places[buffer, row].append((first, numel, name, start))
-        for run, values in self._memory.numbers_of(file["states"]):
+        for run, values in self._memory.errors_in(file["states"]):
             for first, numel, name, start in places[run.buffer, run.row]:
                 begin, end = max(first, run.start), min(first + numel, run.start + run.numel)
                 if begin < end:

@@ -11,9 +11,9 @@ from typing import Any
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 
 from deepspeed_ext.checkpoint import residuals
-from deepspeed_ext.checkpoint.agreement import raise_together, require_same, smallest, together, total
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.comm.agreement import raise_together, require_same, smallest, together, total
 from deepspeed_ext.version import __version__
 
 _SAVE_ID_BITS = 62
@@ -43,11 +43,11 @@ def save_checkpoint(
     if HEADER in (client_state or {}):
         raise KeyError(f"client_state has the key {HEADER!r}, under which deepspeed_ext notes what saved it.")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    require_same("the tag of a checkpoint", tag)
+    require_same("the tag of a checkpoint", tag, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
     folder = CheckpointFolder(save_dir, tag)
     first, doing = _is_first(engine), "the checkpoint could not be saved"
-    together(lambda: folder.prepare() if first else None, doing)
+    together(lambda: folder.prepare() if first else None, doing, CheckpointError)
     more = {} if exclude_frozen_parameters else _frozen(engine)
     try:
         with files.saving(folder, _header(engine, Path(save_dir, tag))):
@@ -55,15 +55,19 @@ def save_checkpoint(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
             )
             residuals.save(engine, files, save_dir, tag)
-        raise_together(files.error)
+        raise_together(files.error, CheckpointError)
         written = total(len(files.written))
         if not engine.use_node_local_storage():
-            together(lambda: _require_all(folder, written) if first else None, doing)
-        together(lambda: folder.publish() if first else None, doing)
+            together(lambda: _require_all(folder, written) if first else None, doing, CheckpointError)
+        together(lambda: folder.publish() if first else None, doing, CheckpointError)
         if save_latest:
-            together(lambda: folder.point() if first else None, doing)
+            together(lambda: folder.point() if first else None, doing, CheckpointError)
     except CheckpointError as error:  # on all ranks: none of them must find ``latest`` before it is as it was
-        together(lambda: folder.revert() if first else None, f"{error}; what was there could not be put back")
+        together(
+            lambda: folder.revert() if first else None,
+            f"{error}; what was there could not be put back",
+            CheckpointError,
+        )
         raise
     if first:
         folder.clear()
@@ -106,7 +110,7 @@ def _header(engine: Any, folder: Path) -> dict[str, Any]:
         "version": __version__,
         "save_id": smallest(secrets.randbits(_SAVE_ID_BITS)),
         "strategy": optimizer.strategy.name,
-        "group_size": optimizer.topology.cluster.group_size,
-        "ranks": optimizer.topology.cluster.ranks,
-        residuals.FOLDER: str(folder.resolve()) if optimizer.memory.remembers else "",
+        "group_size": optimizer.topology.sizes.group_size,
+        "ranks": optimizer.topology.sizes.ranks,
+        residuals.FOLDER: str(folder.resolve()) if optimizer.error_state.keeps_errors else "",
     }

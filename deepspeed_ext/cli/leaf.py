@@ -15,6 +15,7 @@ from deepspeed_ext.config.section import LEAF_BYTES, SECTION, THRESHOLD, parse_s
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import choose
 from deepspeed_ext.leaf.setup import settings_and_live
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
 
 _STEPS = 3  # DeepSpeed records the order of modules in the first ones
 
@@ -63,7 +64,7 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
         engine.step()
     offload = engine.optimizer.parameter_offload
     measured = {"hooks": len(offload.forward_hooks) + len(offload.backward_hooks)}
-    if hasattr(engine.optimizer, "parameters"):  # with a threshold alone it is DeepSpeed's
+    if isinstance(engine.optimizer, Stage3Optimizer):  # with a threshold alone it is DeepSpeed's
         measured["parameters gathered at a time at most"] = engine.optimizer.parameters.most_live
     engine.destroy()
     return measured

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from deepspeed_ext.cli import plan as planning
 from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
 from deepspeed_ext.config.section import LEAF_BYTES, THRESHOLD
-from deepspeed_ext.strategy import Cluster
+from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.version import __version__
 
 
@@ -30,8 +30,8 @@ def report_groups(ranks: int | None, group_size: int | None) -> None:
     """The groups that would be formed; by default those of the launcher's environment."""
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     m = group_size or default_group_size(range(ranks), ranks_per_node())
-    cluster = Cluster(ranks, m)
-    print(f"\ngroups of {ranks} data-parallel rank(s): {cluster.groups} x {m}")
+    sizes = GroupSizes(ranks, m)
+    print(f"\ngroups of {ranks} data-parallel rank(s): {sizes.groups} x {m}")
     print(f"  within groups   {[intra_ranks(range(ranks), m, first) for first in range(0, ranks, m)]}")
     print(f"  between groups  {[inter_ranks(range(ranks), m, first) for first in range(m)]}")
 

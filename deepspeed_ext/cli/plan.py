@@ -19,7 +19,7 @@ from deepspeed_ext.planner import report
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.cost import BUCKET, Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import Cluster, ModelStates
+from deepspeed_ext.strategy import GroupSizes, ModelStates
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
@@ -66,18 +66,18 @@ def run(arguments: argparse.Namespace) -> None:
     _check(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
-    cluster = Cluster(nodes * per_node, arguments.group_size or per_node)
+    sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
     model = _model(arguments)
     if arguments.estimate and model.states.updated != model.states.parameters:
         raise ValueError(
             f"--estimate prints what DeepSpeed's estimators know, all parameters trained; of {arguments.model} "
             f"{model.states.updated / model.states.parameters:.1%} are. Leave out --estimate."
         )
-    rates = _rates(arguments, cluster, per_node, launched)
+    rates = _rates(arguments, sizes, per_node, launched)
     if launched and int(os.environ.get("RANK", "0")):
         return
     budget = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
-    plans = [plan(cluster, model, rates, budget, [loco]) for loco in (None, LocoSettings())]
+    plans = [plan(sizes, model, rates, budget, [loco]) for loco in (None, LocoSettings())]
     _write(arguments, plans, nodes, per_node)
 
 
@@ -97,7 +97,7 @@ def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_nod
         model = plans[0].model
         largest = int(model.largest_layer / width)
         print()
-        estimate(int(model.states.parameters / width), largest, per_node, nodes, plans[0].cluster.group_size)
+        estimate(int(model.states.parameters / width), largest, per_node, nodes, plans[0].sizes.group_size)
     if arguments.picture:
         report.picture(plans, arguments.picture)
 
@@ -184,10 +184,10 @@ def _model(arguments: argparse.Namespace) -> Model:
     return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=BUCKET)
 
 
-def _rates(arguments: argparse.Namespace, cluster: Cluster, per_node: int, launched: bool) -> Rates:
+def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
     if arguments.inter_gbps is not None:
         latency = arguments.latency_us / 1e6
-        return Rates.of_links(cluster, per_node, arguments.intra_gbps, arguments.inter_gbps, latency)
+        return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latency)
     if not launched:
         raise ValueError("expected --intra-gbps and --inter-gbps (or a launcher, whose ranks measure them).")
     import deepspeed
@@ -200,7 +200,7 @@ def _rates(arguments: argparse.Namespace, cluster: Cluster, per_node: int, launc
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
-    return probe.measure(get_topology(None, cluster.group_size), dtype)
+    return probe.measure(get_topology(None, sizes.group_size), dtype)
 
 
 def _count(text: str) -> int:

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.reshard import FlatLayout
+from deepspeed_ext.comm.layout import FlatLayout
 
 _LONGEST_PATTERN = 16  # parameters of an expert, say
 _STACKED_AT_MOST = 1 << 22  # elements copied once more in order to be packed by one call
 
 
-class _Run(NamedTuple):
+class _Repeated(NamedTuple):
     """``count`` repetitions of a pattern of layouts."""
 
     first: int  # number of the first parameter
@@ -44,7 +44,7 @@ class _Run(NamedTuple):
             offset += layout.chunk
 
 
-class Message:
+class ParameterBucket:
     """The cells of parameters side by side, (cols, rows, width). See Note [Runs of alike parameters].
 
     Args:
@@ -113,7 +113,7 @@ def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> 
             target.permute(2, 1, 0, 3).copy_(whole)
 
 
-def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Run]:
+def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Repeated]:
     """Cut a list into runs: from the left, the pattern of at most ``longest`` that reaches farthest."""
     numels = [layout.numel for layout in layouts]
     first = start = 0
@@ -123,7 +123,7 @@ def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Run]:
             times = _repetitions(numels, first, longer)
             if times > 1 and times * longer > period * count:
                 period, count = longer, times
-        run = _Run(first, start, tuple(layouts[first : first + period]), count)
+        run = _Repeated(first, start, tuple(layouts[first : first + period]), count)
         yield run
         first += period * count
         start += run.width * count

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.strategy import Cluster, Placement
+from deepspeed_ext.strategy import GroupSizes, Placement
 
 # Launchers tell a rank how many processes share its node: torchrun and Slurm wrappers, the DeepSpeed launcher.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
@@ -111,7 +111,7 @@ class Topology:
     """The process groups of this rank.
 
     Attributes:
-        cluster: sizes.
+        sizes: n and m.
         rank: this rank's position in the data-parallel group.
         world: the data-parallel group itself.
         intra: this rank's group.
@@ -119,7 +119,7 @@ class Topology:
         alone: this rank only, what a state that is not cut is "sharded" over; None unless asked for.
     """
 
-    cluster: Cluster
+    sizes: GroupSizes
     rank: int
     world: Any
     intra: Any
@@ -144,7 +144,7 @@ def data_parallel_ranks(group: Any) -> list[int]:
 
 # Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
 # with it the threads and sockets of the groups inside. So an entry must not refer to its key, as a Topology does.
-_made: "weakref.WeakKeyDictionary[Any, dict[int | None, tuple[Cluster, Any, Any]]]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[Any, dict[int | None, tuple[GroupSizes, Any, Any]]]" = weakref.WeakKeyDictionary()
 _made_alone: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
@@ -159,23 +159,23 @@ def get_topology(group: Any, group_size: int | None = None, alone: bool = False)
         alone: whether groups of one rank are needed too; there are as many of them as ranks.
 
     Raises:
-        ValueError: no such group size, for this rank or another; see ``Cluster`` and ``default_group_size``.
+        ValueError: no such group size, for this rank or another; see ``GroupSizes`` and ``default_group_size``.
     """
     from deepspeed import comm as dist
 
     group = dist.get_world_group() if group is None else group
     made = _made.setdefault(group, {})
     if group_size not in made:
-        sizes = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
-        cluster = Cluster(*next((len(ranks), m) for ranks, m in sizes if dist.get_rank() in ranks))
-        intra = [intra_ranks(ranks, m, first) for ranks, m in sizes for first in range(0, len(ranks), m)]
-        inter = [inter_ranks(ranks, m, first) for ranks, m in sizes for first in range(m)]
-        made[group_size] = (cluster, _make_groups(intra), _make_groups(inter))
+        agreed = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
+        sizes = GroupSizes(*next((len(ranks), m) for ranks, m in agreed if dist.get_rank() in ranks))
+        intra = [intra_ranks(ranks, m, first) for ranks, m in agreed for first in range(0, len(ranks), m)]
+        inter = [inter_ranks(ranks, m, first) for ranks, m in agreed for first in range(m)]
+        made[group_size] = (sizes, _make_groups(intra), _make_groups(inter))
     if alone and group not in _made_alone:
         _made_alone[group] = _make_groups([[rank] for rank in range(dist.get_world_size())])
-    cluster, intra_group, inter_group = made[group_size]
+    sizes, intra_group, inter_group = made[group_size]
     only_me = _made_alone[group] if alone else None
-    return Topology(cluster, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
+    return Topology(sizes, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
 
 
 def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
@@ -185,23 +185,18 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
         ValueError: on all ranks, if one of them finds no group size or the ranks of a group find different ones (a
             launcher tells each rank about its own node only).
     """
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed_ext.comm.agreement import gathered
 
     problem = ""
     try:
         m = default_group_size(ranks, ranks_per_node()) if group_size is None else group_size
-        Cluster(len(ranks), m)
+        GroupSizes(len(ranks), m)
     except ValueError as error:
         m, problem = 0, str(error)
     # A data-parallel group is known by its first rank.
-    mine = torch.tensor([ranks[0], m, _host()], device=get_accelerator().current_device_name())
-    everybody = mine.new_empty(3 * dist.get_world_size())
-    dist.all_gather_into_tensor(everybody, mine)
     members: dict[int, list[int]] = {}
     found: dict[int, set[int]] = {}
-    rows = everybody.view(-1, 3).tolist()
+    rows = gathered([ranks[0], m, _host()])
     for rank, (first, size, _) in enumerate(rows):
         members.setdefault(first, []).append(rank)
         found.setdefault(first, set()).add(size)

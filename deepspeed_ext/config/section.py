@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ext.config.data_parallel import refuse_mesh, sharding_ranks
 from deepspeed_ext.config.refused import REFUSED, SECTION
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.strategy import STRATEGIES, Cluster, Placement, Strategy, parse_strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, parse_strategy
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -252,7 +252,7 @@ def check_config(config: "DeepSpeedConfig", mpu: Any = None, mesh_device: Any = 
 
     size = getattr(config.zero_config, GROUP_SIZE, None)
     if size is not None and dist.is_initialized():
-        Cluster(sharding_ranks(config, mpu), size)
+        GroupSizes(sharding_ranks(config, mpu), size)
     strategy = active_strategy(config)
     if strategy is not None or undecided(config):
         refuse_mesh(our_keys(config._param_dict[SECTION]), mpu, mesh_device)

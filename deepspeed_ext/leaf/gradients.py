@@ -18,6 +18,7 @@ Note [The end of a leaf's backward]
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,14 @@ from torch import Tensor, nn
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, blocks_of
 
 _ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
+
+
+class LeafReducer(ABC):
+    """A stage-3 optimizer that takes the gradients of a leaf module together; DeepSpeed's takes them one by one."""
+
+    @abstractmethod
+    def reduce_leaf(self, params: Sequence[Any]) -> None:
+        """Put the gradients of a leaf module, which are complete, into buckets."""
 
 
 class _Call:
@@ -287,7 +296,7 @@ def watch_leaves(optimizer: Any) -> None:
     def entries(module: nn.Module) -> list[Any]:
         return list(partitioned_param_coordinator.iter_params(module, recurse=True))
 
-    if not hasattr(optimizer, "reduce_leaf"):
+    if not isinstance(optimizer, LeafReducer):
         optimizer.reduce_leaf = lambda params: _reduce_one_by_one(optimizer, params)
     setattr(optimizer, _ATTRIBUTE, LeafGradients(optimizer, entries))
 

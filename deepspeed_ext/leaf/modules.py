@@ -38,7 +38,7 @@ _CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__a
 HOOKS = 4  # that DeepSpeed registers on each module
 
 
-class Kind(Enum):
+class LeafKind(Enum):
     """What becomes of a module."""
 
     UNIT = "coarse"  # fetched as one
@@ -80,7 +80,7 @@ class Found:
     numel: int
     granularity: int | None
     bytes: int
-    kind: Kind
+    kind: LeafKind
     why: str = ""
     chunks: list[list[nn.Module]] = field(default_factory=list)
 
@@ -218,17 +218,17 @@ def choose(model: nn.Module, settings: Settings) -> list[Found]:
         if not params or id(module) in seen:
             return
         seen.add(id(module))
-        row = Found(name, module, numel, granularity, unit_bytes(params), Kind.INSIDE if inside else Kind.FINE)
+        row = Found(name, module, numel, granularity, unit_bytes(params), LeafKind.INSIDE if inside else LeafKind.FINE)
         found.append(row)
         if not inside:
             row.why = _why_not(tree, row, settings)
-            row.kind = Kind.FINE if row.why else Kind.UNIT
-            if row.kind == Kind.FINE and settings.budget is not None and is_mixture(module):
+            row.kind = LeafKind.FINE if row.why else LeafKind.UNIT
+            if row.kind == LeafKind.FINE and settings.budget is not None and is_mixture(module):
                 row.chunks = _chunks(tree, module, settings.budget)
-                row.kind = Kind.CHUNKED if row.chunks else row.kind
+                row.kind = LeafKind.CHUNKED if row.chunks else row.kind
         experts = {id(expert) for chunk in row.chunks for expert in chunk}
         for child_name, child in module.named_children():
-            into = row.kind in (Kind.UNIT, Kind.INSIDE) or any(id(m) in experts for m in child.children())
+            into = row.kind in (LeafKind.UNIT, LeafKind.INSIDE) or any(id(m) in experts for m in child.children())
             visit(f"{name}.{child_name}" if name else child_name, child, into)
 
     visit("", model, False)
@@ -273,7 +273,7 @@ def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]
 def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
     """Flag the chosen modules for DeepSpeed, and experts of chunks; the units."""
     found = list(found)
-    units = [row.module for row in found if row.kind == Kind.UNIT]
+    units = [row.module for row in found if row.kind == LeafKind.UNIT]
     experts = [expert for row in found for chunk in row.chunks for expert in chunk]
     for module in (*units, *experts):
         if not getattr(module, _LEAF, False):

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from deepspeed_ext.leaf.modules import HOOKS, Found, Kind, Settings, numel_of
+from deepspeed_ext.leaf.modules import HOOKS, Found, LeafKind, Settings, numel_of
 
-_FETCHED = {Kind.UNIT.value: "as one", Kind.CHUNKED.value: "in {}", Kind.FINE.value: "one by one: {}"}
+_FETCHED = {LeafKind.UNIT.value: "as one", LeafKind.CHUNKED.value: "in {}", LeafKind.FINE.value: "one by one: {}"}
 
 
 class Row(NamedTuple):
@@ -40,8 +40,8 @@ def rows(found: Sequence[Found]) -> list[Row]:
     in it."""
     alike: dict[tuple[str, str, str], list[Found]] = {}
     for one in found:
-        if one.kind != Kind.INSIDE:
-            why = "" if one.kind == Kind.UNIT else one.why
+        if one.kind != LeafKind.INSIDE:
+            why = "" if one.kind == LeafKind.UNIT else one.why
             if one.chunks:
                 why = f"{len(one.chunks)} chunks of experts; {one.why}"
             alike.setdefault((type(one.module).__name__, one.kind.value, _general(why)), []).append(one)
@@ -60,7 +60,7 @@ def _general(why: str) -> str:
 def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
     """Hooks on modules before and after: DeepSpeed's rule is four on each module that is not inside of a leaf."""
     modules = sum(1 for _ in model.modules())
-    coarse = [one.module for one in found if one.kind == Kind.UNIT]
+    coarse = [one.module for one in found if one.kind == LeafKind.UNIT]
     coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
     inside = sum(sum(1 for _ in module.modules()) - 1 for module in coarse)
     return HOOKS * modules, HOOKS * (modules - inside)
@@ -74,11 +74,11 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
     """
     total = sum(numel_of(p) for p in model.parameters())
     small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence)
-    fetched = [one.numel for one in found if one.kind == Kind.UNIT]
+    fetched = [one.numel for one in found if one.kind == LeafKind.UNIT]
     for one in found:
-        if one.kind == Kind.FINE:
+        if one.kind == LeafKind.FINE:
             fetched.append(sum(map(numel_of, one.module.parameters(recurse=False))))
-        elif one.kind == Kind.CHUNKED:  # a chunk stays while what is beside the experts comes and goes
+        elif one.kind == LeafKind.CHUNKED:  # a chunk stays while what is beside the experts comes and goes
             chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in one.chunks]
             fetched.append(max(chunks) + one.numel - sum(chunks))
     largest = max(fetched, default=0)

@@ -15,7 +15,7 @@ from deepspeed_ext.config.section import LEAF_BYTES, MOST_LIVE, SECTION, THRESHO
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import (
     Found,
-    Kind,
+    LeafKind,
     Settings,
     choose,
     default_budget,
@@ -113,7 +113,7 @@ def _warn(found: list[Found], settings: Settings) -> None:
 
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    if settings.budget is None and not any(one.kind == Kind.UNIT for one in found):
+    if settings.budget is None and not any(one.kind == LeafKind.UNIT for one in found):
         able = [one for one in found if one.granularity is not None and one.why == "above the threshold"]
         least = min(able, key=lambda one: one.granularity or 0, default=None)
         hint = (
@@ -126,7 +126,7 @@ def _warn(found: list[Found], settings: Settings) -> None:
             f"{SECTION}.{LEAF_BYTES} true chooses without a number."
         )
     budget = settings.budget
-    own = [one for one in found if one.kind != Kind.INSIDE and budget and _own_bytes(one) > budget]
+    own = [one for one in found if one.kind != LeafKind.INSIDE and budget and _own_bytes(one) > budget]
     if own and budget:
         first = max(own, key=_own_bytes)
         logger.warning(
@@ -134,7 +134,7 @@ def _warn(found: list[Found], settings: Settings) -> None:
             f"{type(first.module).__name__} {first.name} for one ({_own_bytes(first):,} bytes, budget {budget:,}): "
             f"they are fetched at once all the same. Packed experts cannot be cut into chunks."
         )
-    split = [one for one in found if one.kind == Kind.FINE and experts_of(one.module)]
+    split = [one for one in found if one.kind == LeafKind.FINE and experts_of(one.module)]
     if split:
         first = split[0]
         logger.warning(

@@ -20,13 +20,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Contents, Memory, Run
+from deepspeed_ext.comm.hops import Contents, ErrorState, Span
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.interval_map import Stretches, common, without
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 
-_Places = list[tuple[Run, int]]  # runs, and where they start in a message
+_Places = list[tuple[Span, int]]  # runs, and where they start in a message
 
 
 def cut(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
@@ -54,11 +54,11 @@ class _Error:
 class _Waiting(NamedTuple):
     """Errors of a run that no message has, or had, in fp32, so that nothing is lost until one takes them."""
 
-    run: Run
+    run: Span
     kept: Tensor
     updated: Tensor | None  # as of ``_Error``
 
-    def part(self, run: Run) -> "_Waiting":
+    def part(self, run: Span) -> "_Waiting":
         """Of a part of the run."""
         piece = slice(run.start - self.run.start, run.start - self.run.start + run.numel)
         return _Waiting(run, self.kept[piece], None if self.updated is None else self.updated[piece])
@@ -69,7 +69,7 @@ class _Waiting(NamedTuple):
 
 
 @dataclass
-class ErrorFeedback(Memory):
+class ErrorFeedback(ErrorState):
     """All errors of a rank.
 
     Attributes:
@@ -127,7 +127,7 @@ class ErrorFeedback(Memory):
         self._on_the_way = False
 
     def finish_step(self, applied: bool) -> None:
-        """See ``Memory``. A reset, every so many steps, is of all errors at once."""
+        """See ``ErrorState``. A reset, every so many steps, is of all errors at once."""
         if applied:
             self.steps += 1
         reset = applied and self.steps % self.settings.reset_T == 0
@@ -186,7 +186,7 @@ class ErrorFeedback(Memory):
         # By identity: to hash contents takes as long as they have runs.
         for old in {id(old): old for run, _ in places for _, old in self._known.over(run)}.values():
             self._dissolve(old)
-        taken: list[tuple[Run, int, _Waiting]] = []  # what of a run was waiting, and where it starts in the message
+        taken: list[tuple[Span, int, _Waiting]] = []  # what of a run was waiting, and where it starts in the message
         for run, offset in places:
             for whole, values in self._waiting.take(run):
                 shared = common(whole, run)
@@ -222,12 +222,12 @@ class ErrorFeedback(Memory):
     # States ###########################################################################################
 
     @property
-    def remembers(self) -> bool:  # type: ignore[override]
-        """See ``Memory``."""
+    def keeps_errors(self) -> bool:  # type: ignore[override]
+        """See ``ErrorState``."""
         return self.settings.error_feedback
 
     def states(self) -> dict[str, Any]:
-        """See ``Memory``. What was updated in a step that is not over is not in it."""
+        """See ``ErrorState``. What was updated in a step that is not over is not in it."""
         self._settle()
         messages = [
             (tuple(tuple(tuple(run) for run in part) for part in contents), list(error.splits), error.kept.cpu())
@@ -240,18 +240,18 @@ class ErrorFeedback(Memory):
         return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": messages}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """See ``Memory``; to the bit where errors were kept in the same way."""
+        """See ``ErrorState``; to the bit where errors were kept in the same way."""
         self.forget()
         self.steps = int(states["steps"])
         other = ErrorFeedback(LocoSettings(**states["settings"]))
         same = _kept_alike(other.settings, self.settings)
         for contents, splits, error in states["messages"]:
-            contents = tuple(tuple(Run(*run) for run in part) for part in contents)
+            contents = tuple(tuple(Span(*run) for run in part) for part in contents)
             kept = error.clone() if same else self._encode(other._decode(error, splits), splits)
             self._know(contents, _Error(splits, kept if self.device is None else kept.to(self.device)))
 
-    def load_numbers(self, numbers: Mapping[Run, Tensor], steps: int) -> None:
-        """See ``Memory``."""
+    def load_errors(self, numbers: Mapping[Span, Tensor], steps: int) -> None:
+        """See ``ErrorState``."""
         self.forget()
         self.steps = steps
         for run, values in numbers.items():
@@ -265,12 +265,12 @@ class ErrorFeedback(Memory):
         self.steps = 0
 
     def offload(self) -> None:
-        """See ``Memory``. What is updated next is on the device again."""
+        """See ``ErrorState``. What is updated next is on the device again."""
         for error in self._errors.values():
             error.kept = None if error.kept is None else error.kept.cpu()
 
-    def numbers_of(self, states: Mapping[str, Any]) -> Iterator[tuple[Run, Tensor]]:
-        """See ``Memory``."""
+    def errors_in(self, states: Mapping[str, Any]) -> Iterator[tuple[Span, Tensor]]:
+        """See ``ErrorState``."""
         saved = ErrorFeedback(LocoSettings(**states["settings"]))
         saved.load_states(states)
         for contents, error in saved._errors.items():

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Contents, Hop, Transfer
+from deepspeed_ext.comm.agreement import any_rank
+from deepspeed_ext.comm.hops import Contents, ReduceHop, Transfer
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback, cut
 from deepspeed_ext.loco.packing import Packing
@@ -51,7 +51,7 @@ class Sent:
         return (lost / whole) ** 0.5 if whole else 0.0
 
 
-class LocoHop(Hop):
+class LocoHop(ReduceHop):
     """Sums in 4 or 8 bits with error feedback; see Note [Arithmetic of a block] in ``reference.py``.
 
     A rank's own part is quantized, too, so a sum does not depend on who owns it. An all-reduce is this reduction, and
@@ -71,7 +71,7 @@ class LocoHop(Hop):
         super().__init__(group, name)
         self.settings = settings
         self.packing = Packing(settings.bits, settings.block_size)
-        self.memory: ErrorFeedback = ErrorFeedback(settings, device, pinned)
+        self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
         self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
         self.sent = Sent()
         self.look = False  # whether to measure what quantization takes from the next message
@@ -84,13 +84,11 @@ class LocoHop(Hop):
         device = get_accelerator().device_name()
         if device == "cpu":
             return
-        lacks = torch.tensor(float(ops.lacks_kernels(device)), device=get_accelerator().current_device_name())
-        here = bool(lacks)
-        dist.all_reduce(lacks, op=dist.ReduceOp.MAX, group=self.group)
-        if bool(lacks):
+        lacking = ops.lacks_kernels(device)
+        if any_rank(lacking, self.collectives.group):
             raise RuntimeError(
-                f"The kernels of LoCo were built for the CPU only{'' if here else ' on another rank'}, but gradients "
-                f"are on {device}. {ops.BUILD_THEM} Or remove {KEY}."
+                f"The kernels of LoCo were built for the CPU only{'' if lacking else ' on another rank'}, but "
+                f"gradients are on {device}. {ops.BUILD_THEM} Or remove {KEY}."
             )
 
     def reduce_scatter(self, flat: Tensor, splits: Any, contents: Contents = ()) -> Transfer:
@@ -99,16 +97,18 @@ class LocoHop(Hop):
         sizes = [self.packing.row_bytes(split) for split in splits]
         wire = torch.empty(sum(sizes), dtype=torch.uint8, device=flat.device)
         self.timers(COMPRESS_TIMER).start()
-        self._compress(flat, wire, splits, sizes, contents)
+        with self.collectives.labeled("loco_compress"):
+            self._compress(flat, wire, splits, sizes, contents)
         self.timers(COMPRESS_TIMER).stop()
         dtype, width, mine = flat.dtype, splits[self.rank], sizes[self.rank]
         del flat  # the caller's, which may be freed meanwhile
         pieces = wire.new_empty(self.size * mine)
-        yield self._exchange(pieces, wire, sizes, "loco_reduce_scatter")
+        yield self.collectives.all_to_all(pieces, wire, sizes, "loco_reduce_scatter")
         out = torch.empty(width, dtype=dtype, device=pieces.device)
         self.timers(DECOMPRESS_TIMER).start()
         if width:
-            ops.decompress(pieces.view(self.size, mine), out, self.packing, hadamard=self.settings.hadamard)
+            with self.collectives.labeled("loco_decompress"):
+                ops.decompress(pieces.view(self.size, mine), out, self.packing, hadamard=self.settings.hadamard)
         self.timers(DECOMPRESS_TIMER).stop()
         return out
 
@@ -121,8 +121,8 @@ class LocoHop(Hop):
         after = before
         if self.settings.error_feedback and contents:
             options |= {"beta": self.settings.err_beta, "unit": self.scale()}
-            old, new = self.memory.buffers(contents, splits, flat.device)
-            kept = self.memory.sizes(splits)
+            old, new = self.errors.buffers(contents, splits, flat.device)
+            kept = self.errors.sizes(splits)
             after = list(cut(new, splits, kept))
             before = before if old is None else list(cut(old, splits, kept))
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
@@ -132,7 +132,7 @@ class LocoHop(Hop):
             if given is not None:
                 self._note(given, packed, gradient.shape[1])
         if options.get("beta") is not None:
-            self.memory.keep(contents, new)
+            self.errors.keep(contents, new)
 
     def _compensated(self, gradient: Tensor, error: Tensor | None, unit: float) -> Tensor:
         """What is quantized of the first row's first blocks: 1D, fp32; before the error is overwritten."""

@@ -21,8 +21,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Started
-from deepspeed_ext.comm.reshard import FlatLayout, Moves
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.reshard import GradientReshard
+from deepspeed_ext.comm.schedule import Started
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.strategy import Placement
@@ -54,25 +55,25 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]
     return reduced
 
 
-_made: "weakref.WeakKeyDictionary[Any, Moves]" = weakref.WeakKeyDictionary()  # by the group of a node
+_made: "weakref.WeakKeyDictionary[Any, GradientReshard]" = weakref.WeakKeyDictionary()  # by the group of a node
 
 
-def _moves(intra: Any, inter: Any) -> Moves:
+def _reshard(intra: Any, inter: Any) -> GradientReshard:
     if intra not in _made:
-        _made[intra] = Moves(LocoHop(intra, "qgz_intra", _SETTINGS), LocoHop(inter, "qgz_inter", _SETTINGS))
+        _made[intra] = GradientReshard(LocoHop(intra, "qgz_intra", _SETTINGS), LocoHop(inter, "qgz_inter", _SETTINGS))
     return _made[intra]
 
 
 def _reduce(tensors: list[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     local = get_accelerator().device_count()
-    moves = _moves(groups[f"local_{rank // local}"], groups[f"global_{rank % local}"])
+    reshard = _reshard(groups[f"local_{rank // local}"], groups[f"global_{rank % local}"])
     layouts = [FlatLayout(tensor.numel(), ranks // local, local) for tensor in tensors]
     chunks = [layout.chunk for layout in layouts]
     cells = tensors[0].new_empty(local, ranks // local, sum(chunks))
     for tensor, layout, part in zip(tensors, layouts, cells.split(chunks, dim=2), strict=True):
         layout.pack(tensor.reshape(-1), part)
     cells.div_(ranks)
-    mine = Started(moves.reduce_cells(cells, Placement.G, [(0, sum(chunks))])).finish()
+    mine = Started(reshard.reduce_cells(cells, Placement.G, [(0, sum(chunks))])).finish()
     present = [max(0, min(chunk, t.numel() - rank * chunk)) for chunk, t in zip(chunks, tensors, strict=True)]
     return [part[:numel] for part, numel in zip(mine.split(chunks), present, strict=True)]

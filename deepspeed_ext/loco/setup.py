@@ -7,23 +7,24 @@ from typing import Any
 from deepspeed import comm as dist
 from deepspeed.utils import log_dist
 
-from deepspeed_ext.comm.hops import Hop, MakeHop, make_hop
+from deepspeed_ext.comm.backends import MakeReduce, make_reduce
+from deepspeed_ext.comm.hops import ReduceHop
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, Sent
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 
 EVENTS = "Train/LoCo"
 
 
-def inter_hop(engine: Any) -> MakeHop:
+def inter_hop(engine: Any) -> MakeReduce:
     """What makes the hop between groups: a LocoHop where the configuration asks for it, else a plain one."""
     config = engine._config.zero_config
     if config.zeropp_loco_param is None:
-        return make_hop
+        return make_reduce
     settings = LocoSettings.parse(config.zeropp_loco_param)
     offloaded = getattr(config.offload_optimizer, "device", "none") != "none"
     pinned = offloaded and config.offload_optimizer.pin_memory
 
-    def make(group: Any, name: str, reduce_scatter: bool = True) -> Hop:
+    def make(group: Any, name: str, reduce_scatter: bool = True) -> ReduceHop:
         hop = LocoHop(group, name, settings, device="cpu" if offloaded else None, pinned=pinned)
         announce(settings, hop.size)
         _report_to(engine, hop)
@@ -71,4 +72,4 @@ def _report_to(engine: Any, hop: LocoHop) -> None:
         if engine.wall_clock_breakdown() and engine.global_steps % engine.steps_per_print() == 0:
             engine.timers.log([COMPRESS_TIMER, DECOMPRESS_TIMER])
 
-    hop.memory.on_step = report
+    hop.errors.on_step = report

@@ -31,6 +31,7 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN, layout_hint, require_same_groups
 from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 
 class _Outputs:
@@ -63,7 +64,7 @@ class ShardedPipelineEngine(PipelineEngine):
         )
         self._cuts_parameters = active_strategy(self._config).p != Placement.N
         self._use_checkpointing_that_stops_early()
-        if hasattr(self.optimizer, "complete_gradients"):  # there is none where nothing is trained
+        if isinstance(self.optimizer, ParoOptimizer):  # there is none where nothing is trained
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
             self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
             self.optimizer.overlaps_micro_steps = True

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from deepspeed_ext.comm.agreement import gathered_texts
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.config.section import (
     FASTEST,
@@ -29,7 +30,7 @@ from deepspeed_ext.config.section import (
 from deepspeed_ext.strategy import Placement, Strategy
 
 NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
-_TEXT_BYTES, _PROBLEM_LENGTH = 8192, 1000
+_PROBLEM_LENGTH = 1000
 
 
 def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
@@ -154,9 +155,9 @@ def layout_hint(engine: Any, strategy: Strategy, topology: Topology) -> str:
     Returns:
         A clause that follows what the strategy comes down to; empty elsewhere.
     """
-    cluster, axes = topology.cluster, engine.module.topology()
+    sizes, axes = topology.sizes, engine.module.topology()
     chosen = engine._config.zero_config.paro_group_size is not None
-    if chosen or cluster.group_size > 1 or cluster.ranks == 1 or Placement.I not in _placements(strategy):
+    if chosen or sizes.group_size > 1 or sizes.ranks == 1 or Placement.I not in _placements(strategy):
         return ""
     sizes = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
     return (
@@ -224,7 +225,7 @@ def require_same_groups(module: Any, optimizer: Any, tied: bool) -> None:
     Raises:
         ValueError: the launcher's node size makes groups of different sizes on different stages.
     """
-    sizes = _gather(module, json.dumps(optimizer.topology.cluster.group_size))
+    sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
     if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
         raise ValueError(
             f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but by the "
@@ -233,11 +234,5 @@ def require_same_groups(module: Any, optimizer: Any, tied: bool) -> None:
 
 
 def _gather(module: Any, text: str) -> list[Any]:
-    """What each rank has said, in JSON."""
-    device = _device(module)
-    content = text.encode()
-    mine = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
-    mine[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    everybody = torch.empty(dist.get_world_size() * _TEXT_BYTES, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(everybody, mine.to(device))
-    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in everybody.cpu().view(-1, _TEXT_BYTES)]
+    """Return what each rank has said, in JSON."""
+    return [json.loads(said) for said in gathered_texts(text, _device(module))]

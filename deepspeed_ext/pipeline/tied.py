@@ -19,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor
 
+from deepspeed_ext.comm.agreement import gathered
 from deepspeed_ext.strategy import Placement
 
 
@@ -70,15 +71,8 @@ class _Exchange:
     def __init__(self, optimizer: Any, weights: Sequence[Any], group: Any, stages: Sequence[int]) -> None:
         self._optimizer, self._weights, self._group, self._stages = optimizer, weights, group, stages
         self._rank = dist.get_rank(group=group)
-        mine = torch.tensor(
-            [optimizer.owned_span(weight) for weight in weights],
-            dtype=torch.int64,
-            device=get_accelerator().current_device_name(),
-        )
-        everybody = mine.new_empty(len(stages) * len(weights), 2)
-        dist.all_gather_into_tensor(everybody, mine, group=group)
-        spans = [Span(*span) for span in everybody.tolist()]
-        self._spans = [spans[i : i + len(weights)] for i in range(0, len(spans), len(weights))]
+        everybody = gathered([end for weight in weights for end in optimizer.owned_span(weight)], group)
+        self._spans = [[Span(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
 
     def run(self) -> None:
         device = get_accelerator().current_device_name()
@@ -157,9 +151,9 @@ def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
 
 def _blocks(optimizer: Any) -> list[range]:
     """Data-parallel ranks that hold a stage's optimizer states once."""
-    cluster = optimizer.topology.cluster
-    size = {Placement.N: 1, Placement.I: cluster.group_size, Placement.G: cluster.ranks}[optimizer.strategy.os]
-    return [range(first, first + size) for first in range(0, cluster.ranks, size)]
+    sizes = optimizer.topology.sizes
+    size = {Placement.N: 1, Placement.I: sizes.group_size, Placement.G: sizes.ranks}[optimizer.strategy.os]
+    return [range(first, first + size) for first in range(0, sizes.ranks, size)]
 
 
 def _stage(module: PipelineModule, rank: int) -> int:

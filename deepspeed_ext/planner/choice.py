@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.cost import Model, Prediction, predict
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, Cluster, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Strategy
 
 # Predictions that are closer than this are the same: then the one that needs less memory is better.
 TIE = 0.03
@@ -21,13 +21,13 @@ class Plan:
     """All strategies for one model and cluster, fastest first.
 
     Attributes:
-        cluster, model, rates: what was given.
+        sizes, model, rates: what was given.
         budget: bytes that a rank has for model states and what a step holds besides; None for no limit.
         predictions: the fastest first.
         choice: the one to use; None if none fits.
     """
 
-    cluster: Cluster
+    sizes: GroupSizes
     model: Model
     rates: Rates
     budget: float | None
@@ -75,8 +75,8 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "ranks": self.cluster.ranks,
-            "group_size": self.cluster.group_size,
+            "ranks": self.sizes.ranks,
+            "group_size": self.sizes.group_size,
             "accumulation": self.model.accumulation,
             "budget": self.budget,
             "rates": self.rates.as_dict(),
@@ -87,7 +87,7 @@ class Plan:
 
 
 def plan(
-    cluster: Cluster,
+    sizes: GroupSizes,
     model: Model,
     rates: Rates,
     budget: float | None = None,
@@ -97,7 +97,7 @@ def plan(
     """Predict all strategies, and choose the fastest that fits; among those as fast, the smallest.
 
     Args:
-        cluster: ranks and groups.
+        sizes: ranks and groups.
         model: what is trained.
         rates: of the hops.
         budget: bytes on each rank; None for no limit.
@@ -109,7 +109,7 @@ def plan(
     """
     settings = tuple(loco)
     predictions = [
-        predict(row, cluster, model, rates, one) for one in settings for row in STRATEGIES.values() if allowed(row)
+        predict(row, sizes, model, rates, one) for one in settings for row in STRATEGIES.values() if allowed(row)
     ]
     if not predictions:
         raise ValueError("none of the strategies is allowed.")
@@ -118,7 +118,7 @@ def plan(
     choice = None
     if fitting:
         choice = best(fitting, lambda one: one.total_seconds, lambda one: (one.total_memory, one.host))
-    return Plan(cluster, model, rates, budget, tuple(predictions), choice)
+    return Plan(sizes, model, rates, budget, tuple(predictions), choice)
 
 
 def best(some: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:

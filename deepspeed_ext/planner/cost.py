@@ -20,7 +20,7 @@ from typing import Any
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import Cluster, Kind, Memory, ModelStates, Phase, Placement, Strategy, Volume
+from deepspeed_ext.strategy import Direction, GroupSizes, ModelStates, Phase, Placement, StateBytes, Strategy, Volume
 
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
@@ -60,7 +60,7 @@ class Model:
 
     def messages(self, phase: Phase) -> int:
         """In how many a phase goes, each time."""
-        if phase.kind == Kind.GATHER and phase.each_micro_step:
+        if phase.kind == Direction.GATHER and phase.each_micro_step:
             return self.fetches
         return max(1, round(self.states.gradients / self.gradient_bytes / self.bucket))
 
@@ -82,7 +82,7 @@ class Prediction:
 
     strategy: str
     loco: bool
-    memory: Memory
+    memory: StateBytes
     transient: float
     host: float
     volume: Volume
@@ -107,7 +107,7 @@ class Prediction:
 
 
 def predict(
-    strategy: Strategy, cluster: Cluster, model: Model, rates: Rates, loco: LocoSettings | None = None
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, loco: LocoSettings | None = None
 ) -> Prediction:
     """See Note [Cost model].
 
@@ -116,14 +116,14 @@ def predict(
     """
     shrunk = 1.0 if loco is None else loco.wire_bits / (8 * model.gradient_bytes)
     total, within, between = Volume(), 0.0, 0.0
-    for phase in strategy.phases(cluster, model.states):
-        inter = phase.volume.inter * (shrunk if phase.kind == Kind.REDUCE else 1.0)
+    for phase in strategy.phases(sizes, model.states):
+        inter = phase.volume.inter * (shrunk if phase.kind == Direction.REDUCE else 1.0)
         volume, times = Volume(phase.volume.intra, inter), model.times(phase)
         hops, messages = rates.of(phase.kind), model.messages(phase)
         total += volume * times
         within += times * hops.intra.seconds(volume.intra, messages)
         between += times * hops.inter.seconds(volume.inter, messages)
-    memory, whole = strategy.memory(cluster, model.held or model.states), strategy.memory(cluster, model.states)
+    memory, whole = strategy.memory(sizes, model.held or model.states), strategy.memory(sizes, model.states)
     host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
     seconds = {
         "compute": model.compute * model.accumulation,
@@ -131,18 +131,18 @@ def predict(
         "between": between,
         "update": UPDATE_TOUCHES * memory.optimizer / rates.memory,
     }
-    transient = _transient(strategy, cluster, model, loco)
+    transient = _transient(strategy, sizes, model, loco)
     return Prediction(strategy.name, loco is not None, memory, transient, host, total, seconds)
 
 
-def _transient(strategy: Strategy, cluster: Cluster, model: Model, loco: LocoSettings | None) -> float:
+def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, loco: LocoSettings | None) -> float:
     trainable = model.states.gradients / model.gradient_bytes
     held = model.held or model.states
     total = 0.0
     if held.gradients < 4 * trainable and held.optimizer:
-        total += 4 * trainable / cluster.shards(strategy.os)
+        total += 4 * trainable / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
     if loco is not None:
-        total += 2 * loco.kept_bits / 8 * trainable / cluster.shards(Placement.I)
+        total += 2 * loco.kept_bits / 8 * trainable / sizes.shards(Placement.I)
     return total

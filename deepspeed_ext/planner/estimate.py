@@ -9,7 +9,7 @@ DeepSpeed counts, in bytes for each parameter, 2 of a 16-bit parameter, 2 of its
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,13 +42,13 @@ def estimate_paro_model_states_mem_needs(
     Raises:
         ValueError: the group size does not divide the number of GPUs.
     """
-    cluster = Cluster(num_gpus_per_node * num_nodes, group_size or num_gpus_per_node)
+    sizes = GroupSizes(num_gpus_per_node * num_nodes, group_size or num_gpus_per_node)
     cut = strategy.p != Placement.N
     states = ModelStates.of(total_params, optimizer_bytes=12 + _UPDATED_FROM[cut])
     largest = 4 * largest_layer_params if cut else 0
     # What the host holds while the model is made: as under zero.Init where parameters are cut.
     host = (largest_layer_params if cut else total_params) * 4 * num_gpus_per_node * additional_buffer_factor
-    memory = strategy.memory(cluster, states)
+    memory = strategy.memory(sizes, states)
     # In DeepSpeed's order of rounding: what is whole, and the cut rest rounded down.
     whole = memory.parameters if strategy.p == Placement.N else 0.0
     return int(host), int(largest + whole) + int(memory.total - whole), int(largest)

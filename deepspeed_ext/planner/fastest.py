@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
+from deepspeed_ext.comm.agreement import reduced, told
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.implied_stage import imply_stage
 from deepspeed_ext.config.section import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, possible_strategies
@@ -53,12 +54,12 @@ def decide_for(engine: Any, model: nn.Module) -> None:
     described = _same_everywhere(_described(engine, model))
     inputs = _inputs(config, topology, described, allowed)
     file = Decisions(Path(config.zero_config.paro_decision_file))
-    name = _broadcast(file.find(inputs) if dist.get_rank() == 0 else None)
+    name = told(file.find(inputs) or "" if dist.get_rank() == 0 else "", 0)
     made = None
-    if name is None:
+    if not name:
         made = _measured_plan(config, topology, described, allowed, _budget(config, model))
-        name = _broadcast(made.choice.strategy if made.choice else None)
-    if name is None:
+        name = told(made.choice.strategy if made.choice else "", 0)
+    if not name:
         assert made is not None
         raise ValueError(
             f"{SECTION}.{STRATEGY} {FASTEST}: {made.reason} Raise {MEMORY}, or let it choose from more than "
@@ -119,8 +120,7 @@ def _same_everywhere(model: Model) -> Model:
 
 def _reduced(numbers: list[float], op: Any) -> list[float]:
     """Whole numbers, over all ranks."""
-    found = torch.tensor([int(number) for number in numbers], device=get_accelerator().current_device_name())
-    dist.all_reduce(found, op=op)
+    found = reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in found.tolist()]
 
 
@@ -130,7 +130,7 @@ def _measured_plan(config: Any, topology: Topology, model: Model, allowed: list[
     loco = getattr(config.zero_config, LOCO, None)
     settings = None if loco is None else LocoSettings.parse(loco)
     names = {row.name for row in allowed}
-    return plan(topology.cluster, model, rates, budget, [settings], lambda row: row.name in names)
+    return plan(topology.sizes, model, rates, budget, [settings], lambda row: row.name in names)
 
 
 def _budget(config: Any, model: nn.Module) -> float:
@@ -153,8 +153,8 @@ def _inputs(config: Any, topology: Topology, model: Model, allowed: list[Strateg
     assert model.held is not None
     zero = config.zero_config
     return {
-        "ranks": topology.cluster.ranks,
-        "group_size": topology.cluster.group_size,
+        "ranks": topology.sizes.ranks,
+        "group_size": topology.sizes.group_size,
         "moved": asdict(model.states),
         "held": asdict(model.held),
         "accumulation": model.accumulation,
@@ -164,11 +164,3 @@ def _inputs(config: Any, topology: Topology, model: Model, allowed: list[Strateg
         LOCO: getattr(zero, LOCO, None),
         "reduce_scatter": zero.reduce_scatter,
     }
-
-
-def _broadcast(name: str | None) -> str | None:
-    """What rank 0 says."""
-    number = -1 if name is None else _NAMES.index(name)
-    said = torch.tensor([number], device=get_accelerator().current_device_name())
-    dist.broadcast(said, 0)
-    return _NAMES[said.item()] if said.item() >= 0 else None

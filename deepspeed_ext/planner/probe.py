@@ -15,10 +15,12 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Hop, Started, make_hop
+from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.backends import make_reduce
+from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.schedule import Started
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
-from deepspeed_ext.strategy import Kind
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
@@ -42,19 +44,19 @@ def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatt
         reduce_scatter: DeepSpeed's key of that name.
     """
     groups = {"intra": topology.intra, "inter": topology.inter}
-    hops = {level: make_hop(group, level, reduce_scatter) for level, group in groups.items()}
-    rates = {kind: HopRates(**{level: _rate(hop, kind, dtype) for level, hop in hops.items()}) for kind in Kind}
-    return Rates(rates[Kind.GATHER], rates[Kind.REDUCE], _memory())
+    gathers = {level: _rate(GatherHop(group, level), dtype) for level, group in groups.items()}
+    reductions = {level: _rate(make_reduce(group, level, reduce_scatter), dtype) for level, group in groups.items()}
+    return Rates(HopRates(**gathers), HopRates(**reductions), _memory())
 
 
-def _rate(hop: Hop, kind: Kind, dtype: torch.dtype) -> Rate:
+def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
     """Of one hop; messages grow until they take long enough."""
     if hop.size == 1:
         return FREE
     samples: list[tuple[float, float]] = []
     for size in SIZES:
         share = max(1, round(size / (hop.size - 1) / dtype.itemsize))
-        run = _runner(hop, kind, share, dtype)
+        run = _runner(hop, share, dtype)
         run()  # opens connections
         seconds = _seconds(run)
         samples.append((float(share * (hop.size - 1) * dtype.itemsize), seconds))
@@ -63,12 +65,13 @@ def _rate(hop: Hop, kind: Kind, dtype: torch.dtype) -> Rate:
     return fit(samples)
 
 
-def _runner(hop: Hop, kind: Kind, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
     """A hop of which this rank receives ``share`` elements from each other rank of the group."""
     device = get_accelerator().current_device_name()
-    if kind == Kind.GATHER:
+    if isinstance(hop, GatherHop):
         shard = torch.zeros(share, dtype=dtype, device=device)
         return lambda: Started(hop.all_gather(shard)).finish()
+    assert isinstance(hop, ReduceHop)
     flat = torch.zeros(share * hop.size, dtype=dtype, device=device)
     return lambda: Started(hop.reduce_scatter(flat, [share] * hop.size)).finish()
 
@@ -92,9 +95,7 @@ def _timed(run: Callable[[], Tensor], times: int = 1) -> float:
 
 def _slowest(seconds: list[float]) -> float:
     """The median of what the slowest rank took each time; the same on all ranks."""
-    found = torch.tensor(seconds, dtype=torch.float32, device=get_accelerator().current_device_name())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return statistics.median(found.tolist())
+    return statistics.median(largest(torch.tensor(seconds, dtype=torch.float32)).tolist())
 
 
 def _memory() -> float:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deepspeed_ext.strategy import Cluster, Kind, Volume
+from deepspeed_ext.strategy import Direction, GroupSizes, Volume
 
 BITS = 8
 GIGA = 1e9
@@ -79,7 +79,7 @@ class Rates:
     @classmethod
     def of_links(
         cls,
-        cluster: Cluster,
+        sizes: GroupSizes,
         ranks_per_node: int,
         intra_gbps: float,
         inter_gbps: float,
@@ -89,7 +89,7 @@ class Rates:
         """From the links' figures.
 
         Args:
-            cluster: groups of any size, of consecutive ranks.
+            sizes: groups of any size, of consecutive ranks.
             ranks_per_node: consecutive, too.
             intra_gbps: Gbit/s that one rank receives from ranks of its node.
             inter_gbps: Gbit/s that one node receives from others, in each direction; its ranks share it.
@@ -107,18 +107,18 @@ class Rates:
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value!r}.")
         own, node = intra_gbps * GIGA / BITS, inter_gbps * GIGA / BITS
-        m, one_node = cluster.group_size, cluster.ranks <= ranks_per_node
+        m, one_node = sizes.group_size, sizes.ranks <= ranks_per_node
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
-        flows, rings = min(m, ranks_per_node), 2 if m % ranks_per_node and cluster.groups > 1 else 1
+        flows, rings = min(m, ranks_per_node), 2 if m % ranks_per_node and sizes.groups > 1 else 1
         hops = HopRates(
             intra=Rate(0.0, own if within_node else min(own, node / rings)),
             inter=Rate(latency, own if one_node else min(own, node / flows)),
         )
         return cls(hops, hops, memory)
 
-    def of(self, kind: Kind) -> HopRates:
+    def of(self, kind: Direction) -> HopRates:
         """The rates of moves of that kind."""
-        return self.gather if kind == Kind.GATHER else self.reduce
+        return self.gather if kind == Direction.GATHER else self.reduce
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; None for what is infinite, which JSON does not know."""

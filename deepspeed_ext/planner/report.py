@@ -33,7 +33,7 @@ def table(plans: Sequence[Plan]) -> str:
         plans: of the same model and cluster.
     """
     first = plans[0]
-    n, m, k = first.cluster.ranks, first.cluster.group_size, first.cluster.groups
+    n, m, k = first.sizes.ranks, first.sizes.group_size, first.sizes.groups
     limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
     lines = [
         f"{n} ranks in {k} group(s) of {m}, {first.model.accumulation} micro-step(s) a step, a rank's memory: {limit}",

@@ -24,7 +24,7 @@ import torch
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import fill_up
+from deepspeed_ext.comm.packing import fill_up
 
 
 class _Piece(NamedTuple):
@@ -37,13 +37,13 @@ class _Piece(NamedTuple):
 
 
 class Crossing:
-    """Puts what has arrived in a group into messages that are the same in all groups. See Note [One order between
+    """Puts what has arrived in a group into buckets that are the same in all groups. See Note [One order between
     groups].
 
     Args:
         params: all that may arrive.
-        bucket: elements (of whole parameters) of a message at most, unless one parameter has more.
-        multiple: what the columns of a message are filled up to with zeros.
+        bucket: elements (of whole parameters) of a bucket at most, unless one parameter has more.
+        multiple: what the columns of a bucket are filled up to with zeros.
     """
 
     def __init__(self, params: Iterable[Any], bucket: int, multiple: int = 1) -> None:
@@ -80,7 +80,7 @@ class Crossing:
             else:
                 self._late.append(piece)
 
-    def messages(self, last: bool = False) -> Iterator[tuple[list[Any], Tensor]]:
+    def buckets(self, last: bool = False) -> Iterator[tuple[list[Any], Tensor]]:
         """What can cross by now, in order: the parameters, and (rows, columns and padding).
 
         Args:
@@ -98,7 +98,7 @@ class Crossing:
             for piece in sorted(self._late, key=lambda piece: self._position[piece.param.ds_id]):
                 yield from self._fill(piece, 0)
             for dtype in sort_dtypes(self._open):
-                yield _message(self._open[dtype], self._multiple)
+                yield _packed(self._open[dtype], self._multiple)
             if self._used:
                 self._expect([param for param in self._order if param.ds_id in self._used])
             self.clear()
@@ -108,21 +108,21 @@ class Crossing:
         self._expected_ids = {param.ds_id for param in params}
 
     def _fill(self, piece: _Piece, after: int) -> Iterator[tuple[list[Any], Tensor]]:
-        """Add a piece to the open message of its dtype; that is complete where neither it nor ``after`` elements more
+        """Add a piece to the open bucket of its dtype; that is complete where neither it nor ``after`` elements more
         would fit."""
         dtype = piece.arrived.dtype
         some = self._open.setdefault(dtype, [])
         numel = sum(other.param.ds_numel for other in some) + piece.param.ds_numel
         if some and (numel > self._bucket or any(other.param is piece.param for other in some)):
-            yield _message(some, self._multiple)
+            yield _packed(some, self._multiple)
             some, numel = [], piece.param.ds_numel
         some.append(piece)
         self._open[dtype] = some
         if numel + after > self._bucket:
-            yield _message(self._open.pop(dtype), self._multiple)
+            yield _packed(self._open.pop(dtype), self._multiple)
 
 
-def _message(pieces: Sequence[_Piece], multiple: int) -> tuple[list[Any], Tensor]:
+def _packed(pieces: Sequence[_Piece], multiple: int) -> tuple[list[Any], Tensor]:
     """Pieces side by side, in the order of most buckets, so that neighbors are copied together."""
     pieces = sorted(pieces, key=lambda piece: piece.param.ds_id)
     stretches: list[_Piece] = []
@@ -137,5 +137,5 @@ def _message(pieces: Sequence[_Piece], multiple: int) -> tuple[list[Any], Tensor
     missing = fill_up(width, multiple) - width
     if missing:
         parts.append(parts[0].new_zeros(1, 1).expand(parts[0].shape[0], missing))
-    message = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
-    return [piece.param for piece in pieces], message
+    packed = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+    return [piece.param for piece in pieces], packed

@@ -18,22 +18,21 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
-from deepspeed_ext.comm.hops import MakeHop, make_hop
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.comm.reshard import Moves
 from deepspeed_ext.config.section import GROUP_SIZE, SECTION, STRATEGY, our_keys
 from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device
-from deepspeed_ext.strategy import STRATEGIES, Cluster, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.parameters import partition
-from deepspeed_ext.zero.stage3 import PartitionedOptimizer
-from deepspeed_ext.zero.stage12 import ReplicatedOptimizer
+from deepspeed_ext.zero.slots import Slots
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
+from deepspeed_ext.zero.stage12 import Stage12Optimizer
 
 
 def configure_with(
-    strategy: Strategy, make_inter: MakeHop, configure: Callable[..., Any], engine: Any, optimizer: Any
+    strategy: Strategy, slots: Slots, configure: Callable[..., Any], engine: Any, optimizer: Any
 ) -> Any:
     """``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
 
@@ -42,7 +41,7 @@ def configure_with(
 
     Args:
         strategy: where model states are.
-        make_inter: makes the hop between groups of gradients.
+        slots: make the hops between groups.
         configure: DeepSpeed's method.
         engine, optimizer: its arguments.
 
@@ -58,12 +57,12 @@ def configure_with(
     warn_if_too_large(strategy, topology, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
         # Every group holds all states: the first one writes them to checkpoints.
-        engine.is_first_weights_partition_group = lambda: topology.rank < topology.cluster.group_size
+        engine.is_first_weights_partition_group = lambda: topology.rank < topology.sizes.group_size
     made: list[Any] = []
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
             stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
-        for module, name, make in _replacements(strategy, topology, make_inter, engine._config.zero_config):
+        for module, name, make in _replacements(strategy, topology, slots, engine._config.zero_config):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
                 stack.close()  # found: nothing below needs to see our names
@@ -81,15 +80,14 @@ def configure_with(
 
 
 def _replacements(
-    strategy: Strategy, topology: Topology, make_inter: MakeHop, config: Any
+    strategy: Strategy, topology: Topology, slots: Slots, config: Any
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """What the engine may make: (module and name where it looks the class up, what to make)."""
-    placed = {"strategy": strategy, "topology": topology}
-    trained = {**placed, "make_inter": make_inter}
+    placed = {"strategy": strategy, "topology": topology, "slots": slots}
     if strategy.p == Placement.N:
 
-        def make(*args: Any, **kwargs: Any) -> ReplicatedOptimizer:
-            return ReplicatedOptimizer(*args, **kwargs | trained | {"overlap_comm": config.overlap_comm})
+        def make(*args: Any, **kwargs: Any) -> Stage12Optimizer:
+            return Stage12Optimizer(*args, **kwargs | placed | {"overlap_comm": config.overlap_comm})
 
         return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make)]
     gathers = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
@@ -97,20 +95,20 @@ def _replacements(
         (
             deepspeed.runtime.zero.stage3,
             "DeepSpeedZeroOptimizer_Stage3",
-            functools.partial(PartitionedOptimizer, **trained, **gathers),
+            functools.partial(Stage3Optimizer, **placed, **gathers),
         ),
         (deepspeed.runtime.engine, "DeepSpeedZeRoOffload", functools.partial(_inference, **placed, **gathers)),
     ]
 
 
 def _inference(
-    module: Any, *, strategy: Strategy, topology: Topology, bucket: int, sequential: bool, **kwargs: Any
+    module: Any, *, strategy: Strategy, topology: Topology, slots: Slots, bucket: int, sequential: bool, **kwargs: Any
 ) -> DeepSpeedZeRoOffload:
     """What the engine makes without an optimizer: parameters are cut and gathered, that is all."""
-    moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
     with coordinator_of(topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
-    partition(module, offload, strategy, topology, moves, {"bucket": bucket, "sequential": sequential})
+    gathers = {"bucket": bucket, "sequential": sequential}
+    partition(module, offload, strategy, topology, slots.parameter_reshard(topology), gathers)
     return offload
 
 
@@ -162,21 +160,21 @@ def announce(strategy: Strategy, topology: Topology, engine: Any) -> None:
     will be. Where the planner has chosen, its own warning says what and why, and this line is INFO.
     """
     chosen = getattr(engine._config, "strategy_was_chosen", False)
-    n, m, k = topology.cluster.ranks, topology.cluster.group_size, topology.cluster.groups
+    n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
     hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
-        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.cluster, compressed)}{hint}",
+        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}{hint}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
     )
 
 
-def _meaning(strategy: Strategy, cluster: Cluster, compressed: bool) -> str:
+def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
     """Return what a strategy comes down to where there is one group, or groups are one rank; else nothing."""
-    n, m = cluster.ranks, cluster.group_size
+    n, m = sizes.ranks, sizes.group_size
     if 1 < m < n:
         return ""
     groups = "one group" if m == n else "groups of one rank"
@@ -194,16 +192,16 @@ def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> No
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
     states = on_device(engine, engine.module)
-    needed = strategy.memory(topology.cluster, states).total
+    needed = strategy.memory(topology.sizes, states).total
     if needed <= available:
         return
-    fits = [row.name for row in STRATEGIES.values() if row.memory(topology.cluster, states).total <= available]
+    fits = [row.name for row in STRATEGIES.values() if row.memory(topology.sizes, states).total <= available]
     p, g, os = (part / 1e9 for part in (states.parameters, states.gradients, states.optimizer))
     log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
         f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "
-        f"optimizer states {os:.3g} GB, over {topology.cluster.ranks} ranks in groups of "
-        f"{topology.cluster.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
+        f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
+        f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
         ranks=[0],
         level=logging.WARNING,
     )

@@ -19,7 +19,6 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,78 +30,19 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Started, fill_up
-from deepspeed_ext.comm.parameter_bucket import Message
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
+from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
-from deepspeed_ext.comm.reshard import FlatLayout, Moves
+from deepspeed_ext.comm.reshard import ParameterReshard
+from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.leaf.chunks import blocks_of
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, forget_units, make_units
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.gathers import Gather, Held
 from deepspeed_ext.zero.modifier_rank import OWNER, REPLICAS
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
-
-
-class Gather:
-    """Parameters on their way; DeepSpeed's coordinator waits for it.
-
-    Args:
-        params: not available before, all of one dtype on the wire; they are marked as in flight.
-        gather: under way to their cells side by side.
-        message: where these are.
-        parts: rows of the message that a rank has sent together.
-        alone: whether parameters may be released one by one, and must not share memory.
-        begun: transfers in the order in which they have begun. They are finished in that order: it is the same on all
-            ranks, while DeepSpeed waits for the parameters of a module in any.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Any],
-        gather: Started,
-        message: Message,
-        parts: int,
-        alone: bool,
-        begun: "deque[Started]",
-    ) -> None:
-        self._params = params
-        self._begun = begun
-        self._message = message
-        self._parts = parts
-        self._copied = alone and message.rows * message.cols == 1 and len(params) > 1  # else one is a view of all
-        for param in params:
-            param.ds_status = ZeroParamStatus.INFLIGHT
-        self._gather: Started | None = gather
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Make the parameters available, on the current stream. ``handle_dependency`` needs no care: what was
-        gathered is theirs, or is known to this stream."""
-        if self._gather is None:
-            return
-        while self._gather in self._begun:
-            self._begun.popleft().complete()  # others wait for theirs when they need it
-        flat, self._gather = self._gather.finish(), None
-        cells = self._message.arrived(flat, self._parts)
-        for param, whole in zip(self._params, self._message.unpack(cells), strict=True):
-            mine = whole.clone() if self._copied else whole
-            param.data = mine.view(param.ds_shape).to(param.ds_tensor.dtype)
-            param.ds_status = ZeroParamStatus.AVAILABLE
-
-
-class Held:
-    """Parameters that are not cut at all: one rank holds all of each, and what it holds is used as it is."""
-
-    def __init__(self, params: Sequence[Any]) -> None:
-        self._params = params
-        for param in params:
-            param.ds_status = ZeroParamStatus.INFLIGHT
-
-    def wait(self, handle_dependency: bool = True) -> None:
-        """Make the parameters available."""
-        for param in self._params:
-            if param.ds_status == ZeroParamStatus.INFLIGHT:
-                param.data = param.ds_tensor.data[: param.ds_numel].view(param.ds_shape)
-                param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 class PartitionedParameters:
@@ -112,7 +52,7 @@ class PartitionedParameters:
         params: ZeRO parameters, cut over any process group; trainable and frozen.
         strategy: one with p = I or G.
         topology: process groups of the data-parallel group.
-        moves: its hops.
+        reshard: its hops.
         bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
         sequential: gather each parameter by itself (DeepSpeed's ``allgather_sequential``).
         leaves: leaf modules, whose parameters are taken as units; see ``units.py``.
@@ -124,7 +64,7 @@ class PartitionedParameters:
         params: Iterable[Any],
         strategy: Strategy,
         topology: Topology,
-        moves: Moves,
+        reshard: ParameterReshard,
         bucket: int,
         sequential: bool = False,
         leaves: Iterable[Any] = (),
@@ -132,7 +72,7 @@ class PartitionedParameters:
     ) -> None:
         self.strategy = strategy
         self.topology = topology
-        self._moves = moves
+        self._reshard = reshard
         self._bucket = max(1, bucket)
         self._sequential = sequential
         self._written = written
@@ -141,9 +81,10 @@ class PartitionedParameters:
         self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
         self._blocks: list[Tensor] = []  # (k, elements and padding) of each sub-group
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
-        self._under_way: dict[int, Any] = {}  # number of the block: handle of the all-gather into it
-        self._messages: dict[tuple[int, ...], Message] = {}  # ds_ids of a unit's parameters: where they are in it
-        self._begun: deque[Started] = deque()
+        self._updates = Schedule(overlap=True)  # gathers between groups, after a step
+        self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
+        self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
+        self._gathers = Schedule(overlap=True)  # gathers for use
         self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
         for param in self._params:
             if hasattr(param, OWNER):
@@ -159,7 +100,7 @@ class PartitionedParameters:
     @property
     def sliced(self) -> bool:
         """Whether parameters are held as slices of several rows."""
-        return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.cluster.groups > 1
+        return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
 
     def layout(self, param: Any) -> FlatLayout:
         """How the parameter is cut into cells."""
@@ -183,9 +124,9 @@ class PartitionedParameters:
     def _make_slices(self, params: Sequence[Any]) -> None:
         for param, mine in self._gather_slices(params):
             slice_ = mine.contiguous()
-            param.ds_tensor.data = slice_[self._moves.inter.rank]
+            param.ds_tensor.data = slice_[self._reshard.row]
             self._rows[param.ds_id] = list(slice_)
-            self._rows[param.ds_id][self._moves.inter.rank] = param.ds_tensor
+            self._rows[param.ds_id][self._reshard.row] = param.ds_tensor
 
     def _batches(self, params: Iterable[Any]) -> list[list[Any]]:
         """The parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
@@ -267,7 +208,7 @@ class PartitionedParameters:
     def _block_width(self, sub_group: Sequence[Any]) -> tuple[int, int]:
         """Elements of a row of its block, and with padding: rows that are gathered in place begin where hops like."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
-        return width, fill_up(width, self._moves.inter.multiple if self.sliced else 1)
+        return width, fill_up(width, self._reshard.multiple if self.sliced else 1)
 
     def make_blocks(self, buffer: Tensor, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
         """Take the flat buffer of ``partitions(sub_groups)`` as blocks.
@@ -275,7 +216,7 @@ class PartitionedParameters:
         Returns:
             For each sub-group the flat partition, 1D, which an optimizer step changes: row j of its block.
         """
-        own = self._moves.inter.rank if self.sliced else 0
+        own = self._reshard.row if self.sliced else 0
         self._blocks, offset, flats = [], 0, []
         for number, sub_group in enumerate(sub_groups):
             rows, (width, filled) = len(self._held(sub_group[0])), self._block_width(sub_group)
@@ -305,9 +246,10 @@ class PartitionedParameters:
 
     def _gather_slices(self, params: Sequence[Any]) -> list[tuple[Any, Tensor]]:
         """G -> I of their ``ds_tensor``: each parameter and its slice, (k, chunk)."""
-        chunks = self._moves.join([param.ds_tensor for param in params]).to(get_accelerator().current_device_name())
-        gathered = Started(self._moves.gather(chunks, Placement.G, Placement.I)).finish()
-        rows = gathered.view(self.topology.cluster.groups, chunks.numel())
+        chunks = joined_and_aligned([param.ds_tensor for param in params], self._reshard.multiple)
+        chunks = chunks.to(get_accelerator().current_device_name())
+        gathered = Started(self._reshard.gather(chunks, Placement.G, Placement.I)).finish()
+        rows = gathered.view(self.topology.sizes.groups, chunks.numel())
         numels = [param.ds_tensor.ds_numel for param in params]
         return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))
 
@@ -323,15 +265,13 @@ class PartitionedParameters:
             return
         self.drain()
         for number, block in enumerate(self._blocks):
-            own = block[self._moves.inter.rank].detach()
-            handle = next(self._moves.inter.all_gather(own, out=block.view(-1)), None)
-            if handle is not None:
-                self._under_way[number] = handle
+            self._update_of[number] = self._updates.start(self._reshard.complete_rows(block.detach()))
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""
-        for number in list(self._under_way):
-            self._under_way.pop(number).wait()
+        for update in self._update_of.values():
+            self._updates.finish(update)
+        self._update_of.clear()
 
     # Gathering ########################################################################################
 
@@ -341,20 +281,19 @@ class PartitionedParameters:
 
     def _wait_for_updates(self, params: Iterable[Any]) -> None:
         for number in sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}):
-            handle = self._under_way.get(number)
-            if handle is not None:
-                handle.wait()  # may be waited for again: by each stream that reads the block
+            if number in self._update_of:
+                self._updates.finish(self._update_of[number])  # for each stream that reads the block
                 if get_accelerator().is_synchronized_device():
-                    del self._under_way[number]
+                    del self._update_of[number]
 
-    def _message(self, params: Sequence[Any], alone: bool) -> Message:
-        """Where parameters are in a message; remembered for units, which are many parameters time and again."""
+    def _bucket_of(self, params: Sequence[Any], alone: bool) -> ParameterBucket:
+        """Where parameters are in a bucket; remembered for units, which are many parameters time and again."""
         if alone:
-            return Message([self.layout(param) for param in params], alone)
+            return ParameterBucket([self.layout(param) for param in params], alone)
         key = tuple(param.ds_id for param in params)
-        if key not in self._messages:
-            self._messages[key] = Message([self.layout(param) for param in params])
-        return self._messages[key]
+        if key not in self._buckets:
+            self._buckets[key] = ParameterBucket([self.layout(param) for param in params])
+        return self._buckets[key]
 
     def _start(self, params: Sequence[Any], dtype: torch.dtype, alone: bool = True) -> Gather:
         """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
@@ -362,12 +301,11 @@ class PartitionedParameters:
         device = get_accelerator().current_device_name()
         held = [self._held(param) for param in params]
         pieces = [rows[i].to(device=device, dtype=dtype) for i in range(len(held[0])) for rows in held]
-        sent = self._moves.align(pieces[0]) if len(pieces) == 1 else self._moves.join(pieces)
-        move = (self.strategy.p, Placement.N)
-        gather = Started(self._moves.gather(sent, *move), self._moves.gather_hops(*move))
+        shard = joined_and_aligned(pieces, self._reshard.multiple)
+        path = (self.strategy.p, Placement.N)
+        started = self._gathers.start(self._reshard.gather(shard, *path), self._reshard.hops(*path))
         self._live(sum(param.ds_numel for param in params))
-        self._begun.append(gather)
-        return Gather(params, gather, self._message(params, alone), len(held[0]), alone, self._begun)
+        return Gather(params, self._gathers, started, self._bucket_of(params, alone), len(held[0]), alone)
 
     @torch.no_grad()
     def all_gather_coalesced(
@@ -400,7 +338,7 @@ class PartitionedParameters:
         missing = unit.missing()
         if not missing:
             return UnitGather(unit, None)
-        whole = self.topology.cluster.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
+        whole = self.topology.sizes.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
         if whole:
             self._live(sum(param.ds_numel for param in missing))
         dtype = get_allgather_dtype(missing[0], missing[0].ds_tensor)
@@ -454,13 +392,18 @@ class PartitionedParameters:
     def _write_rows(self, param: Any) -> None:
         layout, whole = self.layout(param), param.data.reshape(-1)
         for number, row in enumerate(self._held(param)):
-            first = (number * layout.cols + self._moves.intra.rank) * layout.chunk
+            first = (number * layout.cols + self._reshard.col) * layout.chunk
             piece = whole[first : first + layout.chunk]
             row[: piece.numel()].copy_(piece)
 
 
 def partition(
-    module: Any, offload: Any, strategy: Strategy, topology: Topology, moves: Moves, gathers: Mapping[str, Any]
+    module: Any,
+    offload: Any,
+    strategy: Strategy,
+    topology: Topology,
+    reshard: ParameterReshard,
+    gathers: Mapping[str, Any],
 ) -> PartitionedParameters:
     """Hold the parameters of a model, which DeepSpeed has cut, as a strategy says.
 
@@ -477,7 +420,7 @@ def partition(
         module.parameters(),
         strategy,
         topology,
-        moves,
+        reshard,
         leaves=[*leaves, *chunks],
         written=coordinator.follow,
         **gathers,

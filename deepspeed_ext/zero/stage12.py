@@ -8,11 +8,8 @@ Note [What runs when]
     is how gradients get there:
 
     - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
-      boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case).
-    - g = G: the bucket arrives in the optimizer's shard and is added there.
-    - g = I or N: it arrives in this rank's I-slice and is added there; at the boundary the slice moves on to ``os``
-      once, in windows (``_sync_gradients``). Windows span all rows of the slice, so every rank sends and receives the
-      same, whatever bucket held what.
+      boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case). What is in I moves
+      on to ``os`` at the boundary (``_sync_gradients``). See Note [Where buckets of flat buffers arrive].
     - After the step, updated parameters move os -> N (``_gather_parameters``).
 
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
@@ -32,15 +29,18 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, get_norm_dtype
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import InFlight, MakeHop, Transfer, make_hop
+from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.layout import FlatLayout, Range, windows
+from deepspeed_ext.comm.packing import aligned
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.reshard import BucketPlan, FlatLayout, Moves, Range, plan_bucket, windows
+from deepspeed_ext.comm.reshard import ParameterReshard
+from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.error_state import Remembering, Whereabouts, whereabouts_of
-from deepspeed_ext.zero.gradients import add_to
-from deepspeed_ext.zero.model_parallel import ModelParallel, ordered_by_streams
+from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
+from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
+from deepspeed_ext.zero.optimizer import ParoOptimizer, ordered_by_streams
 from deepspeed_ext.zero.regroup import cut_otherwise
-from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
+from deepspeed_ext.zero.slots import Slots
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -48,7 +48,7 @@ BucketEntry = tuple[int, int, int]  # parameter group, index in the group, param
 class _FlatGroups(list[Tensor]):
     """The flat parameter buffers, which know how to gather themselves; see ``replacements/strategies.py``."""
 
-    def __init__(self, buffers: list[Tensor], optimizer: "ReplicatedOptimizer") -> None:
+    def __init__(self, buffers: list[Tensor], optimizer: "Stage12Optimizer") -> None:
         super().__init__(buffers)
         self._optimizer = optimizer
 
@@ -65,13 +65,13 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
+class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
         strategy: one with p = N.
         topology: process groups of the data-parallel group.
-        make_inter: makes the hop between groups.
+        slots: make the hops.
         dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
         The others are the parent's.
     """
@@ -81,21 +81,16 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         *args: Any,
         strategy: Strategy,
         topology: Topology,
-        make_inter: MakeHop = make_hop,
+        slots: Slots,
         dp_process_group: Any = None,
         **kwargs: Any,
     ) -> None:
         self.strategy = strategy
         self.topology = topology
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
-        self._moves = Moves(
-            make_hop(topology.intra, "intra", self.reduce_scatter),
-            make_inter(topology.inter, "inter", self.reduce_scatter),
-        )
-        self.connect_memory()
-        self._in_flight = InFlight(overlap=self.overlap_comm)
-        self._bucket_target = Placement.G if strategy.g == Placement.G else Placement.I
-        self._layouts = tuple(FlatLayout.of(flat.numel(), strategy.os, topology) for flat in self.bit16_groups_flat)
+        self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
+        self._parameter_reshard: ParameterReshard = slots.parameter_reshard(topology)
+        self._gathers = Schedule(overlap=self.overlap_comm)
         self._offsets = {
             self.get_param_id(param): offset
             for params, offsets in zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
@@ -103,7 +98,16 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         }
         if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-        self._slices: dict[int, Tensor] = {}  # parameter group: (rows, chunk), this rank's I-slice of the gradients
+        self.gradients = FlatGradients(
+            self._gradient_reshard,
+            strategy,
+            [FlatLayout.of(flat.numel(), strategy.os, topology) for flat in self.bit16_groups_flat],
+            self._mean(),
+            self.gradient_accumulation_dtype,
+            self._shard,
+            self.overlap_comm,
+            self._record_offload_copy if self.cpu_offload else lambda: None,
+        )
         self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
 
     # Buckets: N -> g ##############################################################################
@@ -132,50 +136,13 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
             for group, index, param_id in params
         )
         for group in {entry[0] for entry in params}:
-            self._target(group)
-        plan = plan_bucket(self._layouts, ranges)
+            self.gradients.prepare(group)
         with self._reduction_stream(self.ipg_buckets[dtype], tensors):
-            # Packed at once, and owned by the move alone: nothing of full size waits for hops that do not need it.
-            message = self._prescale(self._moves.pack_bucket(tensors, plan, self._bucket_target))
-            message = message.to(self._wire_dtype(dtype))
-            move = self._moves.reduce_bucket(message, plan, self._bucket_target)
-            del message
-            self._in_flight.submit(self._accumulate_bucket(move, plan))
-
-    def _accumulate_bucket(self, move: Transfer, plan: BucketPlan) -> Transfer:
-        mine = yield from move
-        offset = 0
-        for run in self._moves.bucket_runs(plan, self._bucket_target):
-            part = mine.narrow(0, offset, run.numel)
-            offset += run.numel
-            if self._bucket_target == Placement.G:
-                self._add_to_shard(run.buffer, run.start, self._postscale(part))
-            else:
-                self._slices[run.buffer][run.row].narrow(0, run.start, run.numel).add_(part)
-        return mine
-
-    def _target(self, group: int) -> Tensor:
-        """What buckets of this parameter group are added to; made on the current stream, where it is used last."""
-        if self._bucket_target == Placement.G:
-            return self._shard(group)
-        if group not in self._slices:
-            layout = self._layouts[group]
-            self._slices[group] = torch.zeros(
-                layout.rows,
-                layout.chunk,
-                dtype=self.gradient_accumulation_dtype,
-                device=get_accelerator().current_device_name(),
-            )
-        return self._slices[group]
+            self.gradients.reduce(tensors, ranges, self._wire_dtype(dtype))
 
     def _shard(self, group: int) -> Tensor:
         """1D: the gradients of the optimizer's shard of a parameter group."""
         return self._get_compact_grad_partition_buffer(group).flat_partition
-
-    def _add_to_shard(self, group: int, start: int, part: Tensor) -> None:
-        add_to(self._shard(group).narrow(0, start, part.numel()), part)
-        if self.cpu_offload:
-            self._record_offload_copy()
 
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
         """A shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host.
@@ -197,21 +164,16 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         """Always: one flat buffer is what hops deliver into, and what the step reads without another copy."""
         return True
 
-    # Scales: the mean is taken over all ranks, whatever the parent is cut over ####################
-
-    def _prescale(self, message: Tensor) -> Tensor:
-        """Divide before the sum as ZeRO does, so that 16-bit sums keep their range."""
+    def _mean(self) -> Mean:
+        """The mean over all ranks, whatever the parent is cut over."""
+        ranks = self.topology.sizes.ranks
         if not self.gradient_average:
-            return message
+            return Mean()
         if self.reduce_scatter or not self.postscale_gradients:
-            return message.div_(self.topology.cluster.ranks / self.sequence_parallel_size)
-        return message.div_(self.gradient_predivide_factor)
-
-    def _postscale(self, part: Tensor) -> Tensor:
-        """Complete the mean after the sum, where ``gradient_predivide_factor`` has taken only a part of it."""
-        if not self.gradient_average or self.reduce_scatter or not self.postscale_gradients:
-            return part
-        return part.mul_(self.gradient_predivide_factor * self.sequence_parallel_size / self.topology.cluster.ranks)
+            return Mean(before=ranks / self.sequence_parallel_size)
+        return Mean(
+            self.gradient_predivide_factor, self.gradient_predivide_factor * self.sequence_parallel_size / ranks
+        )
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """As the parent: with sequence parallelism gradients are summed in fp32."""
@@ -237,11 +199,6 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
                 for param in group:
                     param.grad_accum = None
 
-    def finalize_gradient_accumulation_boundary(self) -> None:
-        """The boundary where the caller owns it (``managed_gradient_accumulation`` false): at ``engine.step()``."""
-        self.set_gradient_accumulation_boundary(True)
-        self._sync_gradients()
-
     def _reduce_left_over(self) -> None:
         """Gradients accumulated in earlier micro-steps whose parameters the last one did not use.
 
@@ -261,20 +218,14 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
         """
         self._finish_buckets()
-        for group in range(len(self._layouts)):
-            self._shard(group)
-            if self._bucket_target == Placement.I:
-                self._target(group)
+        self.gradients.prepare_all()
         with self._reduction_stream():
-            for group in sorted(self._slices):
-                for start, width in self._layouts[group].windows(self.reduce_bucket_size):
-                    self._in_flight.submit(self._sync_window(group, self._slices[group], start, width))
-            self._in_flight.drain()
+            self.gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
         self._wait_for_reductions()
-        self._slices.clear()
+        self.gradients.held.clear()
         if self.cpu_offload:
             self._wait_for_offload_copies()
-        for group, padding in enumerate([] if self.keeps_zeros else self.groups_padding):
+        for group, padding in enumerate([] if self._gradient_reshard.inter.keeps_zeros else self.groups_padding):
             if padding:  # of the last rank
                 self._shard(group)[-padding:].zero_()
         self.complete_gradients()
@@ -283,19 +234,8 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
 
     def _finish_buckets(self) -> None:
         with self._reduction_stream():
-            self._in_flight.drain()
+            self.gradients.drain()
         self._wait_for_reductions()
-
-    def _sync_window(self, group: int, gradients: Tensor, start: int, width: int) -> Transfer:
-        target, shard, layout = self.strategy.os, self._shard(group), self._layouts[group]
-        # With one row this may be a view, and the hop may overwrite it: the slice is dropped after this.
-        window, dtype = gradients[:, start : start + width], self._slice_wire_dtype()
-        total = self._postscale((yield from self._moves.sync_slice(window, dtype, target, start, group)))
-        if target == Placement.N:
-            layout.place(shard, start, total.unflatten(0, (layout.cols, layout.rows)).to(shard.device), add=True)
-        else:
-            self._add_to_shard(group, start, total[0])
-        return total
 
     def _slice_wire_dtype(self) -> torch.dtype:
         """Slices mix parameters: with several communication dtypes (torch.autocast) they go in fp32."""
@@ -307,31 +247,21 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
         """The parent's norm over its group, the largest of all replicas; -1 if it is invalid for one of them."""
         parents = super().scaled_global_norm
-        return largest_norm(self._norm_of_all_parts(lambda: parents(norm_type)), self._replicas)
+        return self._global_norm(lambda: parents(norm_type))
 
-    def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether a replica has found an overflow."""
-        return any_of_replicas(super().has_overflow(partition_gradients), self._replicas)
-
-    @property
-    def _replicas(self) -> Any:
-        return self.topology.replica_group(self.strategy.os)
-
-    def whereabouts(self) -> list[Whereabouts]:
-        """Of all trained parameters."""
-        col = self._moves.intra.rank
+    def crossing_spans(self) -> list[CrossingSpan]:
+        """Return them; see ``ParoOptimizer``."""
         return [
-            place
+            span
             for group, params in enumerate(self.round_robin_bit16_groups)
             for param in params
-            for place in whereabouts_of(
+            for span in crossing_spans_of(
                 self.param_names[param],
                 param.numel(),
-                self._layouts[group],
-                col,
+                self.gradients.layouts[group],
+                self._gradient_reshard.col,
                 group,
                 self._offsets[self.get_param_id(param)],
-                0,
             )
         ]
 
@@ -396,18 +326,16 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         self._finish_buckets()
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self._slices = {group: gradients.cpu() for group, gradients in self._slices.items()}
+            self.gradients.to("cpu")
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Brings the slices back, too."""
         super().reload_states(*args, **kwargs)
-        device = get_accelerator().current_device_name()
-        self._slices = {group: gradients.to(device) for group, gradients in self._slices.items()}
+        self.gradients.to(get_accelerator().current_device_name())
 
     def destroy(self) -> None:
         """Also drops gradients of an accumulation that was not finished."""
-        self._in_flight.drop()
-        self._slices.clear()
+        self.gradients.drop()
         super().destroy()
 
     # Optimizer offload ############################################################################
@@ -448,19 +376,20 @@ class ReplicatedOptimizer(Remembering, ModelParallel, DeepSpeedZeroOptimizer):
         Returns:
             False if one hop does it: the parent's all-gather over its own group needs no staging then.
         """
-        cluster = self.topology.cluster
-        if self.strategy.os != Placement.G or cluster.group_size == 1 or cluster.groups == 1:
+        sizes = self.topology.sizes
+        if self.strategy.os != Placement.G or sizes.group_size == 1 or sizes.groups == 1:
             return False
         for group, flat in enumerate(self.bit16_groups_flat):
             own = self.parallel_partitioned_bit16_groups[group][self.topology.rank]
-            for start, width in windows(own.numel(), cluster.ranks, self.allgather_bucket_size):
+            for start, width in windows(own.numel(), sizes.ranks, self.allgather_bucket_size):
                 window = own.detach()[start : start + width]
-                self._in_flight.submit(self._gather_window(flat, self._layouts[group], window, start))
-        self._in_flight.drain()
+                self._gathers.submit(self._gather_window(flat, self.gradients.layouts[group], window, start))
+        self._gathers.drain()
         return True
 
     def _gather_window(self, flat: Tensor, layout: FlatLayout, window: Tensor, start: int) -> Transfer:
-        cells = yield from self._moves.gather(self._moves.align(window), self.strategy.os, self.strategy.p)
+        shard = aligned(window, self._parameter_reshard.multiple)
+        cells = yield from self._parameter_reshard.gather(shard, self.strategy.os, self.strategy.p)
         layout.place(flat.detach(), start, cells.view(layout.cols, layout.rows, -1)[..., : window.numel()])
         return cells
 

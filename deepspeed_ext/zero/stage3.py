@@ -27,21 +27,19 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import MakeHop, make_hop
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.reshard import Moves
-from deepspeed_ext.leaf.gradients import end_of_backward, zero_gradients
+from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.error_state import Remembering, Whereabouts
-from deepspeed_ext.zero.gradients import PartitionedGradients
-from deepspeed_ext.zero.model_parallel import ModelParallel, is_replica, ordered_by_streams
+from deepspeed_ext.zero.crossing_spans import CrossingSpan
+from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
-from deepspeed_ext.zero.replicas import any_of_replicas, largest_norm
-from deepspeed_ext.zero.stage3_states import MovableStates
+from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
+from deepspeed_ext.zero.slots import Slots
+from deepspeed_ext.zero.stage3_states import Stage3States
 
 
-class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZeroOptimizer_Stage3):
+class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters cut].
 
     Args:
@@ -49,7 +47,7 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
         topology: process groups of the data-parallel group.
         bucket: elements (of whole parameters) gathered at a time after the step.
         sequential: whether parameters are gathered one by one.
-        make_inter: makes the hop between groups.
+        slots: make the hops.
         dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
         The others are the parent's.
     """
@@ -59,9 +57,9 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
         *args: Any,
         strategy: Strategy,
         topology: Topology,
+        slots: Slots,
         bucket: int,
         sequential: bool = False,
-        make_inter: MakeHop = make_hop,
         dp_process_group: Any = None,
         reduce_scatter: bool = True,
         overlap_comm: bool = False,
@@ -70,10 +68,8 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
         self.strategy = strategy
         self.topology = topology
         self._gathers = {"bucket": bucket, "sequential": sequential}
-        self._moves = Moves(
-            make_hop(topology.intra, "intra", reduce_scatter), make_inter(topology.inter, "inter", reduce_scatter)
-        )
-        self.connect_memory()
+        self._parameter_reshard = slots.parameter_reshard(topology)
+        self._reduce_by(slots.gradient_reshard(topology, reduce_scatter))
         self._overlap = overlap_comm
         self._waiting = False  # whether a micro-step has ended since gradients moved to os; the same on all ranks
         super().__init__(
@@ -94,7 +90,7 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
         self.parameters = partition(
-            kwargs["module"], offload, self.strategy, self.topology, self._moves, self._gathers
+            kwargs["module"], offload, self.strategy, self.topology, self._parameter_reshard, self._gathers
         )
         return offload
 
@@ -102,7 +98,7 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
         """Where slices are completed after the step, a sub-group is one all-gather, of about a bucket at most."""
         configured = self.sub_group_size
         if self.parameters.sliced:
-            self.sub_group_size = min(configured, max(1, self._gathers["bucket"] // self.topology.cluster.ranks))
+            self.sub_group_size = min(configured, max(1, self._gathers["bucket"] // self.topology.sizes.ranks))
         try:
             return super()._create_fp16_sub_groups(params_group)
         finally:
@@ -149,8 +145,8 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
             [param for group in self.fp16_groups for param in group],
             self.parameters.layout,
             self.strategy,
-            self.topology.cluster.ranks,
-            self._moves,
+            self.topology.sizes.ranks,
+            self._gradient_reshard,
             self.reduce_bucket_size,
             self._overlap,
         )
@@ -261,11 +257,6 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
         if self.is_gradient_accumulation_boundary():
             self._sync_gradients()
 
-    def finalize_gradient_accumulation_boundary(self) -> None:
-        """The boundary where the caller owns it (``managed_gradient_accumulation`` false): at ``engine.step()``."""
-        self.set_gradient_accumulation_boundary(True)
-        self._sync_gradients()
-
     def _sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard; all parameters on all ranks, used or not."""
         dtypes = list(self.ipg_buckets)  # of communication; windows mix parameters
@@ -327,8 +318,7 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
 
     def _get_norm_groups(self) -> list[Tensor]:
         parents = super()._get_norm_groups
-        norm = self._norm_of_all_parts(lambda: combine_grad_norm_groups(parents()))
-        return [largest_norm(norm, self._replicas)]
+        return [self._global_norm(lambda: combine_grad_norm_groups(parents()))]
 
     def get_grad_norm_direct(self, gradients: Sequence[Tensor], params: Sequence[Any], norm_type: int = 2) -> Tensor:
         """The parent's, without what another stage of a pipeline counts."""
@@ -341,21 +331,13 @@ class PartitionedOptimizer(Remembering, ModelParallel, MovableStates, DeepSpeedZ
             self.norm_for_param_grads.pop(self.get_param_id(param), None)
         return super().complete_grad_norm_calculation_for_cpu_offload(params)
 
-    def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether a replica has found an overflow."""
-        return any_of_replicas(super().has_overflow(partition_gradients), self._replicas)
-
-    @property
-    def _replicas(self) -> Any:
-        return self.topology.replica_group(self.strategy.os)
-
-    def whereabouts(self) -> list[Whereabouts]:
-        """Of all trained parameters."""
+    def crossing_spans(self) -> list[CrossingSpan]:
+        """Return them; see ``ParoOptimizer``."""
         return [
-            place
+            span
             for group in self.fp16_groups
             for param in group
-            for place in self.gradients.whereabouts(param, self.param_names[param])
+            for span in self.gradients.crossing_spans(param, self.param_names[param])
         ]
 
     def owned_span(self, param: Any) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from deepspeed_ext.zero.regroup import check_groups, cut_otherwise, regroup
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
-class MovableStates:
-    """Such an optimizer, ``PartitionedOptimizer``; DeepSpeed's class comes after it."""
+class Stage3States:
+    """Such an optimizer, ``Stage3Optimizer``; DeepSpeed's class comes after it."""
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state dict that is cut otherwise, but for sub-groups, which are cut anew.

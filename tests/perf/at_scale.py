@@ -12,7 +12,7 @@ import argparse
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import Cluster, ModelStates
+from deepspeed_ext.strategy import GroupSizes, ModelStates
 
 MODELS = {"7B": 7 * 10**9, "65B": 65 * 10**9}
 TRAINABLE = {"full": 1.0, "partial (1/16)": 1 / 16, "PEFT (3/1000)": 3 / 1000}  # the three regimes of the paper
@@ -28,7 +28,7 @@ def table(parameters: int, share: float, args: argparse.Namespace) -> list[str]:
     cells: dict[str, list[str]] = {name: [] for name in STRATEGIES}
     choices = []
     for ranks in RANKS:
-        cluster = Cluster(ranks, args.ranks_per_node)
+        cluster = GroupSizes(ranks, args.ranks_per_node)
         rates = Rates.of_links(
             cluster,
             args.ranks_per_node,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.strategy import Cluster
+from deepspeed_ext.strategy import GroupSizes
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "emulated_cluster.csv"
@@ -37,8 +37,8 @@ class Setting:
         return f"{self.nodes}x{self.ranks_per_node}-{self.size}-{self.accumulation}"
 
     @property
-    def cluster(self) -> Cluster:
-        return Cluster(self.nodes * self.ranks_per_node, self.ranks_per_node)
+    def cluster(self) -> GroupSizes:
+        return GroupSizes(self.nodes * self.ranks_per_node, self.ranks_per_node)
 
 
 SETTINGS = {

@@ -234,7 +234,7 @@ class Worker:
 
     def _predict(self, rows: dict[str, Row], model: Model, rates: Any) -> None:
         for suffix, loco in (("", None), (LOCO, LocoSettings())):
-            for one in plan(self._setting.cluster, model, rates, None, [loco]).predictions:
+            for one in plan(self._setting.sizes, model, rates, None, [loco]).predictions:
                 row = rows.get(one.strategy + suffix)
                 if row is not None:
                     row.parts = one.seconds
@@ -350,7 +350,7 @@ def main() -> int:
         setting, more = SETTINGS[name], ["--setting", name]
         found = collect(setting.nodes, setting.ranks_per_node, __file__, args.log, args.timeout, more)
         rows = [Row(**values | {"held": tuple(values["held"])}) for values in found]
-        wrong = verdict.print_all(rows, setting.cluster)
+        wrong = verdict.print_all(rows, setting.sizes)
         failed |= wrong
         if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result
             records.append_rows(args.csv, [row.to_csv() for row in rows])

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from train import Batches, ByteGPT, average, read_corpus, train_step
 
 from deepspeed_ext.comm.traffic import TrafficMeter
-from deepspeed_ext.strategy import Cluster, ModelStates, parse_strategy
+from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
 
 STRATEGY = "NIG"
 LOSS_BOUND = 0.005
@@ -157,7 +157,7 @@ class Worker:
 
     def _compression(self, count: int, received: float) -> float:
         """Bytes that gradients have by the formula, over those that a rank received besides parameters."""
-        cluster = Cluster(self._args.ranks, self._args.group_size)
+        cluster = GroupSizes(self._args.ranks, self._args.group_size)
         states = ModelStates.of(count, parameter_bytes=4, gradient_bytes=4)
         strategy = parse_strategy(STRATEGY)
         sent = {phase.name: phase.volume.inter for phase in strategy.phases(cluster, states)}
@@ -249,7 +249,7 @@ def rows_of(runs: list[Run]) -> list[Row]:
 
 def print_table(rows: list[Row], runs: list[Run], args: argparse.Namespace) -> None:
     """One line a row, then what follows from them."""
-    cluster = Cluster(args.ranks, args.group_size)
+    cluster = GroupSizes(args.ranks, args.group_size)
     print(
         f"{STRATEGY}, {cluster.ranks} ranks in {cluster.groups} groups, fp32, {args.seeds} seeds, {args.steps} steps "
         f"of {args.accumulation} micro-batches; first loss {statistics.fmean(run.losses[0] for run in runs):.3f}"

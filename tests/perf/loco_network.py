@@ -41,11 +41,11 @@ from train import record
 
 from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.strategy import Cluster, ModelStates, parse_strategy
+from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
 
 STRATEGY = "NIG"
 NODES, RANKS_PER_NODE = 2, 2
-CLUSTER = Cluster(NODES * RANKS_PER_NODE, RANKS_PER_NODE)
+CLUSTER = GroupSizes(NODES * RANKS_PER_NODE, RANKS_PER_NODE)
 METHODS: dict[str, dict[str, Any] | None] = {"plain": None, "LoCo": {"bits": 4, "block_size": 128}}
 WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a parameter, and of a gradient
 WIDTH, HIDDEN = 1024, 2048  # of the model: many parameters, on which this machine computes for a short time

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.hops import swap
-from deepspeed_ext.strategy import Memory, Placement, parse_strategy
+from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
 # As a model that fills memory needs it: gathered for forward and again for backward, and nothing stays whole. Blocks
@@ -68,16 +68,16 @@ class Method(ABC):
 
     def __init__(self, name: str, setup: str) -> None:
         self.name, self.setup = name, setup
-        self._most = Memory(0, 0, 0)
+        self._most = StateBytes(0, 0, 0)
 
     def step(self, batches: Sequence[Batch], watch: bool = False) -> None:
         """Take one optimizer step over these micro-batches; with ``watch`` note what is held on the way."""
         if watch:
-            self._most = Memory(0, 0, 0)
+            self._most = StateBytes(0, 0, 0)
         for number, (inputs, targets) in enumerate(batches, 1):
             self._micro_step(inputs, targets, number == len(batches), self._look if watch else lambda: None)
 
-    def held(self) -> Memory:
+    def held(self) -> StateBytes:
         """Bytes of model states on this rank, where they were most in the last step that was watched.
 
         Looked at after each forward and each backward, before the optimizer's step: states of that moment, counted
@@ -101,7 +101,7 @@ class Method(ABC):
         """One micro-batch; the last one ends with the optimizer's step."""
 
     @abstractmethod
-    def _states(self) -> Memory:
+    def _states(self) -> StateBytes:
         """Bytes held now."""
 
     def _look(self) -> None:
@@ -110,12 +110,12 @@ class Method(ABC):
 
 def _count(
     parameters: Iterable[Any], gradients: Iterable[Any], optimizer: torch.optim.Optimizer, masters: Iterable[Any] = ()
-) -> Memory:
+) -> StateBytes:
     """Bytes of storages; what serves as two states counts as the first of them."""
     seen: set[int] = set()
     moments = [*masters, *(value for state in optimizer.state.values() for value in state.values())]
     states = ([t.to_local() if isinstance(t, DTensor) else t for t in s] for s in (parameters, gradients, moments))
-    return Memory(*(_storage_bytes(state, seen) for state in states))
+    return StateBytes(*(_storage_bytes(state, seen) for state in states))
 
 
 # PyTorch ##########################################################################################
@@ -172,7 +172,7 @@ class DDP(TorchMethod):
         # Gradients that were set to None would be made beside the buckets, which DDP never frees, by no_sync().
         self._optimizer.zero_grad(set_to_none=False)
 
-    def _states(self) -> Memory:
+    def _states(self) -> StateBytes:
         parameters = list(self._model.parameters())
         return _count(parameters, [p.grad for p in parameters], self._optimizer)
 
@@ -211,7 +211,7 @@ class FSDP2(TorchMethod):
             self._model.set_requires_all_reduce(last)
         return nullcontext()
 
-    def _states(self) -> Memory:
+    def _states(self) -> StateBytes:
         # FSDP registers either whole or cut parameters with the module: the others are known to its internals only.
         states = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
         units = [unit for state in states for unit in state._fsdp_param_groups]
@@ -285,7 +285,7 @@ class Engine(Method):
         look()
         self._engine.step()
 
-    def _states(self) -> Memory:
+    def _states(self) -> StateBytes:
         optimizer, parameters = self._engine.optimizer, list(self._engine.module.parameters())
         names = ("ds_tensor", "ds_secondary_tensor")  # cut by ZeRO-3, and in the node by hpZ
         cut = [getattr(p, name, None) for p in parameters for name in names]
@@ -318,8 +318,8 @@ class Ours(Engine):
         if hasattr(self._engine.optimizer, "parameters"):
             self._engine.optimizer.parameters.drain()
 
-    def _states(self) -> Memory:
-        states, errors = held(self._engine), getattr(self._engine.optimizer.memory, "nbytes", lambda: 0)
+    def _states(self) -> StateBytes:
+        states, errors = held(self._engine), getattr(self._engine.optimizer.error_state, "nbytes", lambda: 0)
         return replace(states, optimizer=states.optimizer + errors())  # LoCo's errors are kept from step to step, too
 
 

@@ -43,10 +43,10 @@ from train import Batches, read_corpus
 from train_pipeline import endless, pipeline
 
 from deepspeed_ext.comm.traffic import TrafficMeter
-from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 
 NODES, RANKS_PER_NODE, STAGES = 4, 2, 2
-CLUSTER = Cluster(NODES * RANKS_PER_NODE // STAGES, RANKS_PER_NODE)  # of a stage
+CLUSTER = GroupSizes(NODES * RANKS_PER_NODE // STAGES, RANKS_PER_NODE)  # of a stage
 STOCK = "ZeRO-1"
 CASES: dict[str, dict[str, Any]] = {STOCK: {"stage": 1}}
 for _name in ("NNG", "NIG", "NGG", "IIG", "GGG"):

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from cluster_rows import LOCO, NATIVE, Row
 
 from deepspeed_ext.planner.choice import best
-from deepspeed_ext.strategy import STRATEGIES, Cluster
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes
 
 BYTES_BOUND = 0.05
 PARITY_BOUND = 1e-4  # of the largest weight
 NEAR = 1.10  # of the best measured time, for a choice to be right
 
 
-def print_all(rows: Sequence[Row], cluster: Cluster) -> bool:
+def print_all(rows: Sequence[Row], cluster: GroupSizes) -> bool:
     """Print a table a rate; whether something is wrong."""
     failed = False
     for mbit in dict.fromkeys(row.mbit for row in rows):
@@ -44,7 +44,7 @@ def problems(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _print_table(rows: Sequence[Row], cluster: Cluster) -> None:
+def _print_table(rows: Sequence[Row], cluster: GroupSizes) -> None:
     first = rows[0]
     rate = "unlimited links" if first.mbit is None else f"{first.mbit:g} Mbit/s"
     stolen = [share for row in rows for share in row.stolen]

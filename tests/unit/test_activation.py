@@ -142,8 +142,8 @@ def test_several_engines_in_one_process(ranks: Any) -> None:
     for rows in ranks(4).run(several_engines_case):
         assert all(alike for _, alike in rows), rows
         assert [kind for kind, _ in rows] == [
-            *("ReplicatedOptimizer", "DeepSpeedZeroOptimizer", "PartitionedOptimizer"),
-            *("ReplicatedOptimizer", "DeepSpeedZeroOptimizer_Stage3", "PartitionedOptimizer"),
+            *("Stage12Optimizer", "DeepSpeedZeroOptimizer", "Stage3Optimizer"),
+            *("Stage12Optimizer", "DeepSpeedZeroOptimizer_Stage3", "Stage3Optimizer"),
         ]
 
 

@@ -17,12 +17,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.comm import hops
-from deepspeed_ext.comm.hops import InFlight, NativeHop, joined
+from deepspeed_ext.comm.hops import InFlight, NativeReduce, joined
 from deepspeed_ext.comm.reshard import FlatLayout, Moves, Range, plan_bucket, windows
-from deepspeed_ext.strategy import Cluster, Placement, Strategy
+from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
 from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
-from deepspeed_ext.zero.stage12 import ReplicatedOptimizer
+from deepspeed_ext.zero.stage12 import Stage12Optimizer
 
 BUCKET = 500_000_000  # DeepSpeed's default
 RANKS = (2, 3, 4, 6, 7, 8, 11, 12, 24, 30, 48, 64, 96, 128, 250, 256, 510, 512, 1000, 1024, 2048, 3000, 4095, 4096)
@@ -65,7 +65,7 @@ class Pointers:
 
 
 @contextmanager
-def device(cluster: Cluster) -> Iterator[tuple[Pointers, Moves]]:
+def device(cluster: GroupSizes) -> Iterator[tuple[Pointers, Moves]]:
     """The moves of the last rank, as on NCCL; tensors have no memory."""
     pointers = Pointers()
     with (
@@ -78,16 +78,16 @@ def device(cluster: Cluster) -> Iterator[tuple[Pointers, Moves]]:
         ),
         mock.patch.object(hops, "_launches_together", lambda group, device: False),
         mock.patch.object(hops, "joined", pointers.joined),
-        mock.patch.object(NativeHop, "_start", lambda hop, *arguments: pointers.note(hop, *arguments)),
+        mock.patch.object(NativeReduce, "_start", lambda hop, *arguments: pointers.note(hop, *arguments)),
         mock.patch.object(get_accelerator(), "current_device_name", lambda: "meta"),
     ):
-        yield pointers, Moves(NativeHop(cluster.group_size, "intra"), NativeHop(cluster.groups, "inter"))
+        yield pointers, Moves(NativeReduce(cluster.group_size, "intra"), NativeReduce(cluster.groups, "inter"))
 
 
-def clusters() -> Iterator[Cluster]:
+def clusters() -> Iterator[GroupSizes]:
     """Of each number of ranks: nodes of the largest size up to 8 that divides it."""
     for ranks in RANKS:
-        yield Cluster(ranks, max(size for size in range(1, 9) if not ranks % size))
+        yield GroupSizes(ranks, max(size for size in range(1, 9) if not ranks % size))
 
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -109,9 +109,9 @@ def test_messages_of_replicated_parameters(dtype: torch.dtype) -> None:
             assert not astray, (cluster, os, astray)
 
 
-def replicated(cluster: Cluster, os: Placement, dtype: torch.dtype) -> set[str]:
+def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[str]:
     """Buckets, the boundary and the gather after the step, with p = N."""
-    topology = SimpleNamespace(cluster=cluster, rank=cluster.ranks - 1)
+    topology = SimpleNamespace(sizes=cluster, rank=cluster.ranks - 1)
     shards = cluster.ranks if os == Placement.G else cluster.group_size
     numel = hops.fill_up(sum(NUMELS), 2 * shards)  # as DeepSpeed does
     layout = FlatLayout.of(numel, os, topology)
@@ -138,8 +138,8 @@ def replicated(cluster: Cluster, os: Placement, dtype: torch.dtype) -> set[str]:
             _moves=mine,
             _in_flight=InFlight(overlap=False),
         )
-        optimizer._gather_window = lambda *arguments: ReplicatedOptimizer._gather_window(optimizer, *arguments)
-        ReplicatedOptimizer._gather_parameters(optimizer)
+        optimizer._gather_window = lambda *arguments: Stage12Optimizer._gather_window(optimizer, *arguments)
+        Stage12Optimizer._gather_parameters(optimizer)
     return pointers.astray()
 
 
@@ -152,9 +152,9 @@ def test_messages_of_cut_parameters(name: str, dtype: torch.dtype) -> None:
         assert not astray, (cluster, astray)
 
 
-def partitioned(cluster: Cluster, strategy: Strategy, dtype: torch.dtype) -> set[str]:
+def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> set[str]:
     """Gathers, buckets, the boundary and the gather after the step, with p = I or G."""
-    topology = SimpleNamespace(cluster=cluster)
+    topology = SimpleNamespace(sizes=cluster)
     with device(cluster) as (pointers, mine):
         layouts = [FlatLayout.of(numel, strategy.os, topology) for numel in NUMELS]
         held = PartitionedParameters.__new__(PartitionedParameters)

@@ -157,7 +157,7 @@ def test_rooted_reduces_are_one_launch() -> None:
         mock.patch.object(hops, "get_coalescing_manager", launch),
         mock.patch.multiple(hops.dist, reduce=reduce, **ranks),
     ):
-        move = hops.NativeHop(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
+        move = hops.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
         next(move).wait()
         assert log == ["open", "reduce 112 to 0", "reduce 16 to 2", "reduce 32 to 3", "close", "wait launch"]
         with pytest.raises(StopIteration) as done:
@@ -165,7 +165,7 @@ def test_rooted_reduces_are_one_launch() -> None:
         assert done.value.value.tolist() == [100.0 + i for i in range(7)]
 
 
-@pytest.mark.parametrize("kind", [hops.NativeHop, hops.AllReduceHop])
+@pytest.mark.parametrize("kind", [hops.NativeReduce, hops.AllReduceReduce])
 @pytest.mark.parametrize("spread", [False, True], ids=["rooted", "even"])
 @pytest.mark.parametrize("together", [False, True], ids=["gradients", "buffer"])
 def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spread: bool, together: bool) -> None:
@@ -246,7 +246,7 @@ def test_started_without_hops_is_finished_at_once() -> None:
 
 @pytest.mark.parametrize("remembers", [False, True])
 def test_only_hops_that_remember_are_told_what_messages_hold(remembers: bool) -> None:
-    class Noting(hops.NativeHop):
+    class Noting(hops.NativeReduce):
         """Two ranks; sends nothing, and notes the contents."""
 
         size, rank, memory = 2, 0, SimpleNamespace(remembers=remembers)
@@ -267,10 +267,10 @@ def test_only_hops_that_remember_are_told_what_messages_hold(remembers: bool) ->
     told: list[hops.Contents] = []
     mine = moves.Moves(Noting([]), Noting(told))
     plan = plan_bucket((FlatLayout(40, 2, 2),), (Range(0, 3, 30),))
-    made: list[hops.Run] = []
+    made: list[hops.Span] = []
 
-    def run(*fields: int) -> hops.Run:
-        made.append(hops.Run(*fields))
+    def run(*fields: int) -> hops.Span:
+        made.append(hops.Span(*fields))
         return made[-1]
 
     with mock.patch.object(moves, "Run", run):
@@ -282,9 +282,9 @@ def test_only_hops_that_remember_are_told_what_messages_hold(remembers: bool) ->
             mine.sync_slice(torch.ones(1, 5), torch.float32, Placement.I, 7),
         ):
             result(move)
-    two = tuple((hops.Run(0, row, 0, 3), hops.Run(0, row, 7, 2)) for row in range(2))
-    one = tuple((hops.Run(0, row, 7, 5),) for row in range(2))
-    expected = [((hops.Run(0, 0, 3, 7),), (hops.Run(0, 1, 0, 10),)), two, two, one, one[:1]]
+    two = tuple((hops.Span(0, row, 0, 3), hops.Span(0, row, 7, 2)) for row in range(2))
+    one = tuple((hops.Span(0, row, 7, 5),) for row in range(2))
+    expected = [((hops.Span(0, 0, 3, 7),), (hops.Span(0, 1, 0, 10),)), two, two, one, one[:1]]
     assert told == (expected if remembers else [()] * 5)
     assert bool(made) == remembers
 
@@ -341,11 +341,11 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.hops import AllReduceHop, ExchangeHop, NativeHop, make_hop
+    from deepspeed_ext.comm.hops import AllReduceReduce, AllToAllReduce, NativeReduce, make_hop
 
     group, rank = dist.get_world_group(), dist.get_rank()
-    hops = [ExchangeHop(group), NativeHop(group), AllReduceHop(group), make_hop(group, "hop")]
-    assert type(hops[3]) is ExchangeHop and type(make_hop(group, "hop", reduce_scatter=False)) is AllReduceHop
+    hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_hop(group, "hop")]
+    assert type(hops[3]) is AllToAllReduce and type(make_hop(group, "hop", reduce_scatter=False)) is AllReduceReduce
 
     def data(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32) + rank
@@ -372,10 +372,10 @@ def precision_case() -> tuple[float, float]:
     """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.hops import ExchangeHop
+    from deepspeed_ext.comm.hops import AllToAllReduce
 
     value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
-    return 258.0, result(ExchangeHop(dist.get_world_group()).all_reduce(value))[0]
+    return 258.0, result(AllToAllReduce(dist.get_world_group()).all_reduce(value))[0]
 
 
 def test_gathers_follow_the_placements(ranks: Any) -> None:

@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates, Placement, Strategy, move_volume, parse_strategy
+from deepspeed_ext.strategy import (
+    STRATEGIES,
+    GroupSizes,
+    ModelStates,
+    Placement,
+    Strategy,
+    parse_strategy,
+    reshard_volume,
+)
 
 # Bytes a rank receives in a step, as (intra, inter) in units of a M and b M with s micro-steps: full training in one
 # dtype, so that parameters, gradients and updates are M bytes each. From the paper's tables (arXiv:2310.06003).
@@ -43,14 +51,14 @@ def test_the_fourteen() -> None:
 @pytest.mark.parametrize("s", [1, 4])
 def test_bytes_are_the_published_ones(name: str, n: int, m: int, s: int) -> None:
     a, b, states = (m - 1) / m, (n // m - 1) / n, ModelStates.of(1000)
-    volume = STRATEGIES[name].volume(Cluster(n, m), states, s)
+    volume = STRATEGIES[name].volume(GroupSizes(n, m), states, s)
     _, intra, inter = PUBLISHED[name]
     assert volume.intra == pytest.approx(intra(s) * a * 2000)
     assert volume.inter == pytest.approx(inter(s) * b * 2000)
 
 
 def test_memory_and_bytes_of_the_papers_models() -> None:
-    cluster = Cluster(64, 8)
+    cluster = GroupSizes(64, 8)
     full = {n: row.memory(cluster, ModelStates.of(7 * 10**9)).total / 1e9 for n, row in STRATEGIES.items()}
     assert full["NIG"] == pytest.approx(17.06, abs=0.01) and full["IIG"] == pytest.approx(4.81, abs=0.01)
     few = ModelStates.of(65 * 10**9, trainable=65 * 10**9 * 3 // 1000)
@@ -60,18 +68,18 @@ def test_memory_and_bytes_of_the_papers_models() -> None:
 
 
 def test_six_times_fewer_bytes_than_zero3_at_accumulation_4() -> None:
-    volumes = {n: STRATEGIES[n].volume(Cluster(4, 2), ModelStates.of(10**6), 4).inter for n in ("GGG", "NIG")}
+    volumes = {n: STRATEGIES[n].volume(GroupSizes(4, 2), ModelStates.of(10**6), 4).inter for n in ("GGG", "NIG")}
     assert volumes["GGG"] / volumes["NIG"] == 6.0
 
 
 @settings(deadline=None)  # the machine may be busy
 @given(some.integers(1, 12), some.integers(1, 12))
 def test_gathering_over_two_hops_is_gathering_over_all(k: int, m: int) -> None:
-    cluster = Cluster(k * m, m)
-    stepwise = move_volume(cluster, Placement.G, Placement.I, 1.0) + move_volume(
+    cluster = GroupSizes(k * m, m)
+    stepwise = reshard_volume(cluster, Placement.G, Placement.I, 1.0) + reshard_volume(
         cluster, Placement.I, Placement.N, 1.0
     )
-    whole = move_volume(cluster, Placement.G, Placement.N, 1.0)
+    whole = reshard_volume(cluster, Placement.G, Placement.N, 1.0)
     assert (stepwise.intra, stepwise.inter) == pytest.approx((whole.intra, whole.inter))
     # What all ranks receive together is what they lack: n-1 n-ths each.
     assert whole.intra + whole.inter == pytest.approx((k * m - 1) / (k * m))
@@ -104,7 +112,7 @@ def test_unknown_names_get_the_list(name: object) -> None:
 )
 def test_group_sizes_that_do_not_fit(n: int, m: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Cluster(n, m)
+        GroupSizes(n, m)
 
 
 def test_a_strategy_cannot_be_built_against_the_rule() -> None:

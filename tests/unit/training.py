@@ -311,7 +311,7 @@ def check(
     weights: float = 1e-5,
     losses: float = 1e-6,
     norms: float | None = None,
-    optimizer: str = "PartitionedOptimizer",
+    optimizer: str = "Stage3Optimizer",
 ) -> None:
     """Bounds that fp32 rounding stays far below; an error in any gradient does not."""
     norms = weights if norms is None else norms

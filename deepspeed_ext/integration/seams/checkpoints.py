@@ -50,11 +50,10 @@ def load_what_was_checked(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_our_files(engine: Any) -> bool:
     """Whether the engine has an optimizer of ours, and writes its files through us."""
-    if not hasattr(engine.optimizer, "check_states"):
-        return False
     from deepspeed_ext.checkpoint.files import CheckpointFiles
+    from deepspeed_ext.zero.optimizer import ParoOptimizer
 
-    return isinstance(engine.checkpoint_engine, CheckpointFiles)
+    return isinstance(engine.optimizer, ParoOptimizer) and isinstance(engine.checkpoint_engine, CheckpointFiles)
 
 
 def find_files_of_other_stages(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -76,9 +75,12 @@ def find_files_of_other_stages(names: Callable[..., list[str]]) -> Callable[...,
 def load_universal(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def _load_universal_checkpoint(self: Any, folder: Any, states: bool, from_fp32: bool) -> None:
-        from deepspeed_ext.checkpoint import universal
+        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-        ours, stage3 = hasattr(self, "check_states"), hasattr(self, "fp32_partitioned_groups_flat")
+        from deepspeed_ext.checkpoint import universal
+        from deepspeed_ext.zero.optimizer import ParoOptimizer
+
+        ours, stage3 = isinstance(self, ParoOptimizer), isinstance(self, DeepSpeedZeroOptimizer_Stage3)
         swapped = getattr(self, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
         if ours or (not swapped and universal.beyond_stock(stage3, folder)):
             universal.load(self, folder, states, from_fp32)

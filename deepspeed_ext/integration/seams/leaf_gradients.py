@@ -10,10 +10,10 @@ from typing import Any
 def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(create)
     def create_reduce_and_remove_grad_hooks(self: Any) -> None:
-        create(self)
-        if hasattr(self, "reduce_leaf") or self.parameter_offload.fast_sharding_for_leaf_module:
-            from deepspeed_ext.leaf.gradients import watch_leaves
+        from deepspeed_ext.leaf.gradients import LeafReducer, watch_leaves
 
+        create(self)
+        if isinstance(self, LeafReducer) or self.parameter_offload.fast_sharding_for_leaf_module:
             watch_leaves(self)
 
     return create_reduce_and_remove_grad_hooks

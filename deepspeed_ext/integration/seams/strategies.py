@@ -44,8 +44,9 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
                 return configure(self, optimizer)
         from deepspeed_ext.loco.setup import inter_hop
         from deepspeed_ext.zero.factory import configure_with
+        from deepspeed_ext.zero.slots import Slots
 
-        return configure_with(strategy, inter_hop(self), configure, self, optimizer)
+        return configure_with(strategy, Slots(reduce=inter_hop(self)), configure, self, optimizer)
 
     return _configure_zero_optimizer
 
@@ -74,10 +75,10 @@ def compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[...,
 def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        from deepspeed_ext.zero import modifier_rank as modified
+        from deepspeed_ext.zero import modifier_rank
 
-        params = modified.listed(params)
-        with modified.cut_over_all(modified.replicated(params)):
+        params = modifier_rank.listed(params)
+        with modifier_rank.cut_over_all(modifier_rank.replicated(params)):
             init(self, params, *args, **kwargs)
 
     return __init__
@@ -86,10 +87,10 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
 def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def _exit(self: Any, *exc: Any) -> Any:
-        from deepspeed_ext.zero import modifier_rank as modified
+        from deepspeed_ext.zero import modifier_rank
 
         if self.src_rank is not None:
-            modified.broadcast_to_replicas(modified.replicated(self.params), self.src_rank_by_group)
+            modifier_rank.broadcast_to_replicas(modifier_rank.replicated(self.params), self.src_rank_by_group)
         return leave(self, *exc)
 
     return _exit
@@ -98,8 +99,8 @@ def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
 def partition_by_owner(partition: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(partition)
     def _partition_params(params: Any, has_been_updated: bool) -> None:
-        from deepspeed_ext.zero import modifier_rank as modified
+        from deepspeed_ext.zero import modifier_rank
 
-        modified.partition_by_owner(partition, params, has_been_updated)
+        modifier_rank.partition_by_owner(partition, params, has_been_updated)
 
     return _partition_params

@@ -17,7 +17,7 @@ from gpu_order import JOB
 from training import placed
 
 from deepspeed_ext.loco import ops
-from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 
 ROOT = Path(__file__).resolve().parents[3]
 RANKS, GROUP = 6, 3
@@ -87,7 +87,7 @@ def memory_of(place: Any, job: Any, name: str, more: dict[str, Any]) -> dict[str
     """GB: the formula of the model states, and the most that was allocated and reserved."""
     numel = sum(a * b + b * (i % 2 == 0) for i, (a, b) in enumerate(zip(job.sizes, job.sizes[1:], strict=False))) + 11
     states = ModelStates.of(numel, optimizer_bytes=8)  # SGD: master weights and momentum
-    figures = {"formula": STRATEGIES[name].memory(Cluster(RANKS, GROUP), states).total / 1e9}
+    figures = {"formula": STRATEGIES[name].memory(GroupSizes(RANKS, GROUP), states).total / 1e9}
     if place.cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

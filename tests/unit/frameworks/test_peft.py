@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 from table import needs, note
 
-from deepspeed_ext.strategy import STRATEGIES, Cluster, Placement
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement
 
 pytestmark = needs("transformers", "peft")
 
 STRATEGIES_HERE = ("NIG", *(name for name, strategy in STRATEGIES.items() if strategy.p))
 GROUP = 2
-CLUSTER = Cluster(4, GROUP)
+CLUSTER = GroupSizes(4, GROUP)
 
 
 class Row(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.comm.hops import Contents, Run
+from deepspeed_ext.comm.hops import Contents, Span
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.interval_map import Stretches
 from deepspeed_ext.loco.settings import LocoSettings
@@ -20,7 +20,7 @@ NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
 def messages_of(groups: int, messages: int, shift: int = 0) -> list[Contents]:
     """Buckets where g = G: each has a run of every group's row."""
     starts = range(shift, shift + messages * NUMEL, NUMEL)
-    return [tuple((Run(0, row, start, NUMEL),) for row in range(groups)) for start in starts]
+    return [tuple((Span(0, row, start, NUMEL),) for row in range(groups)) for start in starts]
 
 
 def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
@@ -74,15 +74,15 @@ def test_bookkeeping_grows_as_the_number_of_runs(changes: bool) -> None:
 def test_stretches_are_found_by_their_elements() -> None:
     stretches: Stretches[str] = Stretches()
     for start, numel, name in ((20, 10, "c"), (0, 10, "a"), (10, 5, "b"), (30, 0, "nothing")):
-        stretches.add(Run(0, 1, start, numel), name)
+        stretches.add(Span(0, 1, start, numel), name)
 
     def names(start: int, numel: int, row: int = 1) -> str:
-        return "".join(name for _, name in stretches.over(Run(0, row, start, numel)))
+        return "".join(name for _, name in stretches.over(Span(0, row, start, numel)))
 
     assert names(0, 100) == "abc" and names(0, 100, row=0) == ""
     assert names(9, 1) == "a" and names(10, 1) == "b" and names(14, 6) == "b" and names(15, 5) == ""
     assert names(14, 7) == "bc" and names(29, 5) == "c" and names(30, 5) == "" and names(12, 0) == ""
-    assert [name for _, name in stretches.take(Run(0, 1, 5, 6))] == ["a", "b"]
+    assert [name for _, name in stretches.take(Span(0, 1, 5, 6))] == ["a", "b"]
     assert names(0, 100) == "c"
 
 
@@ -91,7 +91,7 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
     numel = 64
     values = {row: torch.randint(-7, 8, (numel,), generator=generator).float() for row in (0, 1)}
     feedback = ErrorFeedback(LocoSettings(block_size=32, error_bits=16))  # bf16 holds these to the bit
-    feedback.load_numbers({Run(0, row, 0, numel): of for row, of in values.items()}, steps=1)
+    feedback.load_errors({Span(0, row, 0, numel): of for row, of in values.items()}, steps=1)
     # Two runs of one row in one part, a part across rows, gaps, and messages that overlap with several others.
     steps = [
         [(((0, 3, 10), (0, 20, 7)), ((1, 0, 5),)), (((1, 5, 40),), ((0, 40, 24),))],
@@ -100,7 +100,7 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
     ]
     for step in steps:
         for parts in step:
-            contents = tuple(tuple(Run(0, *run) for run in part) for part in parts)
+            contents = tuple(tuple(Span(0, *run) for run in part) for part in parts)
             splits = [sum(run.numel for run in part) for part in contents]
             old, new = feedback.buffers(contents, splits, "cpu")
             assert old is not None
@@ -109,6 +109,6 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
             assert torch.equal(feedback._decode(old, splits), torch.cat(expected))
         feedback.finish_step(True)
     found = {row: torch.zeros(numel) for row in values}
-    for run, numbers in feedback.numbers_of(feedback.states()):
+    for run, numbers in feedback.errors_in(feedback.states()):
         found[run.row][run.start : run.start + run.numel] += numbers
     assert all(torch.equal(found[row], values[row]) for row in values)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Run
+from deepspeed_ext.comm.hops import Span
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
@@ -284,10 +284,10 @@ def test_13_pieces_are_added_in_their_order() -> None:
 
 @pytest.mark.parametrize("error_bits", [8, 16])
 def test_15_errors_of_a_message_whose_parts_are_filled_up_otherwise(error_bits: int) -> None:
-    contents = ((Run(0, 0, 0, 1000),), (Run(0, 1, 0, 1000),))
+    contents = ((Span(0, 0, 0, 1000),), (Span(0, 1, 0, 1000),))
     memory = ErrorFeedback(LocoSettings(error_bits=error_bits))
     numbers = {run: normal(1000, seed=run.row) for (run,) in contents}
-    memory.load_numbers(numbers, 1)
+    memory.load_errors(numbers, 1)
     for splits in ([1000, 1000], [1040, 1040], [1008, 1008]):
         kept, _ = memory.buffers(contents, splits, "cpu")
         rows = memory._decode(kept, splits).view(2, -1)

@@ -122,7 +122,7 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
             if number % 2:
                 applied.append(engine.was_step_applied())
                 scales.append(float(engine.optimizer.loss_scale))
-                memory = engine.optimizer.memory
+                memory = engine.optimizer.error_state
                 assert all(error.updated is None for error in memory._errors.values())
                 kept.append([e.kept.clone() for e in memory._errors.values() if e.kept is not None])
         restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
@@ -145,7 +145,7 @@ def dropped_case() -> bool:
     same = True
     for name in ("IIG", "ING"):
         engine, _ = training.make_engine(job, training.placed(name, **LOCO))
-        data, memory = training.batches(job), engine.optimizer.memory
+        data, memory = training.batches(job), engine.optimizer.error_state
         training.micro_step(engine, job, 0, *next(data))
         engine.step()
         before = [error.kept.clone() for error in memory._errors.values()]
@@ -176,7 +176,7 @@ def reset_case(accumulation: int) -> list[tuple[str, list[bool], float]]:
     for name in ("NNN", "NNG", "NIG", "NGG", "ING", "IIG", "GGG"):
         loco = {"zeropp_loco_param": {"reset_T": 3}}
         engine, _ = training.make_engine(job, training.placed(name, **loco))
-        memory, data, kept, updates = engine.optimizer.memory, training.batches(job), [], []
+        memory, data, kept, updates = engine.optimizer.error_state, training.batches(job), [], []
         memory.keep = lambda contents, updated, updates=updates: updates.append(contents)
         for number in range(7 * accumulation):
             training.micro_step(engine, job, number, *next(data))
@@ -198,26 +198,26 @@ def moving_case() -> tuple[float, float]:
     """Of errors that move between messages: how far the sum is off, and bytes over those of elements."""
     import torch
 
-    from deepspeed_ext.comm.hops import Run
+    from deepspeed_ext.comm.hops import Span
     from deepspeed_ext.loco.feedback import ErrorFeedback
     from deepspeed_ext.loco.settings import LocoSettings
 
     generator = torch.Generator().manual_seed(0)
     feedback, numel = ErrorFeedback(LocoSettings(hadamard=True)), 4000
     values = torch.randn(numel, generator=generator)
-    feedback.load_numbers({Run(0, 0, 0, numel): values}, steps=1)
+    feedback.load_errors({Span(0, 0, 0, numel): values}, steps=1)
     for _ in range(12):  # each time other messages of some of the elements
         starts = sorted(torch.randint(0, numel, (3,), generator=generator).tolist())
         for start, end in zip(starts, [*starts[1:], numel], strict=True):
             if end - start > 1:
                 middle = (start + end) // 2
-                contents = ((Run(0, 0, start, middle - start),), (Run(0, 0, middle, end - middle),))
+                contents = ((Span(0, 0, start, middle - start),), (Span(0, 0, middle, end - middle),))
                 old, new = feedback.buffers(contents, [middle - start, end - middle], "cpu")
                 assert old is not None
                 new.copy_(old)
         feedback.finish_step(True)
     found = torch.zeros(numel)
-    for run, numbers in feedback.numbers_of(feedback.states()):
+    for run, numbers in feedback.errors_in(feedback.states()):
         found[run.start : run.start + run.numel] += numbers
     return ((found - values).norm() / values.norm()).item(), feedback.nbytes() / numel
 

@@ -80,7 +80,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from deepspeed_ext.comm.hops import Run, Started
+    from deepspeed_ext.comm.hops import Span, Started
     from deepspeed_ext.loco import hop as loco
     from deepspeed_ext.loco.settings import LocoSettings
 
@@ -94,7 +94,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
 
     hop = loco.LocoHop(None, "hop", LocoSettings())
     width, errors, noted = 2**14, [], []
-    contents = tuple((Run(0, row, 0, width),) for row in range(2))
+    contents = tuple((Span(0, row, 0, width),) for row in range(2))
     compensated = hop._compensated
     with (
         mock.patch.object(loco, "LOOK", 2**12),
@@ -104,12 +104,12 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
             flat = torch.randn(2 * width, generator=torch.Generator().manual_seed(step))
             given, arrived = flat.clone(), torch.empty(2 * width)
             if step:
-                given += hop.memory._decode(hop.memory._errors[contents].kept, [width] * 2)
+                given += hop.errors._decode(hop.errors._errors[contents].kept, [width] * 2)
             hop.look = True
             with Waits(), mock.patch.object(hop, "_exchange", wraps=hop._exchange) as exchange:
                 Started(hop.reduce_scatter(flat, [width] * 2, contents)).finish()
             for row, part in zip(exchange.call_args.args[1].view(2, -1), arrived.split(width), strict=True):
                 loco.ops.decompress(row.view(1, -1), part, hop.packing)
             errors.append((hop.sent.relative_error, ((given - arrived).norm() / given.norm()).item()))
-            hop.memory.finish_step(True)
+            hop.errors.finish_step(True)
     return len(waits), max(numbers.numel() for numbers in noted), errors

@@ -46,7 +46,7 @@ def resume(names: tuple[str, ...], dtype: str, folder: str) -> list[tuple[str, b
                 snapshots.run(engine, job, steps[:3], 0)
                 engine.save_checkpoint(folder, name)
             snapshots.run(engine, job, steps[3:], 3)
-            memory = engine.optimizer.memory
+            memory = engine.optimizer.error_state
             errors = [error.kept for error in memory._errors.values()]
             seen.append((training.whole_weights(model), errors, memory.steps))
             engine.destroy()
@@ -76,9 +76,9 @@ def not_sent(engine: Any) -> list[float]:
         name: torch.zeros(getattr(parameter, "ds_numel", parameter.numel()))
         for name, parameter in engine.module.named_parameters()
     }
-    memory = engine.optimizer.memory
-    for run, values in memory.numbers_of(memory.states()):
-        for name, start, place in engine.optimizer.whereabouts():
+    memory = engine.optimizer.error_state
+    for run, values in memory.errors_in(memory.states()):
+        for name, start, place in engine.optimizer.crossing_spans():
             first, end = max(run.start, place.start), min(run.start + run.numel, place.start + place.numel)
             if (run.buffer, run.row) == (place.buffer, place.row) and first < end:
                 at = start + first - place.start
@@ -118,7 +118,7 @@ def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
     engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
     engine.load_checkpoint(folder, f"{name}_universal")
     left = not_sent(engine)
-    assert engine.optimizer.memory.steps == 3
+    assert engine.optimizer.error_state.steps == 3
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 10)
     engine.destroy()
     return left
@@ -147,7 +147,7 @@ def plain_case(folder: str) -> tuple[bool, list[str]]:
     with logged() as lines:
         engine.load_checkpoint(folder, "plain")
     warnings = [text for level, text in lines if level == "WARNING" and "residuals" in text]
-    forgotten = not engine.optimizer.memory._errors and engine.optimizer.memory.steps == 0
+    forgotten = not engine.optimizer.error_state._errors and engine.optimizer.error_state.steps == 0
     engine.destroy()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     engine.load_checkpoint(folder, "loco")
@@ -179,7 +179,7 @@ def again_case(folder: str) -> tuple[int, int, bool]:
     universal = snapshots.job_of(checkpoint={"load_universal": True})
     engine, _ = training.make_engine(universal, loco)
     engine.load_checkpoint(folder, "tag_universal")
-    zero = not engine.optimizer.memory._errors  # they are of another save, which is no reason to refuse the rest
+    zero = not engine.optimizer.error_state._errors  # they are of another save, which is no reason to refuse the rest
     steps = engine.global_steps
     engine.destroy()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
@@ -214,10 +214,10 @@ def disks_case(folder: str) -> bool:
         engine, _ = training.make_engine(job, training.placed("NGG", zeropp_loco_param={}))
         snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
         engine.save_checkpoint(disk, "tag")
-        before = [error.kept for error in engine.optimizer.memory._errors.values()]
+        before = [error.kept for error in engine.optimizer.error_state._errors.values()]
         snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
         engine.load_checkpoint(disk, "tag")
-        after = [error.kept for error in engine.optimizer.memory._errors.values()]
+        after = [error.kept for error in engine.optimizer.error_state._errors.values()]
         engine.destroy()
     return len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -254,10 +254,10 @@ def damage_case(damage: str, folder: str) -> tuple[str, bool]:
         else:
             shutil.copy(Path(folder, "first", path.name), path)
     dist.barrier()
-    before, errors = snapshots.snapshot(engine, model, job), engine.optimizer.memory.states()["messages"]
+    before, errors = snapshots.snapshot(engine, model, job), engine.optimizer.error_state.states()["messages"]
     message = snapshots.error_of(engine.load_checkpoint, folder, "second")
     found = snapshots.difference(before, snapshots.snapshot(engine, model, job))
-    kept = engine.optimizer.memory.states()["messages"]
+    kept = engine.optimizer.error_state.states()["messages"]
     unchanged = not any(found.values()) and all((a[2] == b[2]).all() for a, b in zip(errors, kept, strict=True))
     engine.destroy()
     return message, unchanged

@@ -36,7 +36,7 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
         keys = {**training.placed(name), "paro_group_size": 2, "zeropp_loco_param": {}}
         kind: list[str] = []
         ours = training.train(
-            job, keys, look=lambda e, kind=kind: kind.append(type(e.optimizer._moves.inter).__name__)
+            job, keys, look=lambda e, kind=kind: kind.append(type(e.optimizer._gradient_reshard.inter).__name__)
         )
         rows.append(training.difference(name, ours, stock, kind[0]))
         assert kind == ["LocoHop"]
@@ -172,7 +172,7 @@ def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
             job,
             {**keys, "offload_optimizer": {"device": "cpu", "pin_memory": name != "NIG"}},
             look=lambda engine, kept=kept: kept.append(
-                (engine.optimizer.memory.device, engine.optimizer.memory.pinned)
+                (engine.optimizer.error_state.device, engine.optimizer.error_state.pinned)
             ),
         )
         rows.append((name, (ours.weights - plain.weights).abs().max().item(), kept))
@@ -214,8 +214,8 @@ def alone_case() -> tuple[dict[str, Any], bool]:
     found: list[Any] = []
 
     def look(engine: Any) -> None:
-        hop = engine.optimizer._moves.inter
-        found.append((hop.settings.as_dict(), bool(hop.memory._errors)))
+        hop = engine.optimizer._gradient_reshard.inter
+        found.append((hop.settings.as_dict(), bool(hop.errors._errors)))
 
     training.train(training.Job(empty=False), training.placed("NIG", zero_quantized_gradients=True), look)
     return found[0]

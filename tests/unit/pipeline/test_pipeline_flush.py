@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 
-CLUSTER = Cluster(4, 2)  # of a stage
+CLUSTER = GroupSizes(4, 2)  # of a stage
 MICRO_BATCHES = 4
 WIDTHS = (1700, 1500, 1600, 1800)
 ZERO = {

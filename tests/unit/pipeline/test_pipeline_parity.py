@@ -26,7 +26,7 @@ def run(
         for row in rows:
             assert row.same, row
             assert row.weights <= bound and row.losses <= bound and row.norms <= norms, row
-            assert row.kind == ("PartitionedOptimizer" if row.strategy[:2] in ("IN", "GN", "3 ") else row.kind), row
+            assert row.kind == ("Stage3Optimizer" if row.strategy[:2] in ("IN", "GN", "3 ") else row.kind), row
 
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:

@@ -81,7 +81,7 @@ def entries(file: str | Path) -> list[dict[str, Any]]:
 def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
     zero = {"paro_decision_file": file}
     decided = ranks(4).run(engine_case, zero, {})
-    assert {found for found, _ in decided} == {("NNG", 1, "ReplicatedOptimizer")}
+    assert {found for found, _ in decided} == {("NNG", 1, "Stage12Optimizer")}
     (said,) = decided[0][1]
     assert '"fastest" is NNG: ' in said and "s a step by prediction" in said and "GB on each rank" in said
     (written,) = entries(file)
@@ -90,7 +90,7 @@ def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
     written["strategy"] = "NIG"
     Path(file).write_text(json.dumps({"decisions": [written]}))
     kept = ranks(4).run(engine_case, zero, {}, None)
-    assert {found for found, _ in kept} == {("NIG", 2, "ReplicatedOptimizer")}
+    assert {found for found, _ in kept} == {("NIG", 2, "Stage12Optimizer")}
     assert "stays NIG, as decided on 20" in kept[0][1][0] and not any(lines for _, lines in kept[1:])
 
 

@@ -11,10 +11,10 @@ from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.cost import Model, predict
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
-from deepspeed_ext.strategy import STRATEGIES, Cluster, Kind, ModelStates
+from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates
 
 GIGA = 1e9
-CLUSTER = Cluster(16, 4)
+CLUSTER = GroupSizes(16, 4)
 STATES = ModelStates.of(10**9, 6 * 10**8)
 RATES = Rates.of_links(CLUSTER, 4, intra_gbps=800, inter_gbps=80)
 MODEL = Model(STATES, accumulation=4)
@@ -23,7 +23,7 @@ MODEL = Model(STATES, accumulation=4)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("n, m, s", [(4, 2, 1), (16, 4, 4), (64, 8, 16), (8, 8, 2), (8, 1, 2)])
 def test_bytes_and_memory_are_those_of_the_formulas(name: str, n: int, m: int, s: int) -> None:
-    row, cluster = STRATEGIES[name], Cluster(n, m)
+    row, cluster = STRATEGIES[name], GroupSizes(n, m)
     found = predict(row, cluster, replace(MODEL, accumulation=s), Rates.of_links(cluster, m, 100, 10))
     assert found.volume == pytest.approx(row.volume(cluster, STATES, s))
     assert found.memory == row.memory(cluster, STATES)
@@ -34,7 +34,7 @@ def test_bytes_and_memory_are_those_of_the_formulas(name: str, n: int, m: int, s
 def test_loco_shrinks_what_reductions_send_between_groups_and_nothing_else(name: str) -> None:
     row, settings = STRATEGIES[name], LocoSettings(bits=4, block_size=32)
     plain, loco = predict(row, CLUSTER, MODEL, RATES), predict(row, CLUSTER, MODEL, RATES, settings)
-    reduced = sum(p.volume.inter * p.times(4) for p in row.phases(CLUSTER, STATES) if p.kind == Kind.REDUCE)
+    reduced = sum(p.volume.inter * p.times(4) for p in row.phases(CLUSTER, STATES) if p.kind == Direction.REDUCE)
     assert reduced > 0
     assert plain.volume.inter - loco.volume.inter == pytest.approx(reduced * (1 - 4.5 / 16))
     assert plain.volume.intra == loco.volume.intra and plain.memory == loco.memory
@@ -71,7 +71,7 @@ def test_seconds_of_a_strategy_by_hand() -> None:
     ],
 )
 def test_rates_of_links_share_them(n: int, m: int, per_node: int, intra: float, inter: float) -> None:
-    rates = Rates.of_links(Cluster(n, m), per_node, intra_gbps=800, inter_gbps=320).gather
+    rates = Rates.of_links(GroupSizes(n, m), per_node, intra_gbps=800, inter_gbps=320).gather
     assert (rates.intra.bandwidth / GIGA, rates.inter.bandwidth / GIGA) == pytest.approx((intra, inter))
 
 

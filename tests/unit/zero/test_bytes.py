@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training import PARTITIONED, REPLICATED
 
-from deepspeed_ext.strategy import STRATEGIES, Cluster, ModelStates, Volume
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
@@ -21,7 +21,7 @@ Bytes = tuple[float, float]  # within the group, between groups
 Row = tuple[str, list[Bytes]]  # strategy, each micro-step of an optimizer step; the last one includes that step
 
 
-def check(rows: list[Row], cluster: Cluster, states: ModelStates, accumulation: int) -> None:
+def check(rows: list[Row], cluster: GroupSizes, states: ModelStates, accumulation: int) -> None:
     """Compare each micro-step with the formula, so that what is due once a step comes at the boundary, not before."""
     for name, counted in rows:
         strategy = STRATEGIES[name]
@@ -44,7 +44,7 @@ def test_bytes_within_and_between_groups(
 ) -> None:
     parameters, _, rows = ranks(world).run(bytes_case, names, group, accumulation)[0]
     states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4)
-    check(rows, Cluster(world, group), states, accumulation)
+    check(rows, GroupSizes(world, group), states, accumulation)
 
 
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
@@ -53,7 +53,7 @@ def test_frozen_parameters_are_gathered_but_neither_reduced_nor_updated(ranks: A
     parameters, trainable, rows = ranks(4).run(bytes_case, names, 2, 2, frozen=(1,))[0]
     assert trainable < 0.6 * parameters
     states = ModelStates.of(parameters, trainable, parameter_bytes=4, gradient_bytes=4)
-    check(rows, Cluster(4, 2), states, 2)
+    check(rows, GroupSizes(4, 2), states, 2)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -61,7 +61,7 @@ def test_one_big_bucket_and_overlap_send_the_same(ranks: Any, overlap: bool) -> 
     zero = {"reduce_bucket_size": 10**8, "allgather_bucket_size": 10**8, "overlap_comm": overlap}
     parameters, _, rows = ranks(4).run(bytes_case, ("NIG", "NGG", "ING", "IIG", "GGG"), 2, 1, zero)[0]
     states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4)
-    check(rows, Cluster(4, 2), states, 1)
+    check(rows, GroupSizes(4, 2), states, 1)
 
 
 def bytes_case(

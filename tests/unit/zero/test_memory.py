@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 from training import PARTITIONED, REPLICATED
 
-from deepspeed_ext.strategy import STRATEGIES, Cluster, Memory, ModelStates, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
 
 sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
@@ -82,20 +82,20 @@ def test_each_state_is_as_large_as_the_formula_says(
 ) -> None:
     for rows in ranks(world).run(memory_case, names, group, frozen):
         for name, states, memory, left in rows:
-            expected = STRATEGIES[name].memory(Cluster(world, group), states)
+            expected = STRATEGIES[name].memory(GroupSizes(world, group), states)
             assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
             assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
             assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
             # After the step nothing; with ZeRO-3's flat buffer no more than in use.
             strategy = STRATEGIES[name]
             last = strategy.os if strategy.g == Placement.N else strategy.g
-            buffer = states.gradients / Cluster(world, group).shards(last) if strategy.stage == 3 else 0
+            buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
             assert left == pytest.approx(buffer, rel=0.05), name
 
 
 def memory_case(
     names: tuple[str, ...], group: int, frozen: tuple[int, ...]
-) -> list[tuple[str, ModelStates, Memory, float]]:
+) -> list[tuple[str, ModelStates, StateBytes, float]]:
     """Of each strategy the model states, what this rank holds in an accumulation, and of gradients after a step."""
     import strategies
 
@@ -112,7 +112,7 @@ def memory_case(
     return rows
 
 
-def crossing(strategy: Strategy, cluster: Cluster, states: ModelStates) -> float:
+def crossing(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:
     """Bytes of gradients that come on top at the accumulation boundary.
 
     With g = N whole gradients are freed bucket by bucket as they fill the optimizer's shard, or where p = N the
@@ -128,7 +128,7 @@ def crossing(strategy: Strategy, cluster: Cluster, states: ModelStates) -> float
 @pytest.mark.parametrize("names", [("NNN", "NNG", "NIG", "NGG"), ("ING", "IIG", "GGG")], ids=["p=N", "p-cut"])
 @has_mallinfo
 def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
-    cluster, states = Cluster(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
+    cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
     for rows in ranks(4).run(peak_case, names, 2):
         for name, accumulating, boundary in rows:
             # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
@@ -144,7 +144,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
     import strategies
     from deepspeed import comm as dist
 
-    cluster, states = Cluster(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
+    cluster, states = GroupSizes(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
     rows = []
     for name in names[:1] + names:  # the first run imports what is imported late, and is not looked at

@@ -21,7 +21,7 @@ def zero_init_case(zero_init: str) -> list[training.Difference]:
     job = Job(groups=2, frozen=(1,), steps=2, empty=False, zero=SMALL)
     stock = training.train(job, {"stage": 2})
     pieces = dataclasses.replace(job, zero_init=zero_init)
-    kind = "PartitionedOptimizer"
+    kind = "Stage3Optimizer"
     return [training.difference(name, training.train(pieces, placed(name)), stock, kind) for name in PARTITIONED]
 
 
@@ -152,8 +152,8 @@ def padding_case(group: int) -> list[tuple[str, int, float, bool, bool]]:
 def is_view(optimizer: Any, param: Any) -> bool:
     """Whether ``ds_tensor`` is the row of this rank's group, in the optimizer's buffer if the parameter is trained."""
     held = optimizer.parameters._held(param)
-    own = optimizer.topology.cluster.groups > 1 and len(held) > 1
-    row = held[optimizer._moves.inter.rank if own else 0]
+    own = optimizer.topology.sizes.groups > 1 and len(held) > 1
+    row = held[optimizer._gradient_reshard.row if own else 0]
     same: bool = row.data_ptr() == param.ds_tensor.data_ptr()
     if param.requires_grad:
         buffer = optimizer.lp_param_buffer.untyped_storage().data_ptr()
@@ -166,8 +166,8 @@ def chunks_held(optimizer: Any, param: Any) -> list[tuple[int, Any]]:
     held = optimizer.parameters._held(param)
     if len(held) == 1:
         return [(param.ds_zero_partition_rank, held[0])]
-    cluster = optimizer.topology.cluster
-    return [(j * cluster.group_size + optimizer._moves.intra.rank, row) for j, row in enumerate(held)]
+    cluster = optimizer.topology.sizes
+    return [(j * cluster.group_size + optimizer._gradient_reshard.col, row) for j, row in enumerate(held)]
 
 
 def whole_with_padding(param: Any) -> Any:

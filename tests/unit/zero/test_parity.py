@@ -14,7 +14,7 @@ from training import BF16, REPLICATED, Difference, Job
 SHARDED_GRADIENTS = ("NII", "NIG", "NGG")
 WHOLE_GRADIENTS = ("NNN", "NNI", "NNG")
 SMALL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300}
-check = partial(training.check, optimizer="ReplicatedOptimizer")
+check = partial(training.check, optimizer="Stage12Optimizer")
 
 
 def run(ranks: Any, job: Job, world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:

@@ -1,0 +1,139 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks agree with one another, or raise together.
+
+All functions are collective over ``group``, a process group; None means all ranks.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+_Result = TypeVar("_Result")
+
+
+def reduced(values: Tensor, operation: Any, group: Any = None) -> Tensor:
+    """Return an all-reduce of values, of any shape, dtype and device; where they were."""
+    found = values.to(get_accelerator().current_device_name(), copy=True)
+    dist.all_reduce(found, op=operation, group=group)
+    return found.to(values.device)
+
+
+def largest(values: Tensor, group: Any = None) -> Tensor:
+    """Return the largest of all ranks' values, each by itself."""
+    return reduced(values, dist.ReduceOp.MAX, group)
+
+
+def any_rank(found: bool, group: Any = None) -> bool:
+    """Whether one of the ranks has found it."""
+    return bool(largest(torch.tensor([float(found)]), group).item())
+
+
+def smallest(value: int, group: Any = None) -> int:
+    """Return the smallest of all ranks' values."""
+    return int(reduced(torch.tensor([value]), dist.ReduceOp.MIN, group).item())
+
+
+def total(value: int, group: Any = None) -> int:
+    """Return the sum of all ranks' values."""
+    return int(reduced(torch.tensor([value]), dist.ReduceOp.SUM, group).item())
+
+
+def bounds(values: Sequence[int], group: Any = None) -> list[tuple[int, int]]:
+    """Return of each value the smallest and the largest among the ranks, by one all-reduce."""
+    mine = torch.tensor(values, dtype=torch.int64)
+    highest, lowest = largest(torch.stack([mine, -mine]), group).tolist()
+    return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
+
+
+def gathered(values: Sequence[int], group: Any = None) -> list[list[int]]:
+    """Return the values of every rank, as many on each, in the order of the group."""
+    mine = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
+    everybody = mine.new_empty(dist.get_world_size(group=group) * mine.numel())
+    dist.all_gather_into_tensor(everybody, mine, group=group)
+    rows: list[list[int]] = everybody.view(-1, mine.numel()).tolist()
+    return rows
+
+
+def gathered_texts(text: str, device: str | None = None) -> list[str]:
+    """Return the text of every rank.
+
+    Args:
+        text: of this rank.
+        device: where to put it for that, if not on the current one.
+    """
+    device = device or get_accelerator().current_device_name()
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    lengths = content.new_empty(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(lengths, lengths.new_tensor([content.numel()]))
+    longest = int(lengths.max())
+    everybody = content.new_zeros(len(lengths), longest)
+    dist.all_gather_into_tensor(everybody.view(-1), torch.nn.functional.pad(content, (0, longest - content.numel())))
+    return [bytes(row[:length]).decode() for row, length in zip(everybody.tolist(), lengths.tolist(), strict=True)]
+
+
+def told(text: str, source: int) -> str:
+    """Return the text of global rank ``source``, on all ranks."""
+    device = get_accelerator().current_device_name()
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    length = torch.tensor([content.numel()], device=device)
+    dist.broadcast(length, source)
+    if dist.get_rank() != source:
+        content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
+    if content.numel():
+        dist.broadcast(content, source)
+    return bytes(content.tolist()).decode()
+
+
+def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError) -> None:
+    """Raise on all ranks if one of them has an error.
+
+    Raises:
+        kind: with the error of the first rank that has one.
+    """
+    world = dist.get_world_size()
+    first = smallest(world if error is None else dist.get_rank())
+    if first < world:
+        raise kind(f"rank {first}: {told(str(error), first)}") from error
+
+
+def together(act: Callable[[], _Result], doing: str, kind: type[Exception] = RuntimeError) -> _Result:
+    """Do what may fail on one rank and not on others, which would then wait for it.
+
+    Args:
+        act: without any communication.
+        doing: the beginning of the message of errors that do not have their own, which are those of ``kind``.
+        kind: what is raised.
+
+    Raises:
+        kind: on all ranks, if it failed on one.
+    """
+    error: Exception | None = None
+    try:
+        result = act()
+    except kind as found:
+        error = found
+    except Exception as found:
+        error = kind(f"{doing}: {type(found).__name__}: {found}")
+        error.__cause__ = found
+    raise_together(error, kind)
+    return result
+
+
+def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) -> None:
+    """Refuse a string that differs between ranks.
+
+    Raises:
+        kind: it does; with the value of the first rank that differs from rank 0.
+    """
+    number = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=7).digest(), "big")
+    expected = torch.tensor([number], dtype=torch.int64, device=get_accelerator().current_device_name())
+    dist.broadcast(expected, 0)
+    same = int(expected.item()) == number
+    problem = ValueError(f"{what} must be the same on all ranks, but here it is {value!r}.")
+    raise_together(None if same else problem, kind)

@@ -1,0 +1,90 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Exact reductions, one for each kind of backend."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepspeed import comm as dist
+from torch import Tensor
+
+from deepspeed_ext.comm import collectives
+from deepspeed_ext.comm.hops import Contents, GatherHop, Part, ReduceHop, Transfer
+from deepspeed_ext.comm.packing import joined
+
+
+class AllToAllReduce(ReduceHop):
+    """For gloo: an all-to-all and a local sum.
+
+    gloo's reduce-scatter sends what an all-reduce would, twice the bytes (measured at the interface). Unequal parts
+    cost nothing extra here, the sum is taken in fp32, and its order is fixed.
+    """
+
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
+        """Sum all parts of this rank; see ``ReduceHop``."""
+        if self.size == 1 or not flat.numel():
+            return flat
+        mine = splits[self.rank]
+        parts = flat.new_empty(self.size * mine)
+        yield self.collectives.all_to_all(parts, flat, splits, "reduce_scatter")
+        total = parts[:mine].float()
+        for part in range(1, self.size):
+            total += parts[part * mine : (part + 1) * mine]
+        return total.to(flat.dtype)
+
+
+class NativeReduce(ReduceHop):
+    """For backends whose reduce-scatter is one (NCCL): equal parts by reduce-scatter, unequal ones as is cheaper."""
+
+    def lengths(self, splits: Sequence[int]) -> list[int]:
+        """Return equal lengths where that is cheaper; see ``ReduceHop``."""
+        filled = super().lengths(splits)
+        longest = max(filled)
+        # A rank receives (size-1)*longest by a padded reduce-scatter, and about all of the bucket by a chain of
+        # rooted reduces, one to the owner of each part.
+        return [longest] * self.size if (self.size - 1) * longest <= sum(filled) else filled
+
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
+        """Sum by one collective, or one for each part; see ``ReduceHop``."""
+        if self.size == 1 or not flat.numel():
+            return flat
+        lengths, mine = self.lengths(splits), splits[self.rank]
+        if lengths != list(splits):
+            flat = joined(flat.split(list(splits)), lengths)
+        if len(set(lengths)) == 1:
+            part = flat.new_empty(lengths[0])
+            yield self.collectives.start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
+            return part[:mine]
+        parts = flat.split(lengths)
+        yield self.collectives.reduce_each(parts)
+        return parts[self.rank][:mine].clone()  # a view would keep the bucket through the next hop
+
+    def all_reduce(self, flat: Tensor, spans: Part = ()) -> Transfer:
+        """Sum by the backend's all-reduce; see ``ReduceHop``."""
+        if self.size > 1 and flat.numel():
+            yield self.collectives.start("all_reduce", dist.all_reduce, flat)
+        return flat
+
+
+class AllReduceReduce(NativeReduce):
+    """For ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
+
+    def lengths(self, splits: Sequence[int]) -> list[int]:
+        """Return aligned lengths, which may differ; see ``ReduceHop``."""
+        return ReduceHop.lengths(self, splits)
+
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
+        """Sum everything, and keep this rank's part; see ``ReduceHop``."""
+        flat = yield from self.all_reduce(flat)
+        return flat.split(list(splits))[self.rank].clone() if self.size > 1 else flat
+
+
+MakeReduce = Callable[[Any, str, bool], ReduceHop]  # arguments as those of ``make_reduce``
+MakeGather = Callable[[Any, str], GatherHop]  # process group and name
+
+
+def make_reduce(group: Any, name: str, reduce_scatter: bool = True) -> ReduceHop:
+    """Make the exact reduction for this group's backend; ``reduce_scatter`` is DeepSpeed's key of that name."""
+    if not reduce_scatter:
+        return AllReduceReduce(group, name)
+    return (AllToAllReduce if collectives.backend_of(group) == "gloo" else NativeReduce)(group, name)

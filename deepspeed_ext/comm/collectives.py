@@ -1,0 +1,111 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives of one process group, started in the way that suits its backend."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import comms_logger
+from deepspeed.comm.torch import get_coalescing_manager
+from torch import Tensor
+from torch.profiler import record_function
+
+from deepspeed_ext.comm.bandwidth import counted_over
+from deepspeed_ext.comm.packing import WIDEST_LOAD
+from deepspeed_ext.comm.pairwise import Handles, pairwise_all_to_all
+
+
+def backend_of(group: Any) -> str:
+    """Return the backend for tensors of the accelerator; a group may have one for each kind of device."""
+    device = get_accelerator().device_name().partition(":")[0]
+    backends = dict(
+        entry.split(":") for entry in torch.distributed.get_backend_config(group).split(",") if ":" in entry
+    )
+    return backends.get(device, torch.distributed.get_backend(group))
+
+
+class Collectives:
+    """Starts collectives over one process group, and returns their handles.
+
+    Each is recorded by DeepSpeed's comms logger as ``{name}_{operation}``, and labeled ``paro::{name}_{operation}`` in
+    a profiler's trace.
+
+    Args:
+        group: process group; None for all ranks.
+        name: "intra" or "inter", for one.
+
+    Attributes:
+        multiple: elements; buckets travel fastest if their parts begin at multiples of it.
+    """
+
+    def __init__(self, group: Any, name: str) -> None:
+        self.group = dist.get_world_group() if group is None else group
+        self.name = name
+        self.size: int = dist.get_world_size(group=group)
+        self.rank: int = dist.get_rank(group=group)
+        gloo = backend_of(self.group) == "gloo"
+        # gloo's own messages are for tensors of the host only, its collectives also for others.
+        self._pairwise = gloo and get_accelerator().device_name() == "cpu"
+        self.multiple = 1 if gloo or self.size == 1 else WIDEST_LOAD
+
+    @contextmanager
+    def labeled(self, operation: str) -> Iterator[str]:
+        """Label what runs in this context in a profiler's trace; gives the name for the comms logger's records."""
+        name = f"{self.name}_{operation}"
+        with record_function(f"paro::{name}"):
+            yield name
+
+    def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a function of ``deepspeed.comm`` over the group."""
+        with self.labeled(operation) as log_name, counted_over(self.size):
+            return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
+
+    def all_gather(self, gathered: Tensor, shard: Tensor) -> Any:
+        """Start an all-gather.
+
+        Args:
+            gathered: 1D of ``size * shard.numel()`` elements.
+            shard: 1D, contiguous; may be this rank's part of ``gathered``.
+        """
+        if not self._pairwise:
+            return self.start("all_gather", dist.all_gather_into_tensor, gathered, shard)
+        with self.labeled("all_gather") as name:
+            return pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, splits: Sequence[int], operation: str) -> Any:
+        """Start an all-to-all.
+
+        Args:
+            received: 1D, ``size`` parts of equal length, one from each rank.
+            sent: 1D, a part for each rank.
+            splits: lengths of the parts of ``sent``, the same on all ranks.
+            operation: what it is for.
+        """
+        mine = [splits[self.rank]] * self.size
+        if not self._pairwise:
+            return self.start(operation, dist.all_to_all_single, received, sent, mine, list(splits))
+        with self.labeled(operation) as name:
+            return pairwise_all_to_all(self.group, received.split(mine), sent.split(list(splits)), name)
+
+    def reduce_each(self, parts: Sequence[Tensor]) -> Any:
+        """Start a rooted reduce of each part to the rank of its number.
+
+        All are one launch where that can be: else each waits for the one before it to go through all ranks.
+        """
+        together = _launches_together(self.group, parts[0].device)
+        with get_coalescing_manager(self.group, parts[0].device, [], True) if together else nullcontext() as launch:
+            handles = [
+                self.start("reduce_scatter", dist.reduce, part, dist.get_global_rank(self.group, owner))
+                for owner, part in enumerate(parts)
+                if part.numel()
+            ]
+        return launch if together else Handles(handles)
+
+
+def _launches_together(group: Any, device: torch.device) -> bool:
+    """Whether the backend can start several collectives as one; not while DeepSpeed's comms logger times each."""
+    return not comms_logger.enabled and group._get_backend(device).supports_coalescing

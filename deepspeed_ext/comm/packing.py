@@ -1,0 +1,63 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of buckets, filled up to lengths that are cheap to send."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+# Elements that take 16 bytes or more in any dtype. NCCL copies 16 bytes at a time if all its pointers are multiples of
+# that, else element by element, or byte by byte in a gather. Pointers are where parts of buckets begin.
+WIDEST_LOAD = 16
+
+
+def fill_up(numel: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below ``numel``."""
+    return -(-numel // multiple) * multiple
+
+
+def joined(pieces: Iterable[Tensor], lengths: Iterable[int]) -> Tensor:
+    """Return pieces (1D, of one dtype) one after the other, each filled up with zeros to its length; by one copy."""
+    filled: list[Tensor] = []
+    for piece, length in zip(pieces, lengths, strict=True):
+        filled.append(piece)
+        if length > piece.numel():
+            filled.append(piece.new_zeros(1).expand(length - piece.numel()))
+    return torch.cat(filled)
+
+
+def aligned(flat: Tensor, multiple: int) -> Tensor:
+    """Return ``flat`` (1D) filled up with zeros to a multiple; a copy only where it is needed."""
+    length = fill_up(flat.numel(), multiple)
+    if length == flat.numel() and not flat.storage_offset() % multiple:
+        return flat
+    return joined([flat], [length])
+
+
+def joined_and_aligned(pieces: Sequence[Tensor], multiple: int) -> Tensor:
+    """Return pieces (1D, of one dtype) one after the other, filled up with zeros to a multiple at the end."""
+    if len(pieces) == 1:
+        return aligned(pieces[0], multiple)
+    lengths = [piece.numel() for piece in pieces]
+    lengths[-1] += fill_up(sum(lengths), multiple) - sum(lengths)
+    return joined(pieces, lengths)
+
+
+def aligned_rows(window: Tensor, dtype: torch.dtype, device: object, multiple: int) -> Tensor:
+    """Return rows filled up with zeros, each to a multiple: contiguous, and a view where that can be.
+
+    Args:
+        window: (rows, width), of any strides, on any device.
+        dtype, device: of the result.
+        multiple: of elements.
+    """
+    rows, width = window.shape
+    if not width % multiple:
+        filled = window.to(device=device, dtype=dtype).contiguous()  # type: ignore[call-overload]
+        if not filled.storage_offset() % multiple:
+            return filled
+    filled = torch.empty(rows, fill_up(width, multiple), dtype=dtype, device=device)  # type: ignore[call-overload]
+    filled[:, :width].copy_(window)
+    filled[:, width:].zero_()
+    return filled

@@ -1,0 +1,196 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The contract of our optimizers: what pipelines, checkpoints, LoCo and patches may expect of one, at any stage.
+
+``isinstance(engine.optimizer, ParoOptimizer)`` tells whether an engine has one.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from torch import Tensor
+
+from deepspeed_ext.comm.agreement import any_rank, largest
+from deepspeed_ext.comm.hops import ErrorState
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.reshard import GradientReshard
+from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.zero.crossing_spans import CrossingSpan
+
+
+class ParoOptimizer(ABC):
+    """A ZeRO optimizer with model states placed by a strategy; DeepSpeed's own class comes after it.
+
+    Attributes:
+        strategy: where model states are.
+        topology: process groups of the data-parallel group.
+        complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
+            adds what else belongs to them.
+        overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
+            nobody reads gradients between the two, and the host need not wait for the device.
+    """
+
+    strategy: Strategy
+    topology: Topology
+    complete_gradients: Callable[[], None] = staticmethod(lambda: None)
+    overlaps_micro_steps = False
+
+    _gradient_reshard: GradientReshard
+    _stepping = False
+    _put_off: bool | None = None  # whether a sum over the parts was asked for; None where it is taken at once
+
+    # Where optimizer states and gradients are #########################################################
+
+    @abstractmethod
+    def owned_span(self, param: Any) -> tuple[int, int]:
+        """Return the elements (start, end) of a trained parameter whose optimizer states this rank has, if any."""
+
+    @abstractmethod
+    def owned_gradient(self, param: Any) -> Tensor:
+        """Return the gradient of these elements, 1D, at the accumulation boundary; a view."""
+
+    @abstractmethod
+    def crossing_spans(self) -> list[CrossingSpan]:
+        """Return where each trained parameter's elements are among the gradients of this rank that cross."""
+
+    @abstractmethod
+    def check_states(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state dict that is sharded otherwise.
+
+        Raises:
+            ValueError: it is.
+        """
+
+    # The accumulation boundary ########################################################################
+
+    @abstractmethod
+    def _sync_gradients(self) -> None:
+        """Complete the gradients of the optimizer's shard: g -> os, all parameters on all ranks, used or not."""
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """End an accumulation that the caller owns (``managed_gradient_accumulation`` false): at ``engine.step()``."""
+        self.set_gradient_accumulation_boundary(True)
+        self._sync_gradients()
+
+    def step(self, closure: Any = None) -> Any:
+        """Take DeepSpeed's step, and tell what keeps errors whether it was skipped."""
+        self._stepping = True
+        try:
+            done = super().step(closure)
+        finally:
+            self._stepping = False
+        self.error_state.finish_step(not self.overflow)
+        return done
+
+    def gradients_dropped(self) -> None:
+        """Hear that what was reduced will not be applied, outside of a step, which tells itself."""
+        if not self._stepping:
+            self.error_state.finish_step(False)
+
+    # What a lossy reduction keeps #####################################################################
+
+    @property
+    def error_state(self) -> ErrorState:
+        """What the hop between groups keeps."""
+        return self._gradient_reshard.inter.errors
+
+    def _reduce_by(self, reshard: GradientReshard) -> None:
+        """Take the reductions of this optimizer, once it is made."""
+        self._gradient_reshard = reshard
+        reshard.inter.scale = self._gradient_scale
+
+    def _gradient_scale(self) -> float:
+        scaler = self.torch_autocast_gradscaler
+        return float(self.loss_scale) * (scaler.get_scale() if scaler else 1.0)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Offload DeepSpeed's states, and the errors that are kept."""
+        super().offload_states(*args, **kwargs)
+        self.error_state.offload()
+
+    def destroy(self) -> None:
+        """Destroy DeepSpeed's optimizer, and forget errors."""
+        self._gradient_reshard.inter.errors = ErrorState()
+        super().destroy()
+
+    # Norm and overflow: decided alike by all that must act alike ######################################
+
+    @property
+    def _replicas(self) -> Any:
+        """The ranks with the same optimizer states, None if there is one.
+
+        They see the same gradients, unless a backend rounds differently in two groups. One of them skipping a step, or
+        clipping by another norm, would let them drift apart for good.
+        """
+        return self.topology.replica_group(self.strategy.os)
+
+    def has_overflow(self, partition_gradients: bool = True) -> bool:
+        """Whether one of the replicas has found an overflow."""
+        found = bool(super().has_overflow(partition_gradients))
+        return found if self._replicas is None else any_rank(found, self._replicas)
+
+    def _global_norm(self, norm_of_this: Callable[[], Tensor]) -> Tensor:
+        """Return the norm over all parts of the model, the largest of all replicas.
+
+        It is -1, as DeepSpeed marks an invalid one, if it is invalid in one part or for one replica.
+
+        Args:
+            norm_of_this: gives the norm over the data-parallel ranks of this part, in which what other parts have as
+                well counts in one of them.
+        """
+        norm = self._norm_of_all_parts(norm_of_this)
+        if self._replicas is None:
+            return norm
+        norm = largest(torch.where(norm < 0, torch.inf, norm), self._replicas)
+        return torch.where(norm.isinf(), -1.0, norm)
+
+    def _norm_of_all_parts(self, norm_of_this: Callable[[], Tensor]) -> Tensor:
+        """Return the norm over all parts of the model: stages of a pipeline, slices of tensors.
+
+        DeepSpeed takes a sum over the parts for each parameter group or sub-group, of which stages of a pipeline have
+        different numbers: ranks would wait for each other forever. So it is one sum.
+        """
+        self._put_off = False
+        try:
+            norm = norm_of_this()
+            others = self._put_off  # not where the data-parallel ranks are those of all parts
+        finally:
+            self._put_off = None
+        invalid = ~torch.isfinite(norm) | (norm < 0)
+        total = torch.stack([torch.where(invalid, 0.0, norm).square(), invalid.to(norm.dtype)])
+        total = total.to(get_accelerator().current_device_name())
+        if others:
+            self._model_parallel_all_reduce(total, dist.ReduceOp.SUM)
+        return torch.where(total[1] > 0, -1.0, total[0].sqrt()).to(norm.device)
+
+    def _model_parallel_all_reduce(self, tensor: Tensor, op: Any) -> None:
+        if self._put_off is None:
+            super()._model_parallel_all_reduce(tensor, op)
+        else:
+            self._put_off = True
+
+
+def is_replica(param: Any) -> bool:
+    """Whether another stage of the pipeline has the parameter as well, and counts it."""
+    return bool(getattr(param, PIPE_REPLICATED, False))
+
+
+@contextmanager
+def ordered_by_streams(enough: bool) -> Iterator[None]:
+    """In this context, if that is enough, DeepSpeed does not have the host wait for the device.
+
+    It does so at the end of a micro-step, before buffers that a stream of reductions reads are given back. Ours are
+    recorded on that stream, and what has been reduced is read behind it.
+    """
+    if not enough or get_accelerator().resolves_data_dependency():
+        yield
+        return
+    with mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: True):
+        yield

@@ -1,0 +1,279 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients with parameters cut: accumulated in placement g, moved to the placement of os at the boundary.
+
+Note [Rows of gradients]
+    What arrives in the placement of os, or in I, is added to ``held``, (rows, elements of the optimizer's shard), the
+    chunks of the parameters in the order of the shard. It has one row where gradients arrive in the placement of os.
+    With g = I and os = G it is the I-slice, one row for each group; a reduce-scatter between groups ends in row j,
+    which is what the optimizer reads: a view, not a copy. With g = N it is there from the boundary to the next
+    micro-step only; meanwhile a placeholder stands for it, of one element that is repeated.
+
+With p = I and g = G what arrives in the group crosses in an order of its own: Note [One order between groups].
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from torch import Tensor
+
+from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.comm.parameter_bucket import ParameterBucket
+from deepspeed_ext.comm.reshard import GradientReshard
+from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.crossing import Crossing
+from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
+from deepspeed_ext.zero.gradients import Gradients, add_to
+
+
+class PartitionedGradients(Gradients):
+    """Gradients of the trainable parameters. See Note [Rows of gradients].
+
+    Args:
+        params: trainable ZeRO parameters, in the order of the optimizer's shard.
+        layout: how a parameter is cut into cells.
+        strategy: one with p = I or G.
+        ranks: data-parallel ranks, over which the mean is taken.
+        reshard: hops of the data-parallel group.
+        bucket: elements (of whole parameters) reduced at a time.
+        overlap: whether the hops of two buckets may overlap.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Any],
+        layout: Callable[[Any], FlatLayout],
+        strategy: Strategy,
+        ranks: int,
+        reshard: GradientReshard,
+        bucket: int,
+        overlap: bool,
+    ) -> None:
+        super().__init__(reshard, strategy.os, strategy.os if strategy.g == Placement.N else strategy.g, overlap)
+        self._params = list(params)
+        self._layout = layout
+        self._ranks = ranks
+        ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
+        self._crossing = Crossing(self._params, bucket, reshard.multiple) if ordered else None
+        self._crosses = Schedule(overlap)  # what ``_crossing`` gives
+        self.rows = layout(self._params[0]).rows if self._arrives == Placement.I else 1
+        self._starts: dict[int, int] = {}  # ds_id: first column in ``held``
+        self.numel = 0  # columns
+        for param in self._params:
+            self._starts[param.ds_id] = self.numel
+            self.numel += param.ds_tensor.ds_numel
+        self.held = torch.empty(self.rows, 0)
+        self._whole: dict[int, Tensor] = {}  # ds_id: what is kept uncut until the boundary, with g = N
+        self.begun = False  # whether ``held`` has something of this accumulation ...
+        self._finished = False  # ... which is complete in the placement of os
+
+    def place(self, held: Tensor) -> dict[int, Tensor]:
+        """Hold gradients in this tensor, (rows, numel).
+
+        Returns:
+            For each ds_id the optimizer's chunk of the gradient, 1D, a view.
+        """
+        self.held = held
+        chunks = self.shard.split([param.ds_tensor.ds_numel for param in self._params])
+        return dict(zip(self._starts, chunks, strict=True))
+
+    def make(self, dtype: torch.dtype, device: Any) -> Tensor:
+        """A tensor for ``place``, of zeros."""
+        return torch.zeros(self.rows, self.numel, dtype=dtype, device=device)
+
+    def make_placeholder(self, dtype: torch.dtype, device: Any) -> Tensor:
+        """One that takes no memory and can be read only."""
+        return torch.zeros(1, 1, dtype=dtype, device=device).expand(self.rows, self.numel)
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether nothing can be added."""
+        return self.numel > 1 and self.held.stride(1) == 0
+
+    @property
+    def shard(self) -> Tensor:
+        """1D: the optimizer's shard."""
+        return self.held[self._own_row]
+
+    @property
+    def _own_row(self) -> int:
+        return self._reshard.row if self.rows > 1 else 0
+
+    def crossing_spans(self, param: Any, name: str) -> Iterator[CrossingSpan]:
+        """Return where elements of a parameter are among those of this rank that cross between groups."""
+        layout, col = self._layout(param), self._reshard.col
+        return crossing_spans_of(name, param.ds_numel, layout, col, start=self._starts[param.ds_id])
+
+    def forget(self) -> None:
+        """Drop what has been accumulated."""
+        if self._crossing is not None:
+            self._crossing.clear()
+        self._whole.clear()
+        self.begun = False
+
+    # In a micro-step: N -> g ##########################################################################
+
+    def keep(self, param: Any, gradient: Tensor, dtype: torch.dtype) -> None:
+        """g = N: add to what stays until the boundary, in this dtype."""
+        gradient = gradient.detach().to(dtype)
+        if param.ds_id in self._whole:
+            self._whole[param.ds_id].add_(gradient)
+        else:
+            self._whole[param.ds_id] = gradient
+
+    def reduce(
+        self, gradients: Sequence[tuple[Any, Tensor | None]], dtype: torch.dtype, sequence_parallel_size: int = 1
+    ) -> None:
+        """Move a bucket to where it arrives, and add it there.
+
+        Args:
+            gradients: parameters and their gradients; None stands for zeros. They are copied at once.
+            dtype: on the wire.
+            sequence_parallel_size: ranks that count as one in the mean.
+        """
+        self._begin()
+        bucket = ParameterBucket([self._layout(param) for param, _ in gradients])
+        device = get_accelerator().current_device_name()
+        width = fill_up(bucket.width, self._reshard.multiple)
+        cells = torch.empty(bucket.cols, bucket.rows, width, dtype=dtype, device=device)
+        bucket.pack([gradient for _, gradient in gradients], cells)
+        cells[:, :, bucket.width :].zero_()
+        # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
+        cells.div_(self._ranks / sequence_parallel_size)
+        params = [param for param, _ in gradients]
+        if self._crossing is None:
+            transfer = self._accumulate(params, self._reshard.reduce_cells(cells, self._arrives, self._spans(params)))
+        else:
+            transfer = self._arrive(params, self._reshard.reduce_cells(cells, Placement.I, ()))
+        del cells  # owned by the transfer alone, which frees it after the first hop
+        self._schedule.submit(transfer)
+        self._cross()
+
+    def end_backward(self) -> None:
+        """All gradients of a backward have been given to ``reduce``."""
+        if self._crossing is not None:
+            self._schedule.drain()
+            self._cross(last=True)
+
+    def drain(self) -> None:
+        """Wait for all buckets."""
+        self._schedule.drain()
+        self._cross()
+        self._crosses.drain()
+
+    def drop(self) -> None:
+        """Drop what has been accumulated, and what is on the wire."""
+        super().drop()
+        self._crosses.drop()
+        self.forget()
+
+    def _begin(self) -> None:
+        """Before something is added to ``held``."""
+        if not self.begun:
+            self.held.zero_()
+        elif self._finished and self._arrives == Placement.I:
+            # Another backward at the boundary: what is complete already must count once when it is summed again.
+            elsewhere = self._os == Placement.I and self._reshard.row != 0
+            for row in range(self.rows):
+                if row != self._own_row or elsewhere:
+                    self.held[row].zero_()
+        self.begun, self._finished = True, False
+
+    def _arrive(self, params: Sequence[Any], transfer: Transfer) -> Transfer:
+        """Hand over what a reshard to I brings; (rows, columns) of the parameters."""
+        arrived = yield from transfer
+        self._crossing.add(params, arrived.view(self._reshard.rows, -1))  # type: ignore[union-attr]
+        return arrived
+
+    def _cross(self, last: bool = False) -> None:
+        if self._crossing is not None:
+            for params, bucket in self._crossing.buckets(last):
+                self._crosses.submit(self._accumulate(params, self._reshard.reduce_rows(bucket, self._spans(params))))
+
+    def _accumulate(self, params: Sequence[Any], transfer: Transfer) -> Transfer:
+        """Add what a reshard of these parameters brings."""
+        arrived = (yield from transfer).view(self.rows, -1)
+        for start, offset, numel in self._runs(params):
+            add_to(self.held[:, start : start + numel], arrived[:, offset : offset + numel])
+        return arrived
+
+    def _spans(self, params: Sequence[Any]) -> list[tuple[int, int]]:
+        """(column in ``held``, elements) of these stretches."""
+        return [(start, numel) for start, _, numel in self._runs(params)]
+
+    def _runs(self, params: Sequence[Any]) -> list[tuple[int, int, int]]:
+        """(column in ``held``, column in the bucket, elements) of stretches that are in one order in both."""
+        runs: list[tuple[int, int, int]] = []
+        offset = 0
+        for param in params:
+            start, numel = self._starts[param.ds_id], param.ds_tensor.ds_numel
+            if runs and runs[-1][0] + runs[-1][2] == start:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + numel)
+            else:
+                runs.append((start, offset, numel))
+            offset += numel
+        return runs
+
+    # At the accumulation boundary: g -> os ############################################################
+
+    def reduce_kept(self, dtype_of: Callable[[Any], torch.dtype], bucket: int) -> None:
+        """g = N: reduce all parameters in buckets, used or not: ranks may have used different ones.
+
+        Args:
+            dtype_of: dtype on the wire of a parameter.
+            bucket: elements reduced at a time.
+        """
+        buckets: dict[torch.dtype, list[tuple[Any, Tensor | None]]] = {}
+        for dtype in sort_dtypes({dtype_of(param) for param in self._params}):
+            buckets[dtype] = []
+        numels = dict.fromkeys(buckets, 0)
+        for param in self._params:
+            dtype = dtype_of(param)
+            if buckets[dtype] and numels[dtype] + param.ds_numel > bucket:
+                self.reduce(buckets[dtype], dtype)
+                buckets[dtype].clear()
+                numels[dtype] = 0
+            buckets[dtype].append((param, self._whole.pop(param.ds_id, None)))
+            numels[dtype] += param.ds_numel
+        for dtype, left in buckets.items():
+            if left:
+                self.reduce(left, dtype)
+        self.drain()
+
+    def finish(self, dtype: torch.dtype, bucket: int) -> None:
+        """Complete the optimizer's shard: what is in I moves on to os, in windows over all parameters.
+
+        Args:
+            dtype: on the wire.
+            bucket: elements (of all rows) moved at a time.
+        """
+        self.drain()
+        if not self.begun:
+            self._begin()
+        if self._arrives == Placement.I and not self._finished:
+            self._move_on(dtype, bucket)
+        self._finished = True
+        if not self._reshard.inter.keeps_zeros:
+            self._clear_padding()
+
+    def _clear_padding(self) -> None:
+        """Chunks of the last ranks may reach over the end of their parameter."""
+        cols = self._reshard.cols
+        rank = self._reshard.col + (self._reshard.row * cols if self._os == Placement.G else 0)
+        for param in self._params:
+            chunk = param.ds_tensor.ds_numel
+            present = min(chunk, max(0, param.ds_numel - rank * chunk))
+            start = self._starts[param.ds_id]
+            self.shard[start + present : start + chunk].zero_()
+
+    def _slices(self) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self.held
+
+    def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
+        self.shard[start : start + total.shape[1]].copy_(total[0])
