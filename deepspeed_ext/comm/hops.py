@@ -112,7 +112,12 @@ class GatherHop(Hop):
     """The slot for parameters: an all-gather; this one sends them as they are.
 
     One that sends them in another form must give all ranks of the group the same bits, its own part included.
+
+    Attributes:
+        exact: whether what arrives is what was sent, so that any other all-gather would do as well.
     """
+
+    exact = True
 
     def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Transfer:
         """Gather every rank's ``shard`` (1D), in rank order: 1D of ``size * shard.numel()`` elements.

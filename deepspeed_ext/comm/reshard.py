@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Contents, GatherHop, Hop, ReduceHop, Span, Transfer
+from deepspeed_ext.comm.hops import Contents, GatherHop, Hop, ReduceHop, Span, Transfer, all_gather
 from deepspeed_ext.comm.layout import BucketPlan
 from deepspeed_ext.comm.packing import aligned_rows, fill_up
 from deepspeed_ext.strategy import Placement
@@ -38,6 +38,7 @@ class ParameterReshard(_Reshard):
         super().__init__(intra, inter)
         self._intra = intra
         self._inter = inter
+        self.exact = intra.exact and inter.exact
 
     def gather(self, shard: Tensor, source: Placement, target: Placement) -> Transfer:
         """Gather a window of this rank's shard: between groups first, while it is smallest.
@@ -69,6 +70,17 @@ class ParameterReshard(_Reshard):
             rows: (rows, width), contiguous.
         """
         return self._inter.all_gather(rows[self.row], out=rows.view(-1))
+
+    def gather_rows(self, shard: Tensor) -> Transfer:
+        """G -> I of what no step has updated, as it is: whatever the hop, initial and frozen parameters lose nothing.
+
+        Args:
+            shard: 1D of ``width`` elements.
+
+        Returns:
+            1D of ``rows * width`` elements.
+        """
+        return all_gather(self._inter.collectives, shard)
 
 
 class _BucketParts(NamedTuple):

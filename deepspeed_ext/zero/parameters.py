@@ -248,7 +248,7 @@ class PartitionedParameters:
         """G -> I of their ``ds_tensor``: each parameter and its slice, (k, chunk)."""
         chunks = joined_and_aligned([param.ds_tensor for param in params], self._reshard.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
-        gathered = Started(self._reshard.gather(chunks, Placement.G, Placement.I)).finish()
+        gathered = Started(self._reshard.gather_rows(chunks)).finish()
         rows = gathered.view(self.topology.sizes.groups, chunks.numel())
         numels = [param.ds_tensor.ds_numel for param in params]
         return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))

@@ -17,15 +17,13 @@ Note [What runs when]
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS, PARTITION_COUNT, ZERO_STAGE
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, get_norm_dtype
 from torch import Tensor
 
@@ -33,20 +31,19 @@ from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout, Range, windows
 from deepspeed_ext.comm.packing import aligned
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.optimizer import ParoOptimizer, ordered_by_streams
-from deepspeed_ext.zero.regroup import cut_otherwise
 from deepspeed_ext.zero.slots import Slots
+from deepspeed_ext.zero.stage12_states import Stage12States
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
 
 class _FlatGroups(list[Tensor]):
-    """The flat parameter buffers, which know how to gather themselves; see ``replacements/strategies.py``."""
+    """The flat parameter buffers, which know how to gather themselves; see ``integration/seams/strategies.py``."""
 
     def __init__(self, buffers: list[Tensor], optimizer: "Stage12Optimizer") -> None:
         super().__init__(buffers)
@@ -65,7 +62,7 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
+class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
@@ -89,7 +86,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.topology = topology
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
-        self._parameter_reshard: ParameterReshard = slots.parameter_reshard(topology)
+        self._parameter_reshard = slots.parameter_reshard(topology)
         self._gathers = Schedule(overlap=self.overlap_comm)
         self._offsets = {
             self.get_param_id(param): offset
@@ -284,55 +281,6 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         first = dist.get_rank(group=self.dp_process_group) * self.partition_size[group]
         return group, first, self._offsets[self.get_param_id(param)]
 
-    # Checkpoints and offloaded states ################################################################
-
-    def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is cut otherwise: the parent would pad a shard that is too short.
-
-        Raises:
-            ValueError: it is of another stage, cut over another number of ranks, or of parameters elsewhere.
-        """
-        stage, saved = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
-        if stage > 2 or saved != self.partition_count:
-            raise cut_otherwise(
-                f"of stage {stage} and cut over {saved} ranks",
-                f"are of stage 1 or 2 and cut over {self.partition_count} ranks (an entry for each parameter group)",
-            )
-        if PARAM_SLICE_MAPPINGS not in state:  # of an older DeepSpeed
-            return
-        # By place, whatever the names: it is how the parent takes them.
-        saved, own = (
-            [[(piece.start, piece.numel) for piece in group.values()] for group in mappings]
-            for mappings in (state[PARAM_SLICE_MAPPINGS], self._param_slice_mappings)
-        )
-        if saved != own:
-            raise cut_otherwise(
-                "in another order", "go by round_robin_gradients, the parameter groups and the sizes of parameters"
-            )
-
-    def _load_legacy_checkpoint(
-        self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
-    ) -> None:
-        """Refuse optimizer states that are cut otherwise.
-
-        Raises:
-            ValueError: see ``check_states``.
-        """
-        self.check_states(state_dict_list[dist.get_rank(group=self.dp_process_group)])
-        super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
-
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Also moves the slices where the parent moves gradients."""
-        self._finish_buckets()
-        super().offload_states(*args, **kwargs)
-        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self.gradients.to("cpu")
-
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Brings the slices back, too."""
-        super().reload_states(*args, **kwargs)
-        self.gradients.to(get_accelerator().current_device_name())
-
     def destroy(self) -> None:
         """Also drops gradients of an accumulation that was not finished."""
         self.gradients.drop()
@@ -374,10 +322,10 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """Gather updated parameters between groups, then inside, in windows of ``allgather_bucket_size``.
 
         Returns:
-            False if one hop does it: the parent's all-gather over its own group needs no staging then.
+            False if one hop does it, and as it is: the parent's all-gather over its own group needs no staging then.
         """
-        sizes = self.topology.sizes
-        if self.strategy.os != Placement.G or sizes.group_size == 1 or sizes.groups == 1:
+        sizes, reshard = self.topology.sizes, self._parameter_reshard
+        if self.strategy.os != Placement.G or sizes.groups == 1 or (sizes.group_size == 1 and reshard.exact):
             return False
         for group, flat in enumerate(self.bit16_groups_flat):
             own = self.parallel_partitioned_bit16_groups[group][self.topology.rank]
