@@ -15,7 +15,7 @@ ADAM_BYTES = 12  # of a parameter: master copy and two moments in fp32
 
 
 def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: int = 2) -> ModelStates:
-    """Of a model on any device, meta included, and cut by ``zero.Init`` or not; optimizer states are Adam's.
+    """Of a model on any device, meta included, and sharded by ``zero.Init`` or not; optimizer states are Adam's.
 
     Args:
         model: what is trained.

@@ -4,8 +4,8 @@
 
 Note [Placements, moves and strategies]
     n ranks train data-parallel, in k = n/m groups of m ranks; links inside a group are fast.
-    A *placement* says how a model state is cut: N (not cut, every rank holds all of it), I (cut inside the group,
-    every group holds all of it) or G (cut over all ranks). N < I < G: later is finer.
+    A *placement* says where a model state is: N (replicated: every rank holds all of it), I (sharded inside the
+    group: every group holds all of it) or G (sharded over all ranks). N < I < G: later is finer.
     A *move* takes a state from one placement to another over at most two *hops*, one inside the group and one
     between groups. Moving X bytes, a rank receives over each hop
 
@@ -24,7 +24,7 @@ from enum import Enum, IntEnum
 
 
 class Placement(IntEnum):
-    """How a model state is cut; a greater value is finer."""
+    """How a model state is sharded; a greater value is finer."""
 
     N = 0
     I = 1
@@ -64,7 +64,7 @@ class GroupSizes:
         return self.ranks // self.group_size
 
     def shards(self, placement: Placement) -> int:
-        """Number of different pieces that a state in this placement is cut into."""
+        """Number of different pieces that a state in this placement is sharded into."""
         return {Placement.N: 1, Placement.I: self.group_size, Placement.G: self.ranks}[placement]
 
 
@@ -83,7 +83,7 @@ class Volume:
 
 
 def reshard_volume(sizes: GroupSizes, source: Placement, target: Placement, nbytes: float) -> Volume:
-    """What one rank receives when a state of ``nbytes`` bytes (uncut) moves from one placement to the other.
+    """What one rank receives when a state of ``nbytes`` bytes (whole) moves from one placement to the other.
 
     The same for a gather (``target`` coarser) and a reduce (``target`` finer): see Note [Placements, moves and
     strategies].
@@ -126,7 +126,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes of the model's states before any cutting.
+    """Bytes of the model's states before any sharding.
 
     Attributes:
         parameters: of all parameters, in the dtype of forward and backward (2 bytes each in bf16).
@@ -200,7 +200,7 @@ class Strategy:
 
     @property
     def stage(self) -> int:
-        """ZeRO stage whose optimizer runs this strategy: 3 if p is cut, else 2 if g is cut, else 1."""
+        """ZeRO stage whose optimizer runs this strategy: 3 if p is sharded, else 2 if g is sharded, else 1."""
         if self.p > Placement.N:
             return 3
         return 2 if self.g > Placement.N else 1

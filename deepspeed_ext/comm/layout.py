@@ -7,7 +7,7 @@ Note [Flat buffers, cells and slices]
     (j*cols + i)*chunk. With columns = numbers in the group (m) and rows = groups (k), cell (j, i) is the chunk that
     ZeRO gives to data-parallel rank j*m + i. The I-slice of a rank is its column, the *strided* chunks
     {i, m+i, 2m+i, ...}: a reduce-scatter of it between groups lands on exactly ZeRO's chunk, so checkpoints need no
-    permutation. Where the optimizer's states are not cut between groups there is one row, and the slice is
+    permutation. Where the optimizer's states are not sharded between groups there is one row, and the slice is
     contiguous.
     With p = N the flat buffer is all parameters of a parameter group, as in ZeRO-1/2; with p = I or G it is each
     parameter, as in ZeRO-3, and the cells of several parameters travel side by side: (cols, rows, width).
@@ -24,7 +24,7 @@ from deepspeed_ext.comm.hops import Contents, Span
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement
 
-# What starts of windows are multiples of, the first of them that fits: whole blocks of LoCo, aligned messages.
+# What starts of windows are multiples of, the first of them that fits: whole blocks of LoCo, aligned buckets.
 _STRIDES = (512, 16)
 
 

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, or their gradients, side by side in a message, packed and unpacked by few calls.
+"""Parameters, or their gradients, side by side in a bucket, packed and unpacked by few calls.
 
 Note [Runs of alike parameters]
     A mixture of experts has hundreds of small parameters, and a handful of tensor operations for each of them costs
-    more than the operations do. Their sizes repeat: w1, w2, w3 of expert 0, of expert 1, ... So a message is taken as
+    more than the operations do. Their sizes repeat: w1, w2, w3 of expert 0, of expert 1, ... So a bucket is taken as
     *runs*, each a pattern of sizes that is repeated: one strided copy serves one size of a pattern, in all
     repetitions. A list without any repetition is one run for each parameter, and is packed one by one.
 """
@@ -26,7 +26,7 @@ class _Repeated(NamedTuple):
     """``count`` repetitions of a pattern of layouts."""
 
     first: int  # number of the first parameter
-    start: int  # its first element in the message
+    start: int  # its first element in the bucket
     pattern: tuple[FlatLayout, ...]
     count: int
 

@@ -116,7 +116,7 @@ class Topology:
         world: the data-parallel group itself.
         intra: this rank's group.
         inter: the ranks of its number in all groups.
-        alone: this rank only, what a state that is not cut is "sharded" over; None unless asked for.
+        alone: this rank only, what a state that is replicated is "sharded" over; None unless asked for.
     """
 
     sizes: GroupSizes
@@ -127,7 +127,7 @@ class Topology:
     alone: Any = None
 
     def shard_group(self, placement: Placement) -> Any:
-        """The process group over which a state in this placement is cut."""
+        """The process group over which a state in this placement is sharded."""
         return {Placement.N: self.alone, Placement.I: self.intra, Placement.G: self.world}[placement]
 
     def replica_group(self, placement: Placement) -> Any:

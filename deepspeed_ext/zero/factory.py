@@ -104,7 +104,7 @@ def _replacements(
 def _inference(
     module: Any, *, strategy: Strategy, topology: Topology, slots: Slots, bucket: int, sequential: bool, **kwargs: Any
 ) -> DeepSpeedZeRoOffload:
-    """What the engine makes without an optimizer: parameters are cut and gathered, that is all."""
+    """What the engine makes without an optimizer: parameters are sharded and gathered, that is all."""
     with coordinator_of(topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
     gathers = {"bucket": bucket, "sequential": sequential}

@@ -55,7 +55,7 @@ class Gather:
 
 
 class Held:
-    """Parameters that are not cut at all: one rank holds all of each, and what it holds is used as it is."""
+    """Parameters that are replicated: one rank holds all of each, and what it holds is used as it is."""
 
     def __init__(self, params: Sequence[Any]) -> None:
         self._params = params

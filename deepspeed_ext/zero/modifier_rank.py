@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GatheredParameters with a modifier rank, where every group holds all of the parameters (os = I).
 
-DeepSpeed broadcasts what one rank has modified over the process group that a parameter is cut over. With groups that
-is one of several: ``modifier_rank=0`` would be the first rank of each group, and groups would drift apart.
+DeepSpeed broadcasts what one rank has modified over the process group that a parameter is sharded over. With groups
+that is one of several: ``modifier_rank=0`` would be the first rank of each group, and groups would drift apart.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

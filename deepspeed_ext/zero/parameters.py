@@ -1,24 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with p = I or G: how they are held, and how they are gathered for use.
-
-Note [Rows]
-    ZeRO-3 cuts each parameter into chunks, over the process group in which its optimizer states are cut: with os = G
-    a rank holds chunk r of n, with os = I chunk i of m, as ``ds_tensor``. Where parameters are cut likewise (p = os)
-    that is all. With p = I and os = G a rank holds its I-slice, k chunks of n: one *row* for each group, of which its
-    own, row j, is ``ds_tensor``: a view, not a copy. An optimizer step changes row j; then one all-gather between
-    groups completes the slice (``gather_updates``), and forward and backward gather inside the group only.
-
-    The slices of the trainable parameters of a sub-group make one block, (k, elements of the sub-group): row j of it
-    is the sub-group's flat partition, the all-gather runs in place, without a buffer. It is started after the step
-    and waited for when a parameter of the block is first used.
+"""Parameters with p = I or G, gathered for use.
 
 What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_gather``, ``all_gather_coalesced`` and
 ``partition``. They are put back by ``release``.
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,28 +16,27 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
 from deepspeed.utils import get_z3_leaf_modules
-from torch import Tensor
 
-from deepspeed_ext.comm.layout import FlatLayout
-from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
+from deepspeed_ext.comm.packing import joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.comm.reshard import ParameterReshard
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.leaf.chunks import blocks_of
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, forget_units, make_units
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.gathers import Gather, Held
 from deepspeed_ext.zero.modifier_rank import OWNER, REPLICAS
+from deepspeed_ext.zero.slices import Slices
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 
-class PartitionedParameters:
-    """The parameters of a model, cut as a strategy says. See Note [Rows].
+class PartitionedParameters(Slices):
+    """The parameters of a model, cut as a strategy says. See Note [Rows] in ``slices.py``.
 
     Args:
-        params: ZeRO parameters, cut over any process group; trainable and frozen.
+        params: ZeRO parameters, sharded over any process group; trainable and frozen.
         strategy: one with p = I or G.
         topology: process groups of the data-parallel group.
         reshard: its hops.
@@ -70,19 +57,8 @@ class PartitionedParameters:
         leaves: Iterable[Any] = (),
         written: Callable[[], None] = lambda: None,
     ) -> None:
-        self.strategy = strategy
-        self.topology = topology
-        self._reshard = reshard
-        self._bucket = max(1, bucket)
+        super().__init__(params, strategy, topology, reshard, bucket, written)
         self._sequential = sequential
-        self._written = written
-        self._params = list(params)
-        self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
-        self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
-        self._blocks: list[Tensor] = []  # (k, elements and padding) of each sub-group
-        self._block_of: dict[int, int] = {}  # ds_id: number of the block
-        self._updates = Schedule(overlap=True)  # gathers between groups, after a step
-        self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
         self._gathers = Schedule(overlap=True)  # gathers for use
         self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
@@ -90,26 +66,15 @@ class PartitionedParameters:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
         self._cut()
-        if self.sliced:
-            for some in self._batches(self._params):
-                self._make_slices(some)
+        self._make_slices()
         self._attach()
         self._leaves = list(leaves)
         self._units = [] if sequential else make_units(self._leaves, self._kind, self._make_unit)
 
-    @property
-    def sliced(self) -> bool:
-        """Whether parameters are held as slices of several rows."""
-        return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
-
-    def layout(self, param: Any) -> FlatLayout:
-        """How the parameter is cut into cells."""
-        return self._layouts[param.ds_id]
-
     # Making ###########################################################################################
 
     def _cut(self) -> None:
-        """Cut every parameter over the group of its optimizer states, with zeros in the padding."""
+        """Shard every parameter over the group of its optimizer states, with zeros in the padding."""
         group = self.topology.shard_group(self.strategy.os)
         rank, ranks = dist.get_rank(group=group), data_parallel_ranks(group)
         elsewhere = {
@@ -120,27 +85,6 @@ class PartitionedParameters:
                 recut(param, group)
             chunk = param.ds_tensor.ds_numel
             param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
-
-    def _make_slices(self, params: Sequence[Any]) -> None:
-        for param, mine in self._gather_slices(params):
-            slice_ = mine.contiguous()
-            param.ds_tensor.data = slice_[self._reshard.row]
-            self._rows[param.ds_id] = list(slice_)
-            self._rows[param.ds_id][self._reshard.row] = param.ds_tensor
-
-    def _batches(self, params: Iterable[Any]) -> list[list[Any]]:
-        """The parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
-        batches: list[list[Any]] = []
-        filled: dict[torch.dtype, tuple[list[Any], int]] = {}
-        for param in params:
-            dtype = param.ds_tensor.dtype
-            batch, numel = filled.get(dtype, ([], math.inf))
-            if numel + param.ds_numel > self._bucket:
-                batch, numel = [], 0
-                batches.append(batch)
-            batch.append(param)
-            filled[dtype] = batch, numel + param.ds_numel
-        return batches
 
     def _attach(self) -> None:
         for param in self._params:
@@ -173,10 +117,10 @@ class PartitionedParameters:
         self.live -= numel
 
     def release(self) -> None:
-        """Give the parameters back to DeepSpeed, with its methods; each stays cut over the group that it is cut over.
+        """Give the parameters back to DeepSpeed, with its methods; each stays sharded as it is.
 
-        No communication: this runs where an engine is deleted. So with os = I parameters stay cut inside groups, and
-        ``REPLICAS`` tells those who need them otherwise (``recut_for_stock``).
+        No communication: this runs where an engine is deleted. So with os = I parameters stay sharded inside groups,
+        and ``REPLICAS`` tells those who need them otherwise (``recut_for_stock``).
         """
         self.drain()
         forget_units(self._leaves, self._units)
@@ -192,99 +136,7 @@ class PartitionedParameters:
         self._rows.clear()
         self.forget_blocks()
 
-    # Blocks of slices: the optimizer's side ###########################################################
-
-    def partitions(self, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
-        """All that is held of the parameters, block after block, row after row, which are filled up."""
-        partitions: list[Tensor] = []
-        for sub_group in sub_groups:
-            width, filled = self._block_width(sub_group)
-            for row in range(len(self._held(sub_group[0]))):
-                partitions += [self._held(param)[row] for param in sub_group]
-                if filled > width:
-                    partitions.append(partitions[-1].new_zeros(filled - width))
-        return partitions
-
-    def _block_width(self, sub_group: Sequence[Any]) -> tuple[int, int]:
-        """Elements of a row of its block, and with padding: rows that are gathered in place begin where hops like."""
-        width = sum(param.ds_tensor.ds_numel for param in sub_group)
-        return width, fill_up(width, self._reshard.multiple if self.sliced else 1)
-
-    def make_blocks(self, buffer: Tensor, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
-        """Take the flat buffer of ``partitions(sub_groups)`` as blocks.
-
-        Returns:
-            For each sub-group the flat partition, 1D, which an optimizer step changes: row j of its block.
-        """
-        own = self._reshard.row if self.sliced else 0
-        self._blocks, offset, flats = [], 0, []
-        for number, sub_group in enumerate(sub_groups):
-            rows, (width, filled) = len(self._held(sub_group[0])), self._block_width(sub_group)
-            self._blocks.append(buffer.narrow(0, offset, rows * filled).view(rows, filled))
-            flats.append(self._blocks[-1][own, :width])
-            offset += rows * filled
-            self._block_of.update((param.ds_id, number) for param in sub_group)
-        return flats
-
-    def forget_blocks(self) -> None:
-        """Let go of the buffer of ``make_blocks``."""
-        self._blocks, self._block_of = [], {}
-
-    @torch.no_grad()
-    def complete(self) -> None:
-        """Complete all slices after something outside of a step has changed this rank's rows, a checkpoint for one.
-
-        Those of frozen parameters, too, which no step changes.
-        """
-        self.gather_updates()
-        if self.sliced:
-            for some in self._batches(param for param in self._params if param.ds_id not in self._block_of):
-                for param, mine in self._gather_slices(some):
-                    for row, gathered in zip(self._held(param), mine, strict=True):
-                        row.copy_(gathered)
-            self._written()
-
-    def _gather_slices(self, params: Sequence[Any]) -> list[tuple[Any, Tensor]]:
-        """G -> I of their ``ds_tensor``: each parameter and its slice, (k, chunk)."""
-        chunks = joined_and_aligned([param.ds_tensor for param in params], self._reshard.multiple)
-        chunks = chunks.to(get_accelerator().current_device_name())
-        gathered = Started(self._reshard.gather_rows(chunks)).finish()
-        rows = gathered.view(self.topology.sizes.groups, chunks.numel())
-        numels = [param.ds_tensor.ds_numel for param in params]
-        return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))
-
-    @torch.no_grad()
-    def gather_updates(self) -> None:
-        """os -> p, after a step: start to complete the slices from the groups' rows. Where p = os there are none.
-
-        All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
-        another does with its data.
-        """
-        self._written()
-        if not self.sliced:
-            return
-        self.drain()
-        for number, block in enumerate(self._blocks):
-            self._update_of[number] = self._updates.start(self._reshard.complete_rows(block.detach()))
-
-    def drain(self) -> None:
-        """Wait for all gathers; before row j changes again."""
-        for update in self._update_of.values():
-            self._updates.finish(update)
-        self._update_of.clear()
-
     # Gathering ########################################################################################
-
-    def _held(self, param: Any) -> list[Tensor]:
-        """What this rank holds of the parameter: one tensor or the rows of its slice; 1D each."""
-        return self._rows[param.ds_id] if self.sliced else [param.ds_tensor]
-
-    def _wait_for_updates(self, params: Iterable[Any]) -> None:
-        for number in sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}):
-            if number in self._update_of:
-                self._updates.finish(self._update_of[number])  # for each stream that reads the block
-                if get_accelerator().is_synchronized_device():
-                    del self._update_of[number]
 
     def _bucket_of(self, params: Sequence[Any], alone: bool) -> ParameterBucket:
         """Where parameters are in a bucket; remembered for units, which are many parameters time and again."""
@@ -388,14 +240,6 @@ class PartitionedParameters:
         if has_been_updated:
             self._written()
 
-    @torch.no_grad()
-    def _write_rows(self, param: Any) -> None:
-        layout, whole = self.layout(param), param.data.reshape(-1)
-        for number, row in enumerate(self._held(param)):
-            first = (number * layout.cols + self._reshard.col) * layout.chunk
-            piece = whole[first : first + layout.chunk]
-            row[: piece.numel()].copy_(piece)
-
 
 def partition(
     module: Any,
@@ -438,10 +282,10 @@ def recut(param: Any, group: Any) -> None:
 
 
 def recut_for_stock(module: Any) -> None:
-    """Cut what an engine of ours has cut inside groups over all data-parallel ranks, for DeepSpeed's own ZeRO-3.
+    """Shard what an engine of ours has sharded inside groups over all ranks again, for DeepSpeed's own ZeRO-3.
 
-    It reduces each parameter over the group that the parameter is cut over: that must be the one it was cut over
-    before ours, and not the group that its engine names, which with a mesh is a part of it.
+    It reduces each parameter over the group that the parameter is sharded over: that must be the one it was sharded
+    over before ours, and not the group that its engine names, which with a mesh is a part of it.
     """
     for param in module.parameters():
         if hasattr(param, REPLICAS):

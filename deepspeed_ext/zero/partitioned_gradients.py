@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients with parameters cut: accumulated in placement g, moved to the placement of os at the boundary.
+"""Gradients with parameters sharded: accumulated in placement g, moved to the placement of os at the boundary.
 
 Note [Rows of gradients]
     What arrives in the placement of os, or in I, is added to ``held``, (rows, elements of the optimizer's shard), the
@@ -69,7 +69,7 @@ class PartitionedGradients(Gradients):
             self._starts[param.ds_id] = self.numel
             self.numel += param.ds_tensor.ds_numel
         self.held = torch.empty(self.rows, 0)
-        self._whole: dict[int, Tensor] = {}  # ds_id: what is kept uncut until the boundary, with g = N
+        self._whole: dict[int, Tensor] = {}  # ds_id: what is kept whole until the boundary, with g = N
         self.begun = False  # whether ``held`` has something of this accumulation ...
         self._finished = False  # ... which is complete in the placement of os
 

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that are cut otherwise, and those of ZeRO-3 whose sub-groups have other sizes.
+"""Checkpoints that are sharded otherwise, and those of ZeRO-3 whose sub-groups have other sizes.
 
 A rank of ZeRO-3 saves its chunks of the parameters of a parameter group one after the other, cut into sub-groups where
 ``sub_group_size`` or, for some strategies, ``allgather_bucket_size`` says. The order is the same whatever the sizes,
-so the states of a parameter group need only be cut elsewhere.
+so the states of a parameter group need only be sharded elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def cut_otherwise(saved: str, wanted: str) -> ValueError:
-    """The error for optimizer states that are cut otherwise: how they were ``saved``, and how ``wanted``."""
+    """The error for optimizer states that are sharded otherwise: how they were ``saved``, and how ``wanted``."""
     return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")
 
 

@@ -3,8 +3,8 @@
 """Strategies with p = N: ZeRO's stage-1/2 optimizer with gradients and optimizer states placed by the table.
 
 Note [What runs when]
-    The parent is built over the process group over which the optimizer states are cut (``Topology.shard_group``), so
-    its partitions, norms, overflow checks, steps and checkpoints are right for every ``os`` as they are. What is ours
+    The parent is built over the process group over which the optimizer states are sharded (``Topology.shard_group``),
+    so its partitions, norms, overflow checks, steps and checkpoints are right for every ``os`` as they are. What is ours
     is how gradients get there:
 
     - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
@@ -122,7 +122,7 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         elements_per_buffer: int,
     ) -> None:
         """The same without ``contiguous_gradients``: the bucket is a list of gradients."""
-        self._clear_previous_reduced_grads()  # of earlier buckets, which are packed into messages by now
+        self._clear_previous_reduced_grads()  # of earlier buckets, which are packed by now
         self._reduce_bucket([grad.reshape(-1) for grad in grads], grad_params, communication_data_type)
 
     def _reduce_bucket(self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype) -> None:
@@ -162,7 +162,7 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         return True
 
     def _mean(self) -> Mean:
-        """The mean over all ranks, whatever the parent is cut over."""
+        """The mean over all ranks, whatever the parent is sharded over."""
         ranks = self.topology.sizes.ranks
         if not self.gradient_average:
             return Mean()

@@ -17,10 +17,10 @@ class Stage12States:
     """Such an optimizer, ``Stage12Optimizer``; DeepSpeed's class comes after it."""
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is cut otherwise: the parent would pad a shard that is too short.
+        """Refuse a rank's state dict that is sharded otherwise: the parent would pad a shard that is too short.
 
         Raises:
-            ValueError: it is of another stage, cut over another number of ranks, or of parameters elsewhere.
+            ValueError: it is of another stage, sharded over another number of ranks, or of parameters elsewhere.
         """
         stage, saved = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
         if stage > 2 or saved != self.partition_count:
@@ -43,7 +43,7 @@ class Stage12States:
     def _load_legacy_checkpoint(
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
-        """Refuse optimizer states that are cut otherwise.
+        """Refuse optimizer states that are sharded otherwise.
 
         Raises:
             ValueError: see ``check_states``.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strategies with p = I or G: ZeRO's stage-3 optimizer with all three states placed by the table.
 
-Note [What runs when, parameters cut]
+Note [What runs when, parameters sharded]
     The parent holds, steps and saves chunks of parameters over the process group in which the optimizer states are
     cut. Ours are the ways to and from them:
 
@@ -40,7 +40,7 @@ from deepspeed_ext.zero.stage3_states import Stage3States
 
 
 class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
-    """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters cut].
+    """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters sharded].
 
     Args:
         strategy: one with p = I or G.
@@ -234,7 +234,7 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
         return []
 
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
-        """Release the gradients of a bucket, which are packed into a message by now."""
+        """Release the gradients of a bucket, which are packed by now."""
         for param in params_to_release:
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())

@@ -21,10 +21,10 @@ class Stage3States:
     """Such an optimizer, ``Stage3Optimizer``; DeepSpeed's class comes after it."""
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is cut otherwise, but for sub-groups, which are cut anew.
+        """Refuse a rank's state dict that is sharded otherwise, but for sub-groups, which are sharded anew.
 
         Raises:
-            ValueError: it is of another stage, cut over another number of ranks, or of other parameter groups.
+            ValueError: it is of another stage, sharded over another number of ranks, or of other parameter groups.
         """
         stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
         if (stage, saved) != (3, self.partition_count):
@@ -34,7 +34,7 @@ class Stage3States:
         check_groups(state, self._sub_group_numels())
 
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
-        """Also refuse states that are cut otherwise, and cut sub-groups anew.
+        """Also refuse states that are sharded otherwise, and cut sub-groups anew.
 
         Raises:
             ValueError: see ``check_states``.
