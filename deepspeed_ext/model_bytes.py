@@ -15,7 +15,7 @@ ADAM_BYTES = 12  # of a parameter: master copy and two moments in fp32
 
 
 def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: int = 2) -> ModelStates:
-    """Of a model on any device, meta included, and sharded by ``zero.Init`` or not; optimizer states are Adam's.
+    """Count a model on any device, meta included, and sharded by ``zero.Init`` or not; optimizer states are Adam's.
 
     Args:
         model: what is trained.
@@ -34,7 +34,7 @@ def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: 
 
 
 def on_device(engine: Any, model: nn.Module) -> ModelStates:
-    """Of what a DeepSpeedEngine keeps of a model on the device: nothing of what is offloaded."""
+    """Count what a DeepSpeedEngine keeps of a model on the device: nothing of what is offloaded."""
     config = engine._config.zero_config
     dtype, sums = engine.get_data_types()
     states = count(model, 2 if dtype.itemsize == 2 else None, sums.itemsize)
@@ -46,5 +46,5 @@ def on_device(engine: Any, model: nn.Module) -> ModelStates:
 
 
 def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
-    """Of parameters, each element of which has so many, by default those it has."""
+    """Return the bytes of parameters, each element of which has so many, by default those it has."""
     return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))

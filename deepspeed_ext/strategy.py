@@ -64,7 +64,7 @@ class GroupSizes:
         return self.ranks // self.group_size
 
     def shards(self, placement: Placement) -> int:
-        """Number of different pieces that a state in this placement is sharded into."""
+        """Return in how many different shards a state in this placement is."""
         return {Placement.N: 1, Placement.I: self.group_size, Placement.G: self.ranks}[placement]
 
 
@@ -83,7 +83,7 @@ class Volume:
 
 
 def reshard_volume(sizes: GroupSizes, source: Placement, target: Placement, nbytes: float) -> Volume:
-    """What one rank receives when a state of ``nbytes`` bytes (whole) moves from one placement to the other.
+    """Return what one rank receives when a state of ``nbytes`` bytes (whole) moves from one placement to the other.
 
     The same for a gather (``target`` coarser) and a reduce (``target`` finer): see Note [Placements, moves and
     strategies].
@@ -120,7 +120,7 @@ class Phase:
     each_micro_step: int = 0
 
     def times(self, accumulation: int) -> int:
-        """How often in a step of so many micro-steps."""
+        """Return how often in a step of so many micro-steps."""
         return self.each_micro_step * accumulation or 1
 
 
@@ -150,7 +150,7 @@ class ModelStates:
         gradient_bytes: int = 2,
         optimizer_bytes: int = 12,
     ) -> "ModelStates":
-        """From parameter counts and bytes per element; the defaults are bf16 training with Adam."""
+        """Return states from parameter counts and bytes per element; the defaults are bf16 training with Adam."""
         trainable = parameters if trainable is None else trainable
         return cls(
             parameters * parameter_bytes,
@@ -206,7 +206,7 @@ class Strategy:
         return 2 if self.g > Placement.N else 1
 
     def phases(self, sizes: GroupSizes, states: ModelStates) -> tuple[Phase, ...]:
-        """What moves in a step, in order; empty moves included.
+        """Return what moves in a step, in order; empty moves included.
 
         An all-reduce, where optimizer states are coarser than G, is a reduce to G and a gather back.
         """
@@ -223,12 +223,12 @@ class Strategy:
         )
 
     def volume(self, sizes: GroupSizes, states: ModelStates, accumulation: int = 1) -> Volume:
-        """Bytes one rank receives in an optimizer step of ``accumulation`` micro-steps."""
+        """Return the bytes that one rank receives in an optimizer step of ``accumulation`` micro-steps."""
         phases = self.phases(sizes, states)
         return sum((phase.volume * phase.times(accumulation) for phase in phases), Volume())
 
     def memory(self, sizes: GroupSizes, states: ModelStates) -> StateBytes:
-        """Bytes one rank holds of each state: the whole divided by the number of its shards."""
+        """Return the bytes that one rank holds of each state: the whole divided by the number of its shards."""
         return StateBytes(
             states.parameters / sizes.shards(self.p),
             states.gradients / sizes.shards(self.g),
@@ -262,7 +262,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def parse_strategy(name: object, besides: str = "") -> Strategy:
-    """The strategy of that name.
+    """Return the strategy of that name.
 
     Args:
         name: the three letters.

@@ -29,7 +29,7 @@ _STRIDES = (512, 16)
 
 
 def windows(numel: int, rows: int, most: int) -> list[tuple[int, int]]:
-    """Windows (start, length) over ``numel`` columns, such that ``rows`` of one have at most ``most`` elements."""
+    """Return windows (start, length) over ``numel`` columns; ``rows`` of one have at most ``most`` elements."""
     width = max(1, most // rows)
     width -= width % next((stride for stride in _STRIDES if stride <= width), 1)
     return [(start, min(width, numel - start)) for start in range(0, numel, width)]
@@ -45,7 +45,7 @@ class FlatLayout:
 
     @classmethod
     def of(cls, numel: int, placement: Placement, topology: Topology) -> "FlatLayout":
-        """The layout of a buffer whose optimizer states are in ``placement``."""
+        """Return the layout of a buffer whose optimizer states are in ``placement``."""
         rows = topology.sizes.groups if placement == Placement.G else 1
         return cls(numel, rows, topology.sizes.group_size)
 
@@ -55,7 +55,7 @@ class FlatLayout:
         return -(-self.numel // (self.rows * self.cols))
 
     def windows(self, most: int) -> list[tuple[int, int]]:
-        """Windows (start, length) over the chunk, such that a window of all rows has at most ``most`` elements."""
+        """Return windows (start, length) over the chunk; one of all rows has at most ``most`` elements."""
         return windows(self.chunk, self.rows, most)
 
     def pack(self, flat: Tensor, cells: Tensor) -> None:
@@ -70,7 +70,7 @@ class FlatLayout:
         cells.copy_(whole.view(self.rows, self.cols, self.chunk).transpose(0, 1))
 
     def unpack(self, cells: Tensor) -> Tensor:
-        """The flat buffer, 1D of ``numel`` elements, from its cells (cols, rows, chunk); a view where that can be."""
+        """Return the flat buffer (1D) from its cells (cols, rows, chunk); a view where that can be."""
         return cells.transpose(0, 1).reshape(-1)[: self.numel]
 
     def place(self, flat: Tensor, start: int, cells: Tensor, add: bool = False) -> None:
@@ -117,14 +117,14 @@ class BucketPlan:
     spans: tuple[tuple[Span, ...], ...]
 
     def splits(self, col: int, rows: int) -> list[int]:
-        """Elements of a column's part for each group."""
+        """Return the elements of a column's part for each group."""
         splits = [0] * rows
         for span in self.spans[col]:
             splits[span.row] += span.numel
         return splits
 
     def rows_of(self, col: int, rows: int) -> Contents:
-        """What a column's part holds for each group."""
+        """Return what a column's part holds for each group."""
         parts: list[list[Span]] = [[] for _ in range(rows)]
         for span in self.spans[col]:
             parts[span.row].append(span)

@@ -36,7 +36,7 @@ class _Repeated(NamedTuple):
         return sum(layout.chunk for layout in self.pattern)
 
     def parts(self, cells: Tensor) -> Iterator[tuple[int, FlatLayout, Tensor]]:
-        """For each place in the pattern: its number, its layout and its cells, (cols, rows, count, chunk)."""
+        """Return for each place in the pattern its number, its layout and its cells, (cols, rows, count, chunk)."""
         mine = cells[:, :, self.start : self.start + self.count * self.width].unflatten(-1, (self.count, self.width))
         offset = 0
         for place, layout in enumerate(self.pattern):
@@ -59,7 +59,7 @@ class ParameterBucket:
         self._runs = list(_runs(layouts, 0 if alone else _LONGEST_PATTERN))
 
     def arrived(self, flat: Tensor, parts: int) -> Tensor:
-        """The cells, out of what all ranks have sent: a view.
+        """Return the cells, out of what all ranks have sent: a view.
 
         Args:
             flat: 1D: one after the other ``parts`` rows, and padding, of each rank.
@@ -70,7 +70,7 @@ class ParameterBucket:
         return sent.unflatten(-1, (parts, self.width)).flatten(1, 2)
 
     def unpack(self, cells: Tensor) -> list[Tensor]:
-        """The parameters, 1D each."""
+        """Return the parameters, 1D each."""
         wholes: list[Tensor] = [cells] * self._len
         for run in self._runs:
             for place, layout, part in run.parts(cells):
@@ -130,7 +130,7 @@ def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Repeated]:
 
 
 def _repetitions(numels: Sequence[int], first: int, period: int) -> int:
-    """How often the pattern at ``first`` stands there in a row."""
+    """Return how often the pattern at ``first`` stands there in a row."""
     end = first + period
     while end < len(numels) and numels[end] == numels[end - period]:
         end += 1

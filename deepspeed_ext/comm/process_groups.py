@@ -26,7 +26,7 @@ _SHOWN = 4  # hosts in a warning
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Processes per node as the launcher tells it, or None where it does not."""
+    """Return the processes per node as the launcher tells it, or None where it does not."""
     for name in LOCAL_SIZE_VARIABLES:
         if environment.get(name, "").isdigit() and int(environment[name]) > 0:
             return int(environment[name])
@@ -34,7 +34,7 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
 
 
 def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
-    """Data-parallel ranks per node: the group size when none is configured.
+    """Return the data-parallel ranks per node: the group size when none is configured.
 
     Args:
         ranks: global ranks of the data-parallel group, ascending; ranks of a node are consecutive.
@@ -64,7 +64,7 @@ def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
 
 
 def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> str:
-    """What to tell about groups that are spread over more hosts than they need to be; empty if none is.
+    """Return what to say about groups that are spread over more hosts than they need to be; empty if none is.
 
     Groups trust that the ranks of a host are consecutive. Groups larger than a host are no mistake, and may span as
     many hosts as they fill.
@@ -96,13 +96,13 @@ def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> st
 
 
 def intra_ranks(ranks: Sequence[int], group_size: int, rank: int) -> list[int]:
-    """Global ranks of the group that ``rank`` (position in ``ranks``) belongs to."""
+    """Return the global ranks of the group that ``rank`` (position in ``ranks``) belongs to."""
     first = rank - rank % group_size
     return list(ranks[first : first + group_size])
 
 
 def inter_ranks(ranks: Sequence[int], group_size: int, rank: int) -> list[int]:
-    """Global ranks that have the same number in every group as ``rank`` (position in ``ranks``)."""
+    """Return the global ranks that have the same number in every group as ``rank`` (position in ``ranks``)."""
     return list(ranks[rank % group_size :: group_size])
 
 
@@ -127,16 +127,16 @@ class Topology:
     alone: Any = None
 
     def shard_group(self, placement: Placement) -> Any:
-        """The process group over which a state in this placement is sharded."""
+        """Return the process group over which a state in this placement is sharded."""
         return {Placement.N: self.alone, Placement.I: self.intra, Placement.G: self.world}[placement]
 
     def replica_group(self, placement: Placement) -> Any:
-        """The process group of the ranks that hold the same shard of a state in this placement; None if only one."""
+        """Return the group of the ranks that hold the same shard of a state in this placement; None if only one."""
         return {Placement.N: self.world, Placement.I: self.inter, Placement.G: None}[placement]
 
 
 def data_parallel_ranks(group: Any) -> list[int]:
-    """Global ranks of a process group (None: all ranks), in group order."""
+    """Return the global ranks of a process group (None: all ranks), in group order."""
     from deepspeed import comm as dist
 
     return [dist.get_global_rank(group, i) for i in range(dist.get_world_size(group=group))]
@@ -149,7 +149,7 @@ _made_alone: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def get_topology(group: Any, group_size: int | None = None, alone: bool = False) -> Topology:
-    """The topology of a data-parallel group; its process groups are made at the first call and shared afterwards.
+    """Return the topology of a data-parallel group; its process groups are made once, and shared.
 
     Collective over all ranks, those of other data-parallel groups included.
 
@@ -179,7 +179,7 @@ def get_topology(group: Any, group_size: int | None = None, alone: bool = False)
 
 
 def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
-    """Ranks and group size of every data-parallel group, ascending; the same on all ranks.
+    """Return the ranks and the group size of every data-parallel group, ascending; the same on all ranks.
 
     Raises:
         ValueError: on all ranks, if one of them finds no group size or the ranks of a group find different ones (a
@@ -215,7 +215,7 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
 
 
 def _host() -> int:
-    """What this rank's host is known by; names are compared only."""
+    """Return what this rank's host is known by; names are compared only."""
     return int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
 
 

@@ -64,7 +64,7 @@ class ParameterReshard(_Reshard):
         return int(between) + int(within)
 
     def complete_rows(self, rows: Tensor) -> Transfer:
-        """G -> I in place: each group has written its own row.
+        """Reshard G -> I in place: each group has written its own row.
 
         Args:
             rows: (rows, width), contiguous.
@@ -72,7 +72,7 @@ class ParameterReshard(_Reshard):
         return self._inter.all_gather(rows[self.row], out=rows.view(-1))
 
     def gather_rows(self, shard: Tensor) -> Transfer:
-        """G -> I of what no step has updated, as it is: whatever the hop, initial and frozen parameters lose nothing.
+        """Reshard G -> I what no step updates, as it is: initial and frozen parameters lose nothing, whatever the hop.
 
         Args:
             shard: 1D of ``width`` elements.
@@ -130,7 +130,7 @@ class GradientReshard(_Reshard):
         return torch.cat([piece(*place) for place in self._bucket_parts(plan, target).pieces])
 
     def reduce_bucket(self, packed: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
-        """N -> I or N -> G of the parts of a bucket.
+        """Reshard N -> I or N -> G the parts of a bucket.
 
         Args:
             packed: 1D, as ``pack_bucket`` makes it; may be overwritten.
@@ -149,7 +149,7 @@ class GradientReshard(_Reshard):
         return [span for span in plan.spans[self.col] if target == Placement.I or span.row == self.row]
 
     def reduce_cells(self, cells: Tensor, target: Placement, spans: Sequence[tuple[int, int]]) -> Transfer:
-        """N -> I or N -> G of buffers that are sharded each by itself.
+        """Reshard N -> I or N -> G buffers that are sharded each by itself.
 
         Args:
             cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten. Cheapest if the
@@ -166,7 +166,7 @@ class GradientReshard(_Reshard):
         return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
 
     def reduce_rows(self, window: Tensor, spans: Sequence[tuple[int, int]], buffer: int = 0) -> Transfer:
-        """I -> G of a part of a slice.
+        """Reshard I -> G a part of a slice.
 
         Args:
             window: (rows, width), contiguous; may be overwritten. Cheapest if the width is a multiple of ``multiple``.
@@ -182,7 +182,7 @@ class GradientReshard(_Reshard):
     def sync_slice(
         self, window: Tensor, dtype: torch.dtype, target: Placement, start: int, buffer: int = 0
     ) -> Transfer:
-        """I -> G -> ``target`` of a window of a slice: a reduce, or an all-reduce where the target is coarser than G.
+        """Reshard I -> G -> ``target`` a window of a slice; an all-reduce where the target is coarser than G.
 
         Args:
             window: (rows, width): a window of each chunk of the I-slice, on any device; may be overwritten.
@@ -208,7 +208,7 @@ class GradientReshard(_Reshard):
     def _reduce(
         self, packed: Tensor, splits: Sequence[int], rows: Sequence[int] | None, contents: Contents = ()
     ) -> Transfer:
-        """N -> I or, with ``rows``, N -> G.
+        """Reshard N -> I or, with ``rows``, N -> G.
 
         Args:
             packed: 1D, a part for each number in the group; may be overwritten.
@@ -226,8 +226,10 @@ class GradientReshard(_Reshard):
         return packed
 
     def _contents(self, rows: int, spans: Sequence[tuple[int, int]], buffer: int = 0) -> Contents:
-        """Return what a bucket between groups holds, whose rows hold the same of each chunk. Nobody else asks for it
-        than hops that keep errors: it takes rows x spans objects for each bucket."""
+        """Return what a bucket between groups holds, whose rows hold the same of each chunk.
+
+        It takes rows x spans objects for each bucket: nothing is made for hops that keep no errors.
+        """
         if not self.inter.errors.keeps_errors:
             return ()
         return tuple(tuple(Span(buffer, row, *span) for span in spans) for row in range(rows))

@@ -129,7 +129,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
 @contextmanager
 def coordinator_of(group: Any) -> Iterator[None]:
-    """A DeepSpeedZeRoOffload that is made in this context coordinates within the group.
+    """Have a DeepSpeedZeRoOffload that is made in this context coordinate within the group.
 
     Args:
         group: the ranks that gather parameters together.

@@ -63,7 +63,7 @@ class Crossing:
         self._open: dict[torch.dtype, list[_Piece]] = {}
 
     def add(self, params: Sequence[Any], arrived: Tensor) -> None:
-        """Parameters have arrived.
+        """Take parameters that have arrived.
 
         Args:
             params: side by side in ``arrived``.
@@ -81,7 +81,7 @@ class Crossing:
                 self._late.append(piece)
 
     def buckets(self, last: bool = False) -> Iterator[tuple[list[Any], Tensor]]:
-        """What can cross by now, in order: the parameters, and (rows, columns and padding).
+        """Return what can cross by now, in order: the parameters, and (rows, columns and padding).
 
         Args:
             last: whether the backward has ended.
@@ -123,7 +123,7 @@ class Crossing:
 
 
 def _packed(pieces: Sequence[_Piece], multiple: int) -> tuple[list[Any], Tensor]:
-    """Pieces side by side, in the order of most buckets, so that neighbors are copied together."""
+    """Return pieces side by side, in the order of most buckets, so that neighbors are copied together."""
     pieces = sorted(pieces, key=lambda piece: piece.param.ds_id)
     stretches: list[_Piece] = []
     for piece in pieces:

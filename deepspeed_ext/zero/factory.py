@@ -34,7 +34,7 @@ from deepspeed_ext.zero.stage12 import Stage12Optimizer
 def configure_with(
     strategy: Strategy, slots: Slots, configure: Callable[..., Any], engine: Any, optimizer: Any
 ) -> Any:
-    """``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
+    """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
 
     The engine passes some 35 arguments to the class it finds by name, and they change from release to release: so
     the name is what we replace, for the duration of the call.
@@ -82,7 +82,7 @@ def configure_with(
 def _replacements(
     strategy: Strategy, topology: Topology, slots: Slots, config: Any
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What the engine may make: (module and name where it looks the class up, what to make)."""
+    """Return what the engine may make: (module and name where it looks the class up, what to make)."""
     placed = {"strategy": strategy, "topology": topology, "slots": slots}
     if strategy.p == Placement.N:
 
@@ -104,7 +104,7 @@ def _replacements(
 def _inference(
     module: Any, *, strategy: Strategy, topology: Topology, slots: Slots, bucket: int, sequential: bool, **kwargs: Any
 ) -> DeepSpeedZeRoOffload:
-    """What the engine makes without an optimizer: parameters are sharded and gathered, that is all."""
+    """Return what the engine makes without an optimizer: parameters are sharded and gathered, that is all."""
     with coordinator_of(topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
     gathers = {"bucket": bucket, "sequential": sequential}

@@ -48,7 +48,7 @@ class Gradients(ABC):
         self._schedule.drop()
 
     def _move_on(self, dtype: torch.dtype, bucket: int) -> None:
-        """I -> os of all slices, in windows.
+        """Reshard I -> os all slices, in windows.
 
         These span all rows of a slice, so every rank sends and receives the same, whatever bucket held what.
 

@@ -19,12 +19,12 @@ REPLICAS = "paro_replicas"  # attribute of a parameter that every group holds: t
 
 
 def listed(params: Any) -> Any:
-    """What GatheredParameters is given, iterable more than once."""
+    """Return what GatheredParameters is given, iterable more than once."""
     return list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else params
 
 
 def replicated(params: Any) -> list[Any]:
-    """Those of the parameters that every group holds, in order."""
+    """Return those of the parameters that every group holds, in order."""
     some = params if isinstance(params, list) else [params]
     unique = {param.ds_id: param for param in some if hasattr(param, REPLICAS)}
     return [unique[ds_id] for ds_id in sorted(unique)]
@@ -60,7 +60,7 @@ def broadcast_to_replicas(params: Sequence[Any], source_ranks: dict[int, int]) -
 
 
 def partition_by_owner(partition: Callable[..., None], params: Sequence[Any], has_been_updated: bool) -> None:
-    """``partition`` of parameters that several engines may hold; each knows how to write back its own."""
+    """Partition parameters that several engines may hold; each knows how to write back its own."""
     by_owner: dict[int, list[Any]] = {}
     for param in params:
         by_owner.setdefault(id(getattr(param, OWNER, None)), []).append(param)

@@ -7,7 +7,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -23,6 +23,7 @@ from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.strategy import Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
+from deepspeed_ext.zero.gradients import Gradients
 
 
 class ParoOptimizer(ABC):
@@ -31,6 +32,7 @@ class ParoOptimizer(ABC):
     Attributes:
         strategy: where model states are.
         topology: process groups of the data-parallel group.
+        gradients: on their way to the optimizer's shard.
         complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
             adds what else belongs to them.
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
@@ -42,6 +44,7 @@ class ParoOptimizer(ABC):
     complete_gradients: Callable[[], None] = staticmethod(lambda: None)
     overlaps_micro_steps = False
 
+    gradients: Gradients
     _gradient_reshard: GradientReshard
     _stepping = False
     _put_off: bool | None = None  # whether a sum over the parts was asked for; None where it is taken at once
@@ -73,6 +76,20 @@ class ParoOptimizer(ABC):
     @abstractmethod
     def _sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard: g -> os, all parameters on all ranks, used or not."""
+
+    def _finish_buckets(self) -> None:
+        """Wait for the buckets that are on the wire, in order on the current stream."""
+        with self._reduction_stream():
+            self.gradients.drain()
+        self._wait_for_reductions()
+
+    @abstractmethod
+    def _reduction_stream(self) -> AbstractContextManager[None]:
+        """Run on the stream of reductions, behind everything on the current one."""
+
+    @abstractmethod
+    def _wait_for_reductions(self) -> None:
+        """Have the current stream wait for that of reductions."""
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End an accumulation that the caller owns (``managed_gradient_accumulation`` false): at ``engine.step()``."""
@@ -184,7 +201,7 @@ def is_replica(param: Any) -> bool:
 
 @contextmanager
 def ordered_by_streams(enough: bool) -> Iterator[None]:
-    """In this context, if that is enough, DeepSpeed does not have the host wait for the device.
+    """Keep DeepSpeed from having the host wait for the device in this context, if streams order it enough.
 
     It does so at the end of a micro-step, before buffers that a stream of reductions reads are given back. Ours are
     recorded on that stream, and what has been reduced is read behind it.

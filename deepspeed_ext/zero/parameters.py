@@ -101,7 +101,7 @@ class PartitionedParameters(Slices):
             param.partition = functools.partial(self._partition, param, partition)
 
     def _kind(self, param: Any) -> Any:
-        """Parameters of one kind may be in one unit."""
+        """Return the kind of a parameter: those of one kind may be in one unit."""
         if getattr(param, OWNER, None) is not self:
             return None
         return param.dtype, get_allgather_dtype(param, param.ds_tensor), param.ds_persist
@@ -139,7 +139,7 @@ class PartitionedParameters(Slices):
     # Gathering ########################################################################################
 
     def _bucket_of(self, params: Sequence[Any], alone: bool) -> ParameterBucket:
-        """Where parameters are in a bucket; remembered for units, which are many parameters time and again."""
+        """Return where parameters are in a bucket; remembered for units, which are many parameters time and again."""
         if alone:
             return ParameterBucket([self.layout(param) for param in params], alone)
         key = tuple(param.ds_id for param in params)
@@ -199,7 +199,7 @@ class PartitionedParameters(Slices):
     def _all_gather(
         self, param: Any, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
     ) -> list[Any] | None:
-        """DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches."""
+        """Gather, as DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches."""
         listed = list(dict.fromkeys([param] if param_list is None else param_list))
         mine = [p for p in listed if getattr(p, OWNER, None) is self]
         if len(mine) < len(listed):  # of another engine, or of none
@@ -221,7 +221,7 @@ class PartitionedParameters(Slices):
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """DeepSpeed's ``param.partition``, which writes back what was changed: also into the rows of other groups."""
+        """Release parameters, and write back what was changed: also into the rows of other groups."""
         params = [param] if param_list is None else param_list
         for one in params:
             unit = getattr(one, UNIT, None)

@@ -84,7 +84,7 @@ class PartitionedGradients(Gradients):
         return dict(zip(self._starts, chunks, strict=True))
 
     def make(self, dtype: torch.dtype, device: Any) -> Tensor:
-        """A tensor for ``place``, of zeros."""
+        """Return a tensor for ``place``, of zeros."""
         return torch.zeros(self.rows, self.numel, dtype=dtype, device=device)
 
     def make_placeholder(self, dtype: torch.dtype, device: Any) -> Tensor:
@@ -120,7 +120,7 @@ class PartitionedGradients(Gradients):
     # In a micro-step: N -> g ##########################################################################
 
     def keep(self, param: Any, gradient: Tensor, dtype: torch.dtype) -> None:
-        """g = N: add to what stays until the boundary, in this dtype."""
+        """Add to what stays until the boundary with g = N, in this dtype."""
         gradient = gradient.detach().to(dtype)
         if param.ds_id in self._whole:
             self._whole[param.ds_id].add_(gradient)
@@ -156,7 +156,7 @@ class PartitionedGradients(Gradients):
         self._cross()
 
     def end_backward(self) -> None:
-        """All gradients of a backward have been given to ``reduce``."""
+        """Hear that all gradients of a backward have been given to ``reduce``."""
         if self._crossing is not None:
             self._schedule.drain()
             self._cross(last=True)
@@ -174,7 +174,7 @@ class PartitionedGradients(Gradients):
         self.forget()
 
     def _begin(self) -> None:
-        """Before something is added to ``held``."""
+        """Prepare for something to be added to ``held``."""
         if not self.begun:
             self.held.zero_()
         elif self._finished and self._arrives == Placement.I:
@@ -204,11 +204,11 @@ class PartitionedGradients(Gradients):
         return arrived
 
     def _spans(self, params: Sequence[Any]) -> list[tuple[int, int]]:
-        """(column in ``held``, elements) of these stretches."""
+        """Return (column in ``held``, elements) of parameters, neighbors joined."""
         return [(start, numel) for start, _, numel in self._runs(params)]
 
     def _runs(self, params: Sequence[Any]) -> list[tuple[int, int, int]]:
-        """(column in ``held``, column in the bucket, elements) of stretches that are in one order in both."""
+        """Return (column in ``held``, column in the bucket, elements) of parameters, neighbors in both joined."""
         runs: list[tuple[int, int, int]] = []
         offset = 0
         for param in params:
@@ -223,7 +223,7 @@ class PartitionedGradients(Gradients):
     # At the accumulation boundary: g -> os ############################################################
 
     def reduce_kept(self, dtype_of: Callable[[Any], torch.dtype], bucket: int) -> None:
-        """g = N: reduce all parameters in buckets, used or not: ranks may have used different ones.
+        """Reduce all parameters at the boundary, with g = N, used or not: ranks may have used different ones.
 
         Args:
             dtype_of: dtype on the wire of a parameter.
@@ -263,7 +263,7 @@ class PartitionedGradients(Gradients):
             self._clear_padding()
 
     def _clear_padding(self) -> None:
-        """Chunks of the last ranks may reach over the end of their parameter."""
+        """Zero the padding: chunks of the last ranks may reach over the end of their parameter."""
         cols = self._reshard.cols
         rank = self._reshard.col + (self._reshard.row * cols if self._os == Placement.G else 0)
         for param in self._params:

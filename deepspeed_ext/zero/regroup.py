@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def cut_otherwise(saved: str, wanted: str) -> ValueError:
-    """The error for optimizer states that are sharded otherwise: how they were ``saved``, and how ``wanted``."""
+    """Return the error for optimizer states that are sharded otherwise: as ``saved``, not as ``wanted``."""
     return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")
 
 
@@ -46,7 +46,7 @@ def check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> N
 
 
 def regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """A rank's state dict of ZeRO-3's optimizer, with its sub-groups cut as wanted.
+    """Return a rank's state dict of ZeRO-3's optimizer, with its sub-groups cut as wanted.
 
     Args:
         state: as ``state_dict()`` of ZeRO-3's optimizer gives it, and ``check_groups`` accepts it.
@@ -73,7 +73,7 @@ def regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[s
 
 
 def _flats_by_group(state: Mapping[str, Any]) -> tuple[list[Tensor], list[list[int]]]:
-    """The flat tensors of all sub-groups, and for each parameter group the numbers of its sub-groups."""
+    """Return the flat tensors of all sub-groups, and for each parameter group the numbers of its sub-groups."""
     groups = [group["params"] for group in state[OPTIMIZER_STATE_DICT]["param_groups"]]
     return list(state[FP32_FLAT_GROUPS]), groups
 

@@ -4,7 +4,8 @@
 
 Note [Rows]
     ZeRO-3 partitions each parameter into chunks, over the process group over which its optimizer states are sharded:
-    with os = G a rank holds chunk r of n, with os = I chunk i of m, as ``ds_tensor``. Where p = os that is all. With p = I and os = G a rank holds its I-slice, k chunks of n: one *row* for each group, of which its
+    with os = G a rank holds chunk r of n, with os = I chunk i of m, as ``ds_tensor``. Where p = os that is all.
+    With p = I and os = G a rank holds its I-slice, k chunks of n: one *row* for each group, of which its
     own, row j, is ``ds_tensor``: a view, not a copy. An optimizer step changes row j; then one all-gather between
     groups completes the slice (``gather_updates``), and forward and backward gather inside the group only.
 
@@ -69,7 +70,7 @@ class Slices:
         return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
 
     def layout(self, param: Any) -> FlatLayout:
-        """How the parameter is cut into cells."""
+        """Return how the parameter is divided into cells."""
         return self._layouts[param.ds_id]
 
     def _make_slices(self) -> None:
@@ -81,11 +82,11 @@ class Slices:
                 self._rows[param.ds_id][self._reshard.row] = param.ds_tensor
 
     def _held(self, param: Any) -> list[Tensor]:
-        """What this rank holds of the parameter: one tensor or the rows of its slice; 1D each."""
+        """Return what this rank holds of the parameter: one tensor or the rows of its slice; 1D each."""
         return self._rows[param.ds_id] if self.sliced else [param.ds_tensor]
 
     def _batches(self, params: Iterable[Any]) -> list[list[Any]]:
-        """The parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
+        """Return the parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
         batches: list[list[Any]] = []
         filled: dict[torch.dtype, tuple[list[Any], int]] = {}
         for param in params:
@@ -101,7 +102,7 @@ class Slices:
     # Blocks: the optimizer's side #####################################################################
 
     def partitions(self, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
-        """All that is held of the parameters, block after block, row after row, which are filled up."""
+        """Return all that is held of the parameters, block after block, row after row, which are filled up."""
         partitions: list[Tensor] = []
         for sub_group in sub_groups:
             width, filled = self._block_width(sub_group)
@@ -112,7 +113,7 @@ class Slices:
         return partitions
 
     def _block_width(self, sub_group: Sequence[Any]) -> tuple[int, int]:
-        """Elements of a row of its block, and with padding: rows that are gathered in place begin where hops like."""
+        """Return the elements of a row of its block, and with padding: where rows begin hops like best."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
         return width, fill_up(width, self._reshard.multiple if self.sliced else 1)
 
@@ -151,7 +152,7 @@ class Slices:
             self._written()
 
     def _gather_slices(self, params: Sequence[Any]) -> list[tuple[Any, Tensor]]:
-        """G -> I of their ``ds_tensor``: each parameter and its slice, (k, chunk)."""
+        """Reshard their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
         chunks = joined_and_aligned([param.ds_tensor for param in params], self._reshard.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
         gathered = Started(self._reshard.gather_rows(chunks)).finish()
@@ -161,7 +162,7 @@ class Slices:
 
     @torch.no_grad()
     def gather_updates(self) -> None:
-        """os -> p, after a step: start to complete the slices from the groups' rows. Where p = os there are none.
+        """Reshard os -> p after a step: start to complete the slices from the groups' rows, if there are slices.
 
         All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
         another does with its data.

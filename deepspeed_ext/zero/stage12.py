@@ -4,8 +4,8 @@
 
 Note [What runs when]
     The parent is built over the process group over which the optimizer states are sharded (``Topology.shard_group``),
-    so its partitions, norms, overflow checks, steps and checkpoints are right for every ``os`` as they are. What is ours
-    is how gradients get there:
+    so its partitions, norms, overflow checks, steps and checkpoints are right for every ``os`` as they are. What is
+    ours is how gradients get there:
 
     - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
       boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case). What is in I moves
@@ -121,7 +121,7 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         communication_data_type: torch.dtype,
         elements_per_buffer: int,
     ) -> None:
-        """The same without ``contiguous_gradients``: the bucket is a list of gradients."""
+        """Do the same without ``contiguous_gradients``: the bucket is a list of gradients."""
         self._clear_previous_reduced_grads()  # of earlier buckets, which are packed by now
         self._reduce_bucket([grad.reshape(-1) for grad in grads], grad_params, communication_data_type)
 
@@ -138,11 +138,11 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
             self.gradients.reduce(tensors, ranges, self._wire_dtype(dtype))
 
     def _shard(self, group: int) -> Tensor:
-        """1D: the gradients of the optimizer's shard of a parameter group."""
+        """Return the gradients of the optimizer's shard of a parameter group, 1D."""
         return self._get_compact_grad_partition_buffer(group).flat_partition
 
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """A shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host.
+        """Return a shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host.
 
         It is another tensor on the host where that one has less precision than ``grad_accum_dtype``.
         """
@@ -158,11 +158,11 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         return _HostShard(shard)
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        """Always: one flat buffer is what hops deliver into, and what the step reads without another copy."""
+        """Say yes: one flat buffer is what hops deliver into, and what the step reads without another copy."""
         return True
 
     def _mean(self) -> Mean:
-        """The mean over all ranks, whatever the parent is sharded over."""
+        """Return the mean over all ranks, whatever the parent is sharded over."""
         ranks = self.topology.sizes.ranks
         if not self.gradient_average:
             return Mean()
@@ -173,7 +173,7 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         )
 
     def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """As the parent: with sequence parallelism gradients are summed in fp32."""
+        """Return fp32 with sequence parallelism, as the parent does."""
         return torch.float32 if self.sequence_parallel_size > 1 else dtype
 
     # The accumulation boundary: g -> os ###########################################################
@@ -197,7 +197,7 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
                     param.grad_accum = None
 
     def _reduce_left_over(self) -> None:
-        """Gradients accumulated in earlier micro-steps whose parameters the last one did not use.
+        """Reduce gradients accumulated in earlier micro-steps whose parameters the last one did not use.
 
         With ``overlap_comm`` stage 1 fills buckets from the hooks of the last micro-step, which they do not see.
         """
@@ -229,20 +229,15 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         if self.cpu_offload:
             self._measure_host_shards()
 
-    def _finish_buckets(self) -> None:
-        with self._reduction_stream():
-            self.gradients.drain()
-        self._wait_for_reductions()
-
     def _slice_wire_dtype(self) -> torch.dtype:
-        """Slices mix parameters: with several communication dtypes (torch.autocast) they go in fp32."""
+        """Return fp32 for slices, which mix parameters, where those have several dtypes (torch.autocast); else theirs."""
         dtypes = list(self.ipg_buckets)
         return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
 
     # Replicas of the optimizer (os = I or N) decide alike, even if a backend rounds differently in each group ####
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        """The parent's norm over its group, the largest of all replicas; -1 if it is invalid for one of them."""
+        """Return the parent's norm over its group; see ``_global_norm``."""
         parents = super().scaled_global_norm
         return self._global_norm(lambda: parents(norm_type))
 
@@ -263,14 +258,14 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         ]
 
     def owned_span(self, param: Any) -> tuple[int, int]:
-        """Elements (start, end) of a trained parameter whose optimizer states this rank has; possibly none."""
+        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
         group, first, offset = self._in_shard(param)
         end = min(first + self.partition_size[group], offset + param.numel())
         start = min(max(first, offset), end)
         return start - offset, end - offset
 
     def owned_gradient(self, param: Any) -> Tensor:
-        """1D: the gradient of these elements, at the accumulation boundary; a view."""
+        """Return the gradient of these elements; see ``ParoOptimizer``."""
         group, first, offset = self._in_shard(param)
         start, end = self.owned_span(param)
         return self._shard(group)[max(0, start + offset - first) :][: end - start]
@@ -282,14 +277,14 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         return group, first, self._offsets[self.get_param_id(param)]
 
     def destroy(self) -> None:
-        """Also drops gradients of an accumulation that was not finished."""
+        """Also drop gradients of an accumulation that was not finished."""
         self.gradients.drop()
         super().destroy()
 
     # Optimizer offload ############################################################################
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """For each parameter of a bucket. Nothing to copy yet: shards are complete after ``_sync_gradients``."""
+        """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``_sync_gradients``."""
         if self.cpu_offload:
             self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
@@ -345,7 +340,7 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
 
     @contextmanager
     def _reduction_stream(self, bucket: Any = None, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
-        """The stream of reductions, behind everything that filled the bucket; buckets are reused behind it."""
+        """Run on the stream of reductions, behind all that filled the bucket; buckets are reused behind it."""
         accelerator = get_accelerator()
         stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
         for event in bucket.ready_events.values() if bucket else ():

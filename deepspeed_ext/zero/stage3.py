@@ -95,7 +95,7 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
         return offload
 
     def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
-        """Where slices are completed after the step, a sub-group is one all-gather, of about a bucket at most."""
+        """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
         configured = self.sub_group_size
         if self.parameters.sliced:
             self.sub_group_size = min(configured, max(1, self._gathers["bucket"] // self.topology.sizes.ranks))
@@ -105,14 +105,14 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
             self.sub_group_size = configured
 
     def _get_parameter_partitions(self) -> list[Tensor]:
-        """What goes into the flat parameter buffer: all rows of slices."""
+        """Return what goes into the flat parameter buffer: all rows of slices."""
         return self.parameters.partitions(self.fp16_groups)
 
     def _set_fp16_partitioned_groups_flat(self) -> None:
         self.fp16_partitioned_groups_flat.extend(self.parameters.make_blocks(self.lp_param_buffer, self.fp16_groups))
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """After the step: os -> p.
+        """Move updated parameters os -> p, after the step.
 
         The parent gathers persistent parameters here. They are in every block, so that would wait for all gathers
         between groups: where there are any, the modules of the next forward gather them, which then persist.
@@ -165,7 +165,7 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
             self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
 
     def _drop_shard(self) -> None:
-        """g = N: beside whole gradients there is no shard."""
+        """Drop the shard: with g = N there is none beside whole gradients."""
         self.averaged_gradients = {}
         self._place_gradients(self.gradients.make_placeholder(self.gradient_accumulation_dtype, self.device))
 
@@ -186,7 +186,7 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
         return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """A gradient is complete in this micro-step: into a bucket, or to those that stay until the boundary."""
+        """Put a complete gradient into a bucket, or to those that stay until the boundary."""
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
@@ -196,7 +196,7 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
             param.grad = None
 
     def reduce_leaf(self, params: Sequence[Any]) -> None:
-        """The gradients of a leaf module are complete: into buckets, without a copy and a stream for each."""
+        """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
         if self._coalesce_grad_reduction:
             return
         ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
@@ -227,7 +227,7 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
         self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """With ``reduce_scatter`` false, which the hops know. Only here ZeRO-3 counts sequence parallelism."""
+        """Do the same with ``reduce_scatter`` false. Only here ZeRO-3 counts sequence parallelism."""
         params = self.ipg_buckets[communication_data_type].params
         gradients = [(param, param.grad) for param in params]
         self.gradients.reduce(gradients, communication_data_type, self.sequence_parallel_size)
@@ -267,10 +267,9 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
                 self.gradients.reduce_kept(self.get_param_comm_dtype, self.reduce_bucket_size)
             self.gradients.finish(dtypes[0] if len(dtypes) == 1 else torch.float32, self.reduce_bucket_size)
         self._waiting = False
-        if self._gradient_stream is not None:
-            get_accelerator().current_stream().wait_stream(self._gradient_stream)
-            if self.offload_optimizer:
-                self._gradient_stream.synchronize()  # gradients may be in host memory
+        self._wait_for_reductions()
+        if self._gradient_stream is not None and self.offload_optimizer:
+            self._gradient_stream.synchronize()  # gradients may be in host memory
         self.complete_gradients()
         if not self.offload_optimizer:
             self._show_gradients()
@@ -290,20 +289,14 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
         self._waiting = False
 
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        """For DeepSpeed's safe_get_full_grad and its like."""
+        """Serve DeepSpeed's safe_get_full_grad and its like."""
         self._refuse_unfinished_gradients()
         return super()._get_fp32_grad_state_partition(*args, **kwargs)
 
     def update_fp32_grad_for_param_vectorized(self, *args: Any, **kwargs: Any) -> None:
-        """For DeepSpeed's safe_update_full_grad_vectorized."""
+        """Serve DeepSpeed's safe_update_full_grad_vectorized."""
         self._refuse_unfinished_gradients()
         super().update_fp32_grad_for_param_vectorized(*args, **kwargs)
-
-    def _finish_buckets(self) -> None:
-        with self._reduction_stream():
-            self.gradients.drain()
-        if self._gradient_stream is not None:
-            get_accelerator().current_stream().wait_stream(self._gradient_stream)
 
     def _refuse_unfinished_gradients(self) -> None:
         self._finish_buckets()
@@ -321,12 +314,12 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
         return [self._global_norm(lambda: combine_grad_norm_groups(parents()))]
 
     def get_grad_norm_direct(self, gradients: Sequence[Tensor], params: Sequence[Any], norm_type: int = 2) -> Tensor:
-        """The parent's, without what another stage of a pipeline counts."""
+        """Return the parent's norm, without what another stage of a pipeline counts."""
         counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
         return super().get_grad_norm_direct(counted, params, norm_type)
 
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> Tensor:
-        """The same with an offloaded optimizer."""
+        """Return the same norm with an offloaded optimizer."""
         for param in filter(is_replica, params):
             self.norm_for_param_grads.pop(self.get_param_id(param), None)
         return super().complete_grad_norm_calculation_for_cpu_offload(params)
@@ -341,13 +334,13 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
         ]
 
     def owned_span(self, param: Any) -> tuple[int, int]:
-        """Elements (start, end) of a trained parameter whose optimizer states this rank has; possibly none."""
+        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
         chunk = param.ds_tensor.ds_numel
         start = min(dist.get_rank(group=self.dp_process_group) * chunk, param.ds_numel)
         return start, min(start + chunk, param.ds_numel)
 
     def owned_gradient(self, param: Any) -> Tensor:
-        """1D: the gradient of these elements, at the accumulation boundary; a view."""
+        """Return the gradient of these elements; see ``ParoOptimizer``."""
         start, end = self.owned_span(param)
         return self._gradient_shards[param.ds_id][: end - start]
 
@@ -368,9 +361,13 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
 
     @contextmanager
     def _reduction_stream(self) -> Iterator[None]:
-        """The stream of reductions, behind everything on the current one."""
+        """Run on the stream of reductions, behind everything on the current one."""
         stream = self._gradient_stream
         if stream is not None:
             stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(stream):
             yield
+
+    def _wait_for_reductions(self) -> None:
+        if self._gradient_stream is not None:
+            get_accelerator().current_stream().wait_stream(self._gradient_stream)

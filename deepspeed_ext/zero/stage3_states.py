@@ -46,26 +46,26 @@ class Stage3States:
         super().load_state_dict(state_dict_list, *args, **kwargs)
 
     def _sub_group_numels(self) -> list[list[int]]:
-        """For each parameter group the elements of this rank's sub-groups."""
+        """Return for each parameter group the elements of this rank's sub-groups."""
         numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]
         for sub_group, flat in enumerate(self.fp32_partitioned_groups_flat):
             numels[self.sub_group_to_group_id[sub_group]].append(flat.numel())
         return numels
 
     def checkpoint_event_prologue(self) -> None:
-        """Before a checkpoint is saved or loaded."""
+        """Prepare for a checkpoint that is saved or loaded."""
         self.parameters.drain()
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """After it: what was loaded is in this rank's rows only."""
+        """Complete slices after it: what was loaded is in this rank's rows only."""
         self.parameters.complete()
         super().checkpoint_event_epilogue()
 
     def offload_states(
         self, include: Any = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True, **kwargs: Any
     ) -> None:
-        """DeepSpeed's, for parameters and gradients as we hold them."""
+        """Offload DeepSpeed's states, with parameters and gradients as we hold them."""
         self.parameters.drain()
         self._finish_buckets()
         wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
@@ -85,7 +85,7 @@ class Stage3States:
         self.offloaded_states |= wanted & _HELD_BY_US
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Brings back what ``offload_states`` has moved."""
+        """Bring back what ``offload_states`` has moved."""
         device = get_accelerator().current_device_name()
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
             self._hold_parameters(self.lp_param_buffer.to(device))
