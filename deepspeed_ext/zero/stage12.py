@@ -230,7 +230,7 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
             self._measure_host_shards()
 
     def _slice_wire_dtype(self) -> torch.dtype:
-        """Return fp32 for slices, which mix parameters, where those have several dtypes (torch.autocast); else theirs."""
+        """Return the dtype of slices, which mix parameters: fp32 where those have several (torch.autocast)."""
         dtypes = list(self.ipg_buckets)
         return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
 
