@@ -433,7 +433,7 @@ def device_with_streams() -> Iterator[Order]:
                 method = watched(name, getattr(ProcessGroup, name))
                 patches.enter_context(mock.patch.object(ProcessGroup, name, method))
         patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, s: order.record(t, s)))
-        patches.enter_context(mock.patch("deepspeed_ext.comm.hops._backend", lambda group: "nccl"))
+        patches.enter_context(mock.patch("deepspeed_ext.comm.collectives.backend_of", lambda group: "nccl"))
         patches.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", StreamAccelerator(order)))
         yield order
 

@@ -5,7 +5,6 @@
 No ranks run: hops note what they would have sent, and tensors have a size but no memory (the meta device).
 """
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,12 +15,16 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.comm import hops
-from deepspeed_ext.comm.hops import InFlight, NativeReduce, joined
-from deepspeed_ext.comm.reshard import FlatLayout, Moves, Range, plan_bucket, windows
+from deepspeed_ext.comm import backends, collectives
+from deepspeed_ext.comm.backends import NativeReduce
+from deepspeed_ext.comm.hops import GatherHop
+from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket, windows
+from deepspeed_ext.comm.packing import fill_up, joined
+from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
+from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
-from deepspeed_ext.zero.gradients import PartitionedGradients
 from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 
 BUCKET = 500_000_000  # DeepSpeed's default
@@ -41,14 +44,14 @@ class Pointers:
         self.begins: list[tuple[str, int]] = []
         self.as_they_are = True
 
-    def note(self, hop: Any, operation: str, collective: Any, *arguments: Any) -> Any:
-        """Stands for ``Hop._start``."""
+    def note(self, group: Any, operation: str, collective: Any, *arguments: Any) -> Any:
+        """Stands for ``Collectives.start``."""
         for tensor in (argument for argument in arguments if isinstance(argument, torch.Tensor)):
             assert tensor.is_contiguous() and tensor.numel()
             smallest = min(a.numel() for a in arguments if isinstance(a, torch.Tensor))
             starts = range(0, tensor.numel(), smallest if operation != "all_reduce" else tensor.numel())
             self.begins += [
-                (f"{hop.name} {operation}", (tensor.storage_offset() + start) * tensor.element_size())
+                (f"{group.name} {operation}", (tensor.storage_offset() + start) * tensor.element_size())
                 for start in starts
             ]
         return SimpleNamespace(wait=lambda: None)
@@ -65,23 +68,26 @@ class Pointers:
 
 
 @contextmanager
-def device(cluster: GroupSizes) -> Iterator[tuple[Pointers, Moves]]:
-    """The moves of the last rank, as on NCCL; tensors have no memory."""
+def device(sizes: GroupSizes) -> Iterator[tuple[Pointers, GradientReshard, ParameterReshard]]:
+    """The reshards of the last rank, as on NCCL; tensors have no memory."""
     pointers = Pointers()
     with (
-        mock.patch.object(hops, "_backend", lambda group: "nccl"),
+        mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
         mock.patch.multiple(
-            hops.dist,
+            collectives.dist,
             get_world_size=lambda group: group,  # a group is its size
             get_rank=lambda group: group - 1,
             get_global_rank=lambda group, rank: rank,
         ),
-        mock.patch.object(hops, "_launches_together", lambda group, device: False),
-        mock.patch.object(hops, "joined", pointers.joined),
-        mock.patch.object(NativeReduce, "_start", lambda hop, *arguments: pointers.note(hop, *arguments)),
+        mock.patch.object(collectives, "_launches_together", lambda group, device: False),
+        mock.patch.object(backends, "joined", pointers.joined),
+        mock.patch.object(collectives.Collectives, "start", lambda group, *arguments: pointers.note(group, *arguments)),
         mock.patch.object(get_accelerator(), "current_device_name", lambda: "meta"),
     ):
-        yield pointers, Moves(NativeReduce(cluster.group_size, "intra"), NativeReduce(cluster.groups, "inter"))
+        groups = {"intra": sizes.group_size, "inter": sizes.groups}
+        intra, inter = (NativeReduce(group, name) for name, group in groups.items())
+        gathers = (GatherHop(group, name) for name, group in groups.items())
+        yield pointers, GradientReshard(intra, inter), ParameterReshard(*gathers)
 
 
 def clusters() -> Iterator[GroupSizes]:
@@ -113,20 +119,20 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
     """Buckets, the boundary and the gather after the step, with p = N."""
     topology = SimpleNamespace(sizes=cluster, rank=cluster.ranks - 1)
     shards = cluster.ranks if os == Placement.G else cluster.group_size
-    numel = hops.fill_up(sum(NUMELS), 2 * shards)  # as DeepSpeed does
+    numel = fill_up(sum(NUMELS), 2 * shards)  # as DeepSpeed does
     layout = FlatLayout.of(numel, os, topology)
-    with device(cluster) as (pointers, mine):
+    with device(cluster) as (pointers, mine, gathers):
         bucket = torch.empty(3_000_001, dtype=dtype, device="meta")
         plan = plan_bucket((layout,), (Range(0, 12_345_677, 1_000_001), Range(0, 77, 2_000_000)))
         for target in (Placement.I, os):
             pointers.as_they_are = target == Placement.I  # a group's part may still be too unequal for the second hop
             message = mine.pack_bucket([bucket], plan, target)
-            InFlight(overlap=False).submit(mine.reduce_bucket(message, plan, target))
+            Schedule(overlap=False).submit(mine.reduce_bucket(message, plan, target))
         slices = torch.empty(layout.rows, layout.chunk, dtype=dtype, device="meta")
         for start, width in layout.windows(BUCKET):
             for target in (os, Placement.N) if os == Placement.I else (os,):
                 window = slices[:, start : start + width]
-                InFlight(overlap=False).submit(mine.sync_slice(window, dtype, target, start))
+                Schedule(overlap=False).submit(mine.sync_slice(window, dtype, target, start))
         flat = torch.empty(numel, dtype=dtype, device="meta")
         optimizer = SimpleNamespace(
             topology=topology,
@@ -134,9 +140,9 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
             bit16_groups_flat=[flat],
             parallel_partitioned_bit16_groups=[flat.split(layout.chunk)],
             allgather_bucket_size=BUCKET,
-            _layouts=[layout],
-            _moves=mine,
-            _in_flight=InFlight(overlap=False),
+            gradients=SimpleNamespace(layouts=(layout,)),
+            _parameter_reshard=gathers,
+            _gathers=Schedule(overlap=False),
         )
         optimizer._gather_window = lambda *arguments: Stage12Optimizer._gather_window(optimizer, *arguments)
         Stage12Optimizer._gather_parameters(optimizer)
@@ -155,11 +161,12 @@ def test_messages_of_cut_parameters(name: str, dtype: torch.dtype) -> None:
 def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> set[str]:
     """Gathers, buckets, the boundary and the gather after the step, with p = I or G."""
     topology = SimpleNamespace(sizes=cluster)
-    with device(cluster) as (pointers, mine):
+    with device(cluster) as (pointers, mine, gathers):
         layouts = [FlatLayout.of(numel, strategy.os, topology) for numel in NUMELS]
         held = PartitionedParameters.__new__(PartitionedParameters)
-        held.strategy, held.topology, held._moves = strategy, topology, mine
-        held._block_of, held._under_way, held._messages, held._begun = {}, {}, {}, deque()
+        held.strategy, held.topology, held._reshard = strategy, topology, gathers
+        held._block_of, held._update_of, held._buckets = {}, {}, {}
+        held._updates, held._gathers = Schedule(overlap=True), Schedule(overlap=True)
         held.live = held.most_live = 0
         shared = torch.empty(sum(layout.chunk for layout in layouts) + 1, dtype=dtype, device="meta")[1:]
         params, offset = [], 0

@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed_ext.comm import hops
-from deepspeed_ext.comm import reshard as moves
-from deepspeed_ext.comm.hops import Hop, InFlight, Started
-from deepspeed_ext.comm.reshard import FlatLayout, Range, plan_bucket
+from deepspeed_ext.comm import backends, collectives, reshard
+from deepspeed_ext.comm.hops import Contents, Part, ReduceHop, Span
+from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
+from deepspeed_ext.comm.packing import joined as join
+from deepspeed_ext.comm.reshard import GradientReshard
+from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.strategy import Placement
 
 LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
@@ -34,23 +36,23 @@ def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: so
 
     message = [bucket[offset + i] for offset, numel in plan.sources for i in range(numel)]
     expected = []
-    for col, runs in enumerate(plan.runs):
-        for run in runs:
-            first = (run.row * layout.cols + col) * layout.chunk + run.start
-            expected += range(first, first + run.numel)
+    for col, spans in enumerate(plan.spans):
+        for span in spans:
+            first = (span.row * layout.cols + col) * layout.chunk + span.start
+            expected += range(first, first + span.numel)
         rows = plan.rows_of(col, layout.rows)
-        assert sorted(run for part in rows for run in part) == sorted(runs)
-        assert all(run.row == row for row, part in enumerate(rows) for run in part)
-        assert plan.splits(col, layout.rows) == [sum(run.numel for run in part) for part in rows]
+        assert sorted(span for part in rows for span in part) == sorted(spans)
+        assert all(span.row == row for row, part in enumerate(rows) for span in part)
+        assert plan.splits(col, layout.rows) == [sum(span.numel for span in part) for part in rows]
     assert message == expected and sorted(message) == sorted(bucket)
-    assert all(run.start + run.numel <= layout.chunk for runs in plan.runs for run in runs)
+    assert all(span.start + span.numel <= layout.chunk for spans in plan.spans for span in spans)
 
 
 def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
     layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
     plan = plan_bucket(layouts, (Range(1, 2, 5), Range(0, 0, 8)))
     assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
-    columns = [[(run.buffer, run.row, run.start, run.numel) for run in runs] for runs in plan.runs]
+    columns = [[tuple(span) for span in spans] for spans in plan.spans]
     assert columns == [
         [(0, 0, 0, 2), (1, 0, 2, 1), (0, 1, 0, 2), (1, 1, 0, 1)],
         [(0, 0, 0, 2), (1, 0, 0, 3), (0, 1, 0, 2)],
@@ -116,10 +118,10 @@ def transfer(log: list[str], name: str) -> Any:
 
 def test_overlapped_transfers_are_one_hop_apart() -> None:
     log: list[str] = []
-    in_flight = InFlight(overlap=True)
+    schedule = Schedule(overlap=True)
     for name in "ab":
-        in_flight.submit(transfer(log, name))
-    in_flight.drain()
+        schedule.submit(transfer(log, name))
+    schedule.drain()
     # The first hop of b is on the wire together with the second of a.
     assert log == [
         *("start a1", "wait a1", "start a2", "start b1", "wait a2", "done a"),
@@ -129,9 +131,9 @@ def test_overlapped_transfers_are_one_hop_apart() -> None:
 
 def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     log: list[str] = []
-    in_flight = InFlight(overlap=False)
+    schedule = Schedule(overlap=False)
     for name in "ab":
-        in_flight.submit(transfer(log, name))
+        schedule.submit(transfer(log, name))
     assert log == [
         f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
     ]
@@ -153,11 +155,11 @@ def test_rooted_reduces_are_one_launch() -> None:
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(supports_coalescing=True))
     ranks = {"get_world_size": lambda group: 4, "get_rank": lambda group: 2, "get_global_rank": lambda _, rank: rank}
     with (
-        mock.patch.object(hops, "_backend", lambda group: "nccl"),
-        mock.patch.object(hops, "get_coalescing_manager", launch),
-        mock.patch.multiple(hops.dist, reduce=reduce, **ranks),
+        mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
+        mock.patch.object(collectives, "get_coalescing_manager", launch),
+        mock.patch.multiple(collectives.dist, reduce=reduce, **ranks),
     ):
-        move = hops.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
+        move = backends.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
         next(move).wait()
         assert log == ["open", "reduce 112 to 0", "reduce 16 to 2", "reduce 32 to 3", "close", "wait launch"]
         with pytest.raises(StopIteration) as done:
@@ -165,7 +167,7 @@ def test_rooted_reduces_are_one_launch() -> None:
         assert done.value.value.tolist() == [100.0 + i for i in range(7)]
 
 
-@pytest.mark.parametrize("kind", [hops.NativeReduce, hops.AllReduceReduce])
+@pytest.mark.parametrize("kind", [backends.NativeReduce, backends.AllReduceReduce])
 @pytest.mark.parametrize("spread", [False, True], ids=["rooted", "even"])
 @pytest.mark.parametrize("together", [False, True], ids=["gradients", "buffer"])
 def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spread: bool, together: bool) -> None:
@@ -179,35 +181,34 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
     alive: list[bool] = []
     copies: list[int] = []
 
-    def start(hop: Any, operation: str, collective: Any, *tensors: Any) -> Any:
+    def start(group: Any, operation: str, collective: Any, *tensors: Any) -> Any:
         alive.append(not message.expired())
-        if collective is hops.dist.reduce_scatter_tensor:
-            tensors[0].copy_(tensors[1].view(hop.size, -1)[hop.rank])
+        if collective is collectives.dist.reduce_scatter_tensor:
+            tensors[0].copy_(tensors[1].view(group.size, -1)[group.rank])
         return Handle([], operation)
 
     def joined(pieces: Any, lengths: Any) -> torch.Tensor:
         copies.append(len(alive))
         return join(pieces, lengths)
 
-    join = hops.joined
     sizes = {"intra": 4, "inter": 3}
     group_of = {"get_world_size": lambda group: sizes[group], "get_rank": lambda group: 1}
     with (
-        mock.patch.object(hops, "_backend", lambda group: "nccl"),
-        mock.patch.object(hops, "_launches_together", lambda group, device: False),
-        mock.patch.object(hops, "joined", joined),
-        mock.patch.object(hops.Hop, "_start", start),
-        mock.patch.multiple(hops.dist, get_global_rank=lambda group, rank: rank, **group_of),
+        mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
+        mock.patch.object(collectives, "_launches_together", lambda group, device: False),
+        mock.patch.object(backends, "joined", joined),
+        mock.patch.object(collectives.Collectives, "start", start),
+        mock.patch.multiple(collectives.dist, get_global_rank=lambda group, rank: rank, **group_of),
     ):
-        mine = moves.Moves(kind("intra"), kind("inter"))
+        mine = GradientReshard(kind("intra"), kind("inter"))
         plan = plan_bucket((layout,), ranges)
         packed = mine.pack_bucket([torch.cat(gradients)] if together else gradients, plan, Placement.G)
         message, move = StorageWeakRef(packed.untyped_storage()), mine.reduce_bucket(packed, plan, Placement.G)
         del packed
         found = result(move)
-    runs = mine.bucket_runs(plan, Placement.G)
-    assert [v for run in runs for v in expected[1, 1, run.start : run.start + run.numel].tolist()] == found[
-        : sum(run.numel for run in runs)
+    spans = mine.bucket_spans(plan, Placement.G)
+    assert [v for span in spans for v in expected[1, 1, span.start : span.start + span.numel].tolist()] == found[
+        : sum(span.numel for span in spans)
     ]
     first = next((number for number, name in enumerate(alive) if not name), len(alive))
     assert alive[0] and not alive[-1] and not any(alive[first:])
@@ -225,7 +226,7 @@ def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
 
 def test_started_has_all_hops_on_the_wire_where_waiting_does_not_block_the_host() -> None:
     log: list[str] = []
-    with mock.patch("deepspeed_ext.comm.hops.get_accelerator") as accelerator:
+    with mock.patch("deepspeed_ext.comm.schedule.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
         started = Started(transfer(log, "a"), hops=2)
         assert log == ["start a1", "wait a1", "start a2"]
@@ -244,36 +245,36 @@ def test_started_without_hops_is_finished_at_once() -> None:
     assert Started(nothing()).finish() is kept
 
 
-@pytest.mark.parametrize("remembers", [False, True])
-def test_only_hops_that_remember_are_told_what_messages_hold(remembers: bool) -> None:
-    class Noting(hops.NativeReduce):
+@pytest.mark.parametrize("keeps_errors", [False, True])
+def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: bool) -> None:
+    class Noting(backends.NativeReduce):
         """Two ranks; sends nothing, and notes the contents."""
 
-        size, rank, memory = 2, 0, SimpleNamespace(remembers=remembers)
+        size, rank, multiple, errors = 2, 0, 1, SimpleNamespace(keeps_errors=keeps_errors)
 
-        def __init__(self, told: list[hops.Contents]) -> None:
+        def __init__(self, told: list[Contents]) -> None:
             self.told = told
 
-        def reduce_scatter(self, flat: Any, splits: Any, contents: hops.Contents = ()) -> Any:
+        def reduce_scatter(self, flat: Any, splits: Any, contents: Contents = ()) -> Any:
             self.told.append(contents)
             return flat[: splits[0]]
             yield
 
-        def all_reduce(self, flat: Any, runs: hops.Part = ()) -> Any:
-            self.told.append((runs,) if runs else ())
+        def all_reduce(self, flat: Any, spans: Part = ()) -> Any:
+            self.told.append((spans,) if spans else ())
             return flat
             yield
 
-    told: list[hops.Contents] = []
-    mine = moves.Moves(Noting([]), Noting(told))
+    told: list[Contents] = []
+    mine = GradientReshard(Noting([]), Noting(told))
     plan = plan_bucket((FlatLayout(40, 2, 2),), (Range(0, 3, 30),))
-    made: list[hops.Span] = []
+    made: list[Span] = []
 
-    def run(*fields: int) -> hops.Span:
-        made.append(hops.Span(*fields))
+    def span(*fields: int) -> Span:
+        made.append(Span(*fields))
         return made[-1]
 
-    with mock.patch.object(moves, "Run", run):
+    with mock.patch.object(reshard, "Span", span):
         for move in (
             mine.reduce_bucket(mine.pack_bucket([torch.ones(30)], plan, Placement.G), plan, Placement.G),
             mine.reduce_cells(torch.ones(2, 2, 5), Placement.G, [(0, 3), (7, 2)]),
@@ -282,26 +283,28 @@ def test_only_hops_that_remember_are_told_what_messages_hold(remembers: bool) ->
             mine.sync_slice(torch.ones(1, 5), torch.float32, Placement.I, 7),
         ):
             result(move)
-    two = tuple((hops.Span(0, row, 0, 3), hops.Span(0, row, 7, 2)) for row in range(2))
-    one = tuple((hops.Span(0, row, 7, 5),) for row in range(2))
-    expected = [((hops.Span(0, 0, 3, 7),), (hops.Span(0, 1, 0, 10),)), two, two, one, one[:1]]
-    assert told == (expected if remembers else [()] * 5)
-    assert bool(made) == remembers
+    two = tuple((Span(0, row, 0, 3), Span(0, row, 7, 2)) for row in range(2))
+    one = tuple((Span(0, row, 7, 5),) for row in range(2))
+    expected = [((Span(0, 0, 3, 7),), (Span(0, 1, 0, 10),)), two, two, one, one[:1]]
+    assert told == (expected if keeps_errors else [()] * 5)
+    assert bool(made) == keeps_errors
 
 
-class Echo(Hop):
+class Echo(ReduceHop):
     """Two ranks, of which the other has zeros; keeps what it is given."""
 
+    size, multiple = 2, 1
+
     def __init__(self) -> None:
-        self.size, self.rank = 2, 0
+        pass
 
     def reduce_scatter(self, flat: torch.Tensor, splits: Any, contents: Any = ()) -> Any:
         self.given = flat
         return flat[: splits[0]].clone()
         yield
 
-    def all_gather(self, shard: torch.Tensor, out: Any = None) -> Any:
-        return torch.cat([shard, shard])
+    def gather_sums(self, sums: torch.Tensor) -> Any:
+        return torch.cat([sums, sums])
         yield
 
 
@@ -333,7 +336,7 @@ def result(move: Any) -> list[float]:
         kept.append((yield from move))
         return kept[0]
 
-    InFlight(overlap=False).submit(keep())
+    Schedule(overlap=False).submit(keep())
     return kept[0].tolist()
 
 
@@ -341,11 +344,11 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.hops import AllReduceReduce, AllToAllReduce, NativeReduce, make_hop
+    from deepspeed_ext.comm.backends import AllReduceReduce, AllToAllReduce, NativeReduce, make_reduce
 
     group, rank = dist.get_world_group(), dist.get_rank()
-    hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_hop(group, "hop")]
-    assert type(hops[3]) is AllToAllReduce and type(make_hop(group, "hop", reduce_scatter=False)) is AllReduceReduce
+    hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_reduce(group, "hop")]
+    assert type(hops[3]) is AllToAllReduce and type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
 
     def data(size: int) -> torch.Tensor:
         return torch.arange(size, dtype=torch.float32) + rank
@@ -355,7 +358,7 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
             type(hop).__name__,
             result(hop.reduce_scatter(data(sum(splits)), splits)),
             result(hop.all_reduce(data(numel))),
-            result(hop.all_gather(torch.full((splits[0],), float(rank)))),
+            result(hop.gather_sums(torch.full((splits[0],), float(rank)))),
         )
         for hop in hops
     ]
@@ -372,7 +375,7 @@ def precision_case() -> tuple[float, float]:
     """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.hops import AllToAllReduce
+    from deepspeed_ext.comm.backends import AllToAllReduce
 
     value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
     return 258.0, result(AllToAllReduce(dist.get_world_group()).all_reduce(value))[0]
@@ -395,18 +398,18 @@ def gathers_case() -> dict[str, list[float]]:
     """What each gather gives on 6 ranks in groups of 3."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.hops import make_hop
+    from deepspeed_ext.comm.hops import GatherHop
     from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.comm.reshard import Moves
+    from deepspeed_ext.comm.reshard import ParameterReshard
     from deepspeed_ext.strategy import Placement
 
     topology = get_topology(None, 3)
-    moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
+    mine = ParameterReshard(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
     pairs = [(source, target) for source in Placement for target in Placement if source >= target]
     for pair in pairs:
-        assert moves.gather_hops(*pair) == communications(moves.gather(shard, *pair)), pair
-    return {source.name + target.name: result(moves.gather(shard, source, target)) for source, target in pairs}
+        assert mine.hops(*pair) == communications(mine.gather(shard, *pair)), pair
+    return {source.name + target.name: result(mine.gather(shard, source, target)) for source, target in pairs}
 
 
 def communications(move: Any) -> int:
@@ -434,13 +437,12 @@ def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
     import deepspeed
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.hops import make_hop
+    from deepspeed_ext.comm.backends import make_reduce
     from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.comm.reshard import Moves
     from deepspeed_ext.strategy import Placement
 
     topology = get_topology(None, 2)
-    moves = Moves(make_hop(topology.intra, "intra"), make_hop(topology.inter, "inter"))
+    mine = GradientReshard(make_reduce(topology.intra, "intra"), make_reduce(topology.inter, "inter"))
     everybody = [
         [torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(rank)).float() for numel in numels]
         for rank in range(4)
@@ -455,7 +457,7 @@ def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
         starts = [end - layout.chunk for end, layout in zip(ends, layouts, strict=True)]
         for flat, layout, start, end in zip(everybody[dist.get_rank()], layouts, starts, ends, strict=True):
             layout.pack(flat, cells[:, :, start:end])
-        arrived = Started(moves.reduce_cells(cells, target, [(0, width)])).finish().view(-1, width)
+        arrived = Started(mine.reduce_cells(cells, target, [(0, width)])).finish().view(-1, width)
         rows = [group] if target == Placement.G else range(layouts[0].rows)
         # Over the ranks that reduce together: N -> I stays in the group.
         summed = range(4) if target == Placement.G else range(2 * group, 2 * group + 2)

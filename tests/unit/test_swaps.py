@@ -24,7 +24,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     import torch
     import torch.distributed as dist
 
-    from deepspeed_ext.comm import hops
+    from deepspeed_ext.comm import pairwise
 
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if rank == late:
@@ -33,7 +33,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     for number in range(4):
         due = [parts(sender, size, number)[rank] for sender in range(size)]
         received = [torch.empty_like(part) for part in due]
-        started.append((hops.swap(group, received, parts(rank, size, number), "swap"), received, due))
+        started.append((pairwise.pairwise_all_to_all(group, received, parts(rank, size, number), "exchange"), received, due))
     if dropped:
         del started[1]
         gc.collect()
@@ -43,7 +43,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
         handle.wait()  # again, as one may who does not know
         right.append(all(torch.equal(one, other) for one, other in zip(received, due, strict=True)))
     dist.barrier()
-    kept = len(hops._under_way.get(group, ()))
+    kept = len(pairwise._under_way.get(group, ()))
     return [*right, kept == int(dropped)]
 
 
@@ -61,11 +61,13 @@ def hop_case() -> list[list[float]]:
     import torch
     import torch.distributed as dist
 
-    from deepspeed_ext.comm.hops import Started, make_hop
+    from deepspeed_ext.comm.backends import make_reduce
+    from deepspeed_ext.comm.hops import GatherHop
+    from deepspeed_ext.comm.schedule import Started
 
-    hop, rank = make_hop(dist.group.WORLD, "hop"), dist.get_rank()
-    gathered = Started(hop.all_gather(torch.full((2,), float(rank)))).finish()
-    reduced = Started(hop.reduce_scatter(torch.ones(3) * (rank + 1), [0, 3, 0])).finish()
+    rank, group = dist.get_rank(), dist.group.WORLD
+    gathered = Started(GatherHop(group).all_gather(torch.full((2,), float(rank)))).finish()
+    reduced = Started(make_reduce(group, "hop").reduce_scatter(torch.ones(3) * (rank + 1), [0, 3, 0])).finish()
     return [gathered.tolist(), reduced.tolist()]
 
 

@@ -80,7 +80,8 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from deepspeed_ext.comm.hops import Span, Started
+    from deepspeed_ext.comm.hops import Span
+    from deepspeed_ext.comm.schedule import Started
     from deepspeed_ext.loco import hop as loco
     from deepspeed_ext.loco.settings import LocoSettings
 
@@ -106,7 +107,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
             if step:
                 given += hop.errors._decode(hop.errors._errors[contents].kept, [width] * 2)
             hop.look = True
-            with Waits(), mock.patch.object(hop, "_exchange", wraps=hop._exchange) as exchange:
+            with Waits(), mock.patch.object(hop.collectives, "all_to_all", wraps=hop.collectives.all_to_all) as exchange:
                 Started(hop.reduce_scatter(flat, [width] * 2, contents)).finish()
             for row, part in zip(exchange.call_args.args[1].view(2, -1), arrived.split(width), strict=True):
                 loco.ops.decompress(row.view(1, -1), part, hop.packing)

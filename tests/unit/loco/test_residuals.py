@@ -22,9 +22,9 @@ def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -
     """Whether weights and errors are equal to the bit, with messages as on a backend."""
     from unittest import mock
 
-    from deepspeed_ext.comm import hops
+    from deepspeed_ext.comm import collectives
 
-    with mock.patch.object(hops, "_backend", lambda group: backend):
+    with mock.patch.object(collectives, "backend_of", lambda group: backend):
         return resume(names, dtype, folder)
 
 

@@ -123,20 +123,23 @@ def exchanges() -> Iterator[list[tuple[str, int]]]:
     """Name and elements of each all-to-all of this rank: of those between pairs of ranks, and of collectives."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm import hops
+    from deepspeed_ext.comm import collectives
 
     seen: list[tuple[str, int]] = []
-    original, swap = dist.all_to_all_single, hops.swap
+    original, pairwise = dist.all_to_all_single, collectives.pairwise_all_to_all
 
     def note(output: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         seen.append((kwargs.get("log_name", ""), message.numel()))
         return original(output, message, *args, **kwargs)
 
-    def note_swap(group: Any, received: Any, sent: Any, log_name: str) -> Any:
+    def note_pairwise(group: Any, received: Any, sent: Any, log_name: str) -> Any:
         seen.append((log_name, sum(part.numel() for part in sent)))
-        return swap(group, received, sent, log_name)
+        return pairwise(group, received, sent, log_name)
 
-    with mock.patch.object(dist, "all_to_all_single", note), mock.patch.object(hops, "swap", note_swap):
+    with (
+        mock.patch.object(dist, "all_to_all_single", note),
+        mock.patch.object(collectives, "pairwise_all_to_all", note_pairwise),
+    ):
         yield seen
 
 
@@ -162,7 +165,7 @@ def collectives_case() -> tuple[int, int, int, int]:
 
         def note(engine: Any) -> None:
             before = [operation for operation, _ in seen].count("inter_reduce_scatter")
-            open_transfers.append((before, len(engine.optimizer._in_flight._open)))
+            open_transfers.append((before, len(engine.optimizer.gradients._schedule._open)))
 
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: note}
         engine.train_batch(data)

@@ -116,10 +116,10 @@ def logger_case() -> dict[str, list[tuple[float, float]]]:
     import training
     from deepspeed.comm.comm import comms_logger
 
-    from deepspeed_ext.comm import hops
+    from deepspeed_ext.comm import collectives
 
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
-    with mock.patch.object(hops, "_backend", lambda group: "nccl"):
+    with mock.patch.object(collectives, "backend_of", lambda group: "nccl"):
         training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})
     return {
         name: [both for _, _, *found in sizes.values() for both in zip(*found, strict=True)]

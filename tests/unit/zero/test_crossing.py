@@ -24,7 +24,7 @@ def backward(crossing: Crossing, used: list[Any], cuts: set[int]) -> Crossed:
     crossed: Crossed = []
 
     def take(last: bool = False) -> None:
-        for params, message in crossing.messages(last):
+        for params, message in crossing.buckets(last):
             ids = [param.ds_id for param in params]
             expected = [
                 [10.0 * param.ds_id + row for param in params for _ in range(param.ds_tensor.ds_numel)]
@@ -91,5 +91,5 @@ def test_what_arrives_in_the_order_of_the_model_crosses_at_once() -> None:
     crossing = Crossing(params, 2 * ROWS * 3)
     for end in (8, 6, 4, 2):
         arrive(crossing, params[end - 2 : end])
-        crossed = [[param.ds_id for param in some] for some, _ in crossing.messages(last=end == 2)]
+        crossed = [[param.ds_id for param in some] for some, _ in crossing.buckets(last=end == 2)]
         assert crossed == [[end - 2, end - 1]]

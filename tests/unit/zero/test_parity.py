@@ -75,11 +75,11 @@ def nccl_case(job: Job, group: int) -> list[Difference]:
 
     import torch
 
-    from deepspeed_ext.comm import hops
+    from deepspeed_ext.comm import collectives
 
     torch.use_deterministic_algorithms(True)  # fills it
     try:
-        with mock.patch.object(hops, "_backend", lambda group: "nccl"):
+        with mock.patch.object(collectives, "backend_of", lambda group: "nccl"):
             return training.compare(job, group)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -82,11 +82,11 @@ def nan_case(group: int, backend: str, names: Sequence[str]) -> list[Difference]
 
     import torch
 
-    from deepspeed_ext.comm import hops
+    from deepspeed_ext.comm import collectives
 
     torch.use_deterministic_algorithms(True)  # fills it
     try:
-        with mock.patch.object(hops, "_backend", lambda group: backend):
+        with mock.patch.object(collectives, "backend_of", lambda group: backend):
             return training.compare(Job(accumulation=2, steps=2, zero=SMALL), group, names)
     finally:
         torch.use_deterministic_algorithms(False)

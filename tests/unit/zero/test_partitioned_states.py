@@ -67,7 +67,7 @@ def under_way_case() -> list[int]:
     parameters = engine.optimizer.parameters
 
     def count(*_: Any) -> None:
-        counts.append(len(parameters._under_way))
+        counts.append(len(parameters._update_of))
 
     training.micro_step(engine, job, 0, *next(data))
     engine.step()
