@@ -19,15 +19,15 @@ COMMON = {
     "partitioned_gradients.py:end_backward": "IGG",
     "partitioned_gradients.py:drain": "GGG",
     "gathers.py:wait": "GGG",
-    "parameters.py:_gather_slices": "IGG",
-    "parameters.py:_wait_for_updates": "IGG",
+    "slices.py:_gather_slices": "IGG",
+    "slices.py:_wait_for_updates": "IGG",
 }
 WAITS = {
     False: COMMON,
     True: {**COMMON, "parameters.py:_start": "GGG"},
 }
 STOCK = ("torch.py", "partition_parameters.py")  # DeepSpeed's, which waits for its own
-OTHERS = {"parameters.py:drain"}  # it protects what is sent, of parameters that no module uses
+OTHERS = {"slices.py:drain"}  # it protects what is sent, of parameters that no module uses
 
 
 @pytest.mark.parametrize("streams", [False, True])

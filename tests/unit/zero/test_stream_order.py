@@ -62,6 +62,7 @@ def training_case(
                         model.layers[0].weight.data.mul_(1.5)
                 engine.backward(loss)
                 engine.step()
+        engine.destroy()  # while the device has streams: what is in flight is completed
     return [str(finding) for finding in order.findings]
 
 
