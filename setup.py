@@ -16,7 +16,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
-TEST = ["pytest", "pytest-timeout", "hypothesis", *FRAMEWORKS, "yapf"]
+TEST = ["pytest", "pytest-timeout", "hypothesis", *FRAMEWORKS, "yapf", "mypy", "import-linter"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -38,6 +38,8 @@ DEV = [
     "bitsandbytes==0.50.2",
     "matplotlib==3.11.2",
     "ruff==0.17.5",
+    "mypy==2.4.1",
+    "import-linter==2.16",
     "yapf==0.43.0",
 ]
 

@@ -64,7 +64,7 @@ class LocoBuilder(CUDAOpBuilder):
             return importlib.import_module(self.absolute_name())
         from torch.utils.cpp_extension import _get_build_directory  # where ``jit_load`` will build
 
-        from deepspeed_ext.loco.build_lock import built_once
+        from deepspeed_ext.build_lock import built_once
 
         with built_once(Path(_get_build_directory(self.name, verbose=False)), "the kernels of LoCo"):
             return self.jit_load(verbose)

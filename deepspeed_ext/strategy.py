@@ -237,7 +237,8 @@ class Strategy:
 
 
 def _row(letters: str, known_as: str) -> Strategy:
-    return Strategy(*(Placement[letter] for letter in letters), known_as=known_as)
+    p, g, os = (Placement[letter] for letter in letters)
+    return Strategy(p, g, os, known_as)
 
 
 STRATEGIES: dict[str, Strategy] = {

@@ -231,7 +231,8 @@ def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> 
     if path.exists():
         step = inspect(path)
     else:
-        step = next(iter(saved.get(OPTIMIZER_STATE_DICT, {}).get("state", {}).values()), {}).get(_STEP)
+        states: Mapping[str, Any] = saved.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
+        step = next((state.get(_STEP) for state in states.values()), None)
     if step is not None:
         state[_STEP] = step.clone() if isinstance(step, Tensor) else step
 
@@ -276,7 +277,10 @@ def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
     whole = states[0]["module"].get(name)
     if whole is not None and whole.numel():  # stage 3 saves the module with parameters that have no elements
         return _Frozen([whole], whole.numel())
-    fragments = [(state.get(FROZEN_PARAM_FRAGMENTS) or {}).get(name) for state in states]
-    if any(fragment is None for fragment in fragments):
-        return None
+    fragments: list[Tensor] = []
+    for state in states:
+        fragment = (state.get(FROZEN_PARAM_FRAGMENTS) or {}).get(name)
+        if fragment is None:
+            return None
+        fragments.append(fragment)
     return _Frozen(fragments, states[0][FROZEN_PARAM_SHAPES][name].numel())

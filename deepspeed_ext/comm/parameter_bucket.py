@@ -23,12 +23,12 @@ _STACKED_AT_MOST = 1 << 22  # elements copied once more in order to be packed by
 
 
 class _Repeated(NamedTuple):
-    """``count`` repetitions of a pattern of layouts."""
+    """A pattern of layouts that stands ``times`` times in a row."""
 
     first: int  # number of the first parameter
     start: int  # its first element in the bucket
     pattern: tuple[FlatLayout, ...]
-    count: int
+    times: int
 
     @property
     def width(self) -> int:
@@ -36,8 +36,8 @@ class _Repeated(NamedTuple):
         return sum(layout.chunk for layout in self.pattern)
 
     def parts(self, cells: Tensor) -> Iterator[tuple[int, FlatLayout, Tensor]]:
-        """Return for each place in the pattern its number, its layout and its cells, (cols, rows, count, chunk)."""
-        mine = cells[:, :, self.start : self.start + self.count * self.width].unflatten(-1, (self.count, self.width))
+        """Return for each place in the pattern its number, its layout and its cells, (cols, rows, times, chunk)."""
+        mine = cells[:, :, self.start : self.start + self.times * self.width].unflatten(-1, (self.times, self.width))
         offset = 0
         for place, layout in enumerate(self.pattern):
             yield place, layout, mine[..., offset : offset + layout.chunk]
@@ -74,8 +74,8 @@ class ParameterBucket:
         wholes: list[Tensor] = [cells] * self._len
         for run in self._runs:
             for place, layout, part in run.parts(cells):
-                many = part.permute(2, 1, 0, 3).reshape(run.count, -1)
-                last = run.first + run.count * len(run.pattern)
+                many = part.permute(2, 1, 0, 3).reshape(run.times, -1)
+                last = run.first + run.times * len(run.pattern)
                 wholes[run.first + place : last : len(run.pattern)] = many[:, : layout.numel].unbind()
         return wholes
 
@@ -88,12 +88,12 @@ class ParameterBucket:
         """
         for run in self._runs:
             for place, layout, part in run.parts(cells):
-                last = run.first + run.count * len(run.pattern)
+                last = run.first + run.times * len(run.pattern)
                 _pack(flats[run.first + place : last : len(run.pattern)], layout, part)
 
 
 def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> None:
-    """Copy tensors of one layout into their cells, (cols, rows, count, chunk)."""
+    """Copy tensors of one layout into their cells, (cols, rows, times, chunk)."""
     at_once = max(1, _STACKED_AT_MOST // max(1, layout.numel))
     for start in range(0, len(flats), at_once):
         some = flats[start : start + at_once]

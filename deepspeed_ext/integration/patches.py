@@ -417,7 +417,7 @@ def apply(module: str) -> None:
     due = [patch for patch in listed if patch.module == module and patch.replace and patch.path not in _originals]
     unknown = bool(due) and foreign() is not None
     for patch in due:
-        if (unknown or patch.problem()) and not patch.gate:
+        if patch.replace is None or ((unknown or patch.problem()) and not patch.gate):
             continue
         try:
             owner, name, original = patch.locate()

@@ -31,6 +31,8 @@ class Chunk(nn.Module):
         experts: in the order in which they are entered.
     """
 
+    experts: tuple[nn.Module, ...]
+
     def __init__(self, experts: Sequence[nn.Module]) -> None:
         super().__init__()
         self.__dict__["experts"] = tuple(experts)  # not as children

@@ -13,11 +13,11 @@ from deepspeed_ext.leaf.modules import HOOKS, Found, LeafKind, Settings, numel_o
 _FETCHED = {LeafKind.UNIT.value: "as one", LeafKind.CHUNKED.value: "in {}", LeafKind.FINE.value: "one by one: {}"}
 
 
-class Row(NamedTuple):
-    """Modules of one class of which the same becomes, for the same reason."""
+class ClassSummary(NamedTuple):
+    """The modules of one class that are fetched alike, for the same reason."""
 
     cls: str
-    count: int
+    modules: int
     numel: int  # of the largest
     granularity: int | None  # of the largest
     bytes: int  # of the largest, as a unit
@@ -35,7 +35,7 @@ class Live:
     persistence: int  # stage3_param_persistence_threshold
 
 
-def rows(found: Sequence[Found]) -> list[Row]:
+def summaries(found: Sequence[Found]) -> list[ClassSummary]:
     """The table: one row for each class, kind and reason, in the order of the model; what is inside of units is not
     in it."""
     alike: dict[tuple[str, str, str], list[Found]] = {}
@@ -48,7 +48,7 @@ def rows(found: Sequence[Found]) -> list[Row]:
     table = []
     for (cls, kind, why), some in alike.items():
         most = max(some, key=lambda one: one.numel)
-        table.append(Row(cls, len(some), most.numel, most.granularity, most.bytes, kind, why))
+        table.append(ClassSummary(cls, len(some), most.numel, most.granularity, most.bytes, kind, why))
     return table
 
 
@@ -98,11 +98,11 @@ def text(found: Sequence[Found], model: nn.Module, settings: Settings, live: Liv
         f"leaf modules of {type(model).__name__}: {how}",
         f"  {'class':<32} {'count':>6} {'parameters':>15} {'granularity':>13} {'bytes as unit':>17}  fetched",
     ]
-    for row in rows(found):
-        granularity = "" if row.granularity is None else f"{row.granularity:,}"
-        fetched = _FETCHED[row.kind].format(row.why)
+    for one in summaries(found):
+        granularity = "" if one.granularity is None else f"{one.granularity:,}"
+        fetched = _FETCHED[one.kind].format(one.why)
         lines.append(
-            f"  {row.cls:<32.32} {row.count:>6} {row.numel:>15,} {granularity:>13} {row.bytes:>17,}  {fetched}"
+            f"  {one.cls:<32.32} {one.modules:>6} {one.numel:>15,} {granularity:>13} {one.bytes:>17,}  {fetched}"
         )
     before, after = hooks(found, model)
     fewer = f" ({1 - after / before:.1%} fewer)" if before else ""

@@ -274,6 +274,7 @@ class ErrorFeedback(ErrorState):
         saved = ErrorFeedback(LocoSettings(**states["settings"]))
         saved.load_states(states)
         for contents, error in saved._errors.items():
+            assert error.kept is not None  # as it was loaded
             numbers = saved._decode(error.kept, error.splits)
             for run, offset in _places(contents, error.splits):
                 yield run, numbers[offset : offset + run.numel]

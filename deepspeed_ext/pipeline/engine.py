@@ -44,7 +44,7 @@ class _Outputs:
         gradients = [gradient] if isinstance(gradient, Tensor) else gradient
         floating = [tensor for tensor in self._tensors if tensor.is_floating_point()]
         pairs = [pair for pair in zip(floating, gradients, strict=True) if pair[0].requires_grad]
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
 class ShardedPipelineEngine(PipelineEngine):
@@ -62,7 +62,8 @@ class ShardedPipelineEngine(PipelineEngine):
             for name, param in self.module.named_parameters()
             if not name.startswith(NOTHING_TO_TRAIN)
         )
-        self._cuts_parameters = active_strategy(self._config).p != Placement.N
+        strategy = active_strategy(self._config)
+        self._cuts_parameters = strategy is not None and strategy.p != Placement.N
         self._use_checkpointing_that_stops_early()
         if isinstance(self.optimizer, ParoOptimizer):  # there is none where nothing is trained
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))

@@ -12,6 +12,7 @@ import deepspeed.runtime.pipe.engine
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
@@ -135,7 +136,7 @@ def _fill_groups(module: Any, arguments: dict[str, Any]) -> None:
     for number, group in enumerate(groups):
         if not any(param.requires_grad for param in group["params"]):
             filler = nn.Parameter(torch.zeros(1, device=_device(module)))
-            filler.ds_pipe_replicated = False
+            setattr(filler, PIPE_REPLICATED, False)
             module.register_parameter(f"{NOTHING_TO_TRAIN}_{number}", filler)
             group["params"].append(filler)
 
@@ -159,10 +160,10 @@ def layout_hint(engine: Any, strategy: Strategy, topology: Topology) -> str:
     chosen = engine._config.zero_config.paro_group_size is not None
     if chosen or sizes.group_size > 1 or sizes.ranks == 1 or Placement.I not in _placements(strategy):
         return ""
-    sizes = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
+    lengths = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
     return (
         f": each node has one data-parallel rank of a stage (those of the first are the ranks "
-        f"{data_parallel_ranks(topology.world)}; axes, outermost first: {sizes}). For groups inside of nodes make "
+        f"{data_parallel_ranks(topology.world)}; axes, outermost first: {lengths}). For groups inside of nodes make "
         f"pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut tensors "
         f"over fewer ranks than a node has; stages then send their activations between nodes"
     )

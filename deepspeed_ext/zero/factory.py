@@ -83,7 +83,7 @@ def _replacements(
     strategy: Strategy, topology: Topology, slots: Slots, config: Any
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: (module and name where it looks the class up, what to make)."""
-    placed = {"strategy": strategy, "topology": topology, "slots": slots}
+    placed: dict[str, Any] = {"strategy": strategy, "topology": topology, "slots": slots}
     if strategy.p == Placement.N:
 
         def make(*args: Any, **kwargs: Any) -> Stage12Optimizer:

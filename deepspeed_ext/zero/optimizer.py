@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor
 
@@ -26,8 +27,8 @@ from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.gradients import Gradients
 
 
-class ParoOptimizer(ABC):
-    """A ZeRO optimizer with model states placed by a strategy; DeepSpeed's own class comes after it.
+class ParoOptimizer(ZeROOptimizer, ABC):
+    """A ZeRO optimizer with model states placed by a strategy; DeepSpeed's own class of a stage comes after it.
 
     Attributes:
         strategy: where model states are.

@@ -73,6 +73,8 @@ class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
         The others are the parent's.
     """
 
+    bit16_groups_flat: list[Tensor]  # the parent's
+
     def __init__(
         self,
         *args: Any,

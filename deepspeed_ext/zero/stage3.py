@@ -32,14 +32,14 @@ from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_grad
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
-from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, ordered_by_streams
+from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3_states import Stage3States
 
 
-class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
+class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters sharded].
 
     Args:
@@ -51,6 +51,12 @@ class Stage3Optimizer(Stage3States, ParoOptimizer, LeafReducer, DeepSpeedZeroOpt
         dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
         The others are the parent's.
     """
+
+    # The parent's.
+    sub_group_size: int
+    persistent_parameters: list[Any]
+    grad_partitions_flat_buffer: Any  # a tensor, or None before it is made anew
+    inf_or_nan_tracker: Tensor
 
     def __init__(
         self,

@@ -12,13 +12,16 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from torch import Tensor
 
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.regroup import check_groups, cut_otherwise, regroup
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
 
-class Stage3States:
+class Stage3States(ParoOptimizer):
     """Such an optimizer, ``Stage3Optimizer``; DeepSpeed's class comes after it."""
+
+    averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state dict that is sharded otherwise, but for sub-groups, which are sharded anew.

@@ -15,7 +15,7 @@ def parse_our_keys(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
         from deepspeed_ext.integration.support import require
 
         config.check_top_level(param_dict)
-        section = param_dict.get(config.SECTION)
+        section: Any = param_dict.get(config.SECTION)
         forget_stage(section)
         if not config.our_keys(section):
             return get_zero_config(param_dict, *args, **kwargs)

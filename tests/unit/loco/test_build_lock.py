@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.loco import build_lock
+from deepspeed_ext import build_lock
 
 TINY = """
 #include <Python.h>

@@ -1,0 +1,32 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What import-linter cannot tell of the package's layers, since it takes DeepSpeed as a whole."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "deepspeed_ext"
+WITHOUT_ZERO = sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "comm").glob("*.py"))
+
+
+def imported(text: str) -> Iterator[str]:
+    """Return the dotted names that a module imports, at its top or later."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("module", ["strategy.py", *WITHOUT_ZERO])
+def test_what_moves_bytes_knows_nothing_of_zero(module: str) -> None:
+    names = list(imported((PACKAGE / module).read_text(encoding="utf-8")))
+    assert not [name for name in names if name.startswith("deepspeed.runtime")]
+
+
+def test_late_imports_are_seen() -> None:
+    text = "import torch\ndef f():\n    from deepspeed.runtime import zero\n    import deepspeed.runtime.zero.stage3\n"
+    assert list(imported(text)) == ["torch", "deepspeed.runtime.zero", "deepspeed.runtime.zero.stage3"]
