@@ -35,7 +35,7 @@ from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
-from deepspeed_ext.zero.optimizer import ParoOptimizer, ordered_by_streams
+from deepspeed_ext.zero.optimizer import ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage12_states import Stage12States
 
@@ -62,7 +62,7 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class Stage12Optimizer(Stage12States, ParoOptimizer, DeepSpeedZeroOptimizer):
+class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:

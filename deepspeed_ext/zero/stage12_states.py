@@ -10,11 +10,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from deepspeed_ext.zero.flat_gradients import FlatGradients
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.regroup import cut_otherwise
 
 
-class Stage12States:
+class Stage12States(ParoOptimizer):
     """Such an optimizer, ``Stage12Optimizer``; DeepSpeed's class comes after it."""
+
+    gradients: FlatGradients
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state dict that is sharded otherwise: the parent would pad a shard that is too short.

@@ -13,6 +13,8 @@ from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from torch import Tensor
 
 from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.regroup import check_groups, cut_otherwise, regroup
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
@@ -21,6 +23,8 @@ _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 class Stage3States(ParoOptimizer):
     """Such an optimizer, ``Stage3Optimizer``; DeepSpeed's class comes after it."""
 
+    parameters: PartitionedParameters
+    gradients: PartitionedGradients
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
 
     def check_states(self, state: Mapping[str, Any]) -> None:
