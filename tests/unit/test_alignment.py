@@ -81,7 +81,9 @@ def device(sizes: GroupSizes) -> Iterator[tuple[Pointers, GradientReshard, Param
         ),
         mock.patch.object(collectives, "_launches_together", lambda group, device: False),
         mock.patch.object(backends, "joined", pointers.joined),
-        mock.patch.object(collectives.Collectives, "start", lambda group, *arguments: pointers.note(group, *arguments)),
+        mock.patch.object(
+            collectives.Collectives, "start", lambda group, *arguments: pointers.note(group, *arguments)
+        ),
         mock.patch.object(get_accelerator(), "current_device_name", lambda: "meta"),
     ):
         groups = {"intra": sizes.group_size, "inter": sizes.groups}

@@ -33,7 +33,9 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     for number in range(4):
         due = [parts(sender, size, number)[rank] for sender in range(size)]
         received = [torch.empty_like(part) for part in due]
-        started.append((pairwise.pairwise_all_to_all(group, received, parts(rank, size, number), "exchange"), received, due))
+        started.append(
+            (pairwise.pairwise_all_to_all(group, received, parts(rank, size, number), "exchange"), received, due)
+        )
     if dropped:
         del started[1]
         gc.collect()

@@ -68,9 +68,9 @@ def hops_case(local: int) -> tuple[float, float, float, float]:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.schedule import Started
     from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.comm.reshard import GradientReshard
+    from deepspeed_ext.comm.schedule import Started
     from deepspeed_ext.loco.hop import LocoHop
     from deepspeed_ext.loco.settings import LocoSettings
     from deepspeed_ext.strategy import Placement

@@ -107,7 +107,10 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
             if step:
                 given += hop.errors._decode(hop.errors._errors[contents].kept, [width] * 2)
             hop.look = True
-            with Waits(), mock.patch.object(hop.collectives, "all_to_all", wraps=hop.collectives.all_to_all) as exchange:
+            with (
+                Waits(),
+                mock.patch.object(hop.collectives, "all_to_all", wraps=hop.collectives.all_to_all) as exchange,
+            ):
                 Started(hop.reduce_scatter(flat, [width] * 2, contents)).finish()
             for row, part in zip(exchange.call_args.args[1].view(2, -1), arrived.split(width), strict=True):
                 loco.ops.decompress(row.view(1, -1), part, hop.packing)

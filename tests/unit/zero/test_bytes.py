@@ -101,27 +101,30 @@ def bytes_case(
     return sum(numel for numel, _ in numels), sum(numel for numel, trainable in numels if trainable), rows
 
 
-def test_comms_logger_tells_the_hops_apart(ranks: Any) -> None:
-    for records in ranks(4).run(logger_case):
+def test_records_and_traces_tell_the_hops_apart(ranks: Any) -> None:
+    for records, labels in ranks(4).run(logger_case):
         # Over 2 ranks, not over all 4. Inside groups the parts of a bucket are unequal, and go by rooted reduces.
         for name in ("inter_reduce_scatter", "intra_all_gather", "inter_all_gather"):
             assert records[name] and all(abs(bus / algorithm - 1 / 2) < 1e-9 for algorithm, bus in records[name])
         assert records["intra_reduce_scatter"]
+        assert labels == {f"paro::{name}" for name in records if name.startswith(("intra_", "inter_"))}
 
 
-def logger_case() -> dict[str, list[tuple[float, float]]]:
-    """What DeepSpeed's comms logger has recorded after a step of NIG with collectives: by name, the bandwidths."""
+def logger_case() -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
+    """What a step of NIG with collectives leaves: bandwidths in DeepSpeed's comms logger, and labels in a trace."""
     from unittest import mock
 
+    import torch
     import training
     from deepspeed.comm.comm import comms_logger
 
     from deepspeed_ext.comm import collectives
 
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
-    with mock.patch.object(collectives, "backend_of", lambda group: "nccl"):
+    with mock.patch.object(collectives, "backend_of", lambda group: "nccl"), torch.profiler.profile() as profile:
         training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})
+    labels = {event.name for event in profile.events() if event.name.startswith("paro::")}
     return {
         name: [both for _, _, *found in sizes.values() for both in zip(*found, strict=True)]
         for name, sizes in comms_logger.comms_dict.items()
-    }
+    }, labels
