@@ -3,20 +3,20 @@
 """``python -m deepspeed_ext``: see ``cli/main.py``."""
 
 from deepspeed_ext.cli import main as cli
-from deepspeed_ext.integration import fork, patches
+from deepspeed_ext.integration import fork, patcher, patches
 
 
 def report_patches() -> None:
-    """Each symbol of DeepSpeed that we replace or rely on, and its state."""
+    """Print each symbol of DeepSpeed that we replace or rely on, and its state."""
     if fork.is_installed():
         print(f"\nthis DeepSpeed has these features built in ({fork.PACKAGE}): nothing is patched")
         return
-    patches.import_all()
-    if problem := patches.foreign():
+    patcher.import_all()
+    if problem := patcher.foreign():
         print(f"\nthis DeepSpeed is not known, and our keys are refused: {problem}")
     tested = ", ".join(patches.TESTED_VERSIONS)
     print(f"\nsymbols of DeepSpeed (supported {patches.DEEPSPEED_VERSIONS}, tested {tested})")
-    for patch, state in patches.status():
+    for patch, state in patcher.status():
         print(f"  {state:<12} {patch.path}\n{'':<15}{patch.why}")
 
 

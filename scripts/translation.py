@@ -17,7 +17,9 @@ STAYS = frozenset(
         "comm/traffic",
         "integration/activation",
         "integration/fork",
+        "integration/patcher",
         "integration/patches",
+        "integration/relied_on",
         "integration/seams/frameworks",
         "integration/symbols",
     )

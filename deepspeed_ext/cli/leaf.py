@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from deepspeed_ext.cli.callables import named
-from deepspeed_ext.config.section import LEAF_BYTES, SECTION, THRESHOLD, parse_section
+from deepspeed_ext.config.keys import LEAF_BYTES, SECTION, THRESHOLD
+from deepspeed_ext.config.section import parse_section
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import choose
 from deepspeed_ext.leaf.setup import settings_and_live

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from deepspeed_ext.cli import plan as planning
 from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
-from deepspeed_ext.config.section import LEAF_BYTES, THRESHOLD
+from deepspeed_ext.config.keys import LEAF_BYTES, THRESHOLD
 from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.version import __version__
 

@@ -9,48 +9,56 @@ DeepSpeed reads it. (Lightning decides on ``zero.Init`` before that.)
 """
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.section import (
-    FASTEST,
-    SECTION,
-    STRATEGY,
-    check_section,
-    imply,
-    is_implied,
-    our_keys,
-    resolved,
-)
+from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.normalize import normalized
+from deepspeed_ext.config.validate import check_section
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
+# By id: sections into which we have written the stage that was left out, and what it was. They are kept, so that no
+# other dictionary gets the id. The stage itself is a plain number, for it is saved with checkpoints.
+_implied: dict[int, tuple[Mapping[str, Any], int]] = {}
 
-def imply_stage(section: Any, stage: int | None = None) -> None:
-    """Write the stage into a section of ours that leaves it out.
 
-    Args:
-        section: raw, as the caller keeps it; changed in place.
-        stage: what it is, if that is known; else it follows from the section.
+def is_implied(section: Mapping[str, Any]) -> bool:
+    """Whether the stage of a raw section was written by us."""
+    known, stage = _implied.get(id(section), (None, None))
+    return known is section and section.get("stage") == stage
+
+
+def as_written(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a raw section as its user has written it."""
+    return {key: value for key, value in section.items() if key != "stage" or not is_implied(section)}
+
+
+def imply_stage(section: Any, stage: int) -> None:
+    """Write a stage into a raw section that leaves it out, such that the next reader may imply another one."""
+    if isinstance(section, dict) and (section.get("stage") is None or is_implied(section)):
+        section["stage"] = stage
+        _implied[id(section)] = (section, stage)
+
+
+def imply_stage_of_raw(section: Any) -> None:
+    """Write the stage that follows from our keys into a raw section that leaves it out, before DeepSpeed parses it.
 
     Raises:
         ValueError: the section is not valid, or asks for the fastest strategy, whose stage is not known yet.
     """
     if not isinstance(section, dict) or not our_keys(section):
         return
-    if section.get("stage") is not None and not is_implied(section):
+    if section.get("stage") is not None and (not is_implied(section) or section.get(STRATEGY) == FASTEST):
+        return  # it is its user's, or was decided
+    ours = normalized(as_written(section))
+    if not our_keys(ours):
         return
-    if stage is None:
-        if is_implied(section) and section.get(STRATEGY) == FASTEST:
-            return  # it was decided
-        ours = resolved(section)
-        if not our_keys(ours):
-            return
-        strategy = check_section(ours)
-        if strategy is None:
-            raise ValueError(_without_stage("which decide before the model is known"))
-        stage = strategy.stage
-    imply(section, stage)
+    strategy = check_section(ours)
+    if strategy is None:
+        raise ValueError(_without_stage("which decide before the model is known"))
+    imply_stage(section, strategy.stage)
 
 
 def forget_stage(section: Any) -> None:
@@ -60,10 +68,10 @@ def forget_stage(section: Any) -> None:
 
 
 def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
-    """Refuse a stage that nobody has written, where Accelerate has decided already, and otherwise.
+    """Refuse a stage that nobody has written, where Accelerate has decided already, and for another stage.
 
-    Where our seam in Accelerate is in place it has read what we have written. It is not in a DeepSpeed that has these
-    features built in, nor if Accelerate has changed.
+    Where our seam in Accelerate is in place, Accelerate has read what we have written. A DeepSpeed that has these
+    features built in has no such seam, nor has an Accelerate that has changed.
 
     Args:
         config: parsed.

@@ -1,18 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may have configured beside a strategy and that our optimizers do not do. Refused, never skipped."""
+"""What our optimizers do not do, and a user may have beside a strategy. Refused, never skipped; a row for each.
 
+``REFUSED`` has what the configuration tells, ``UNSUPPORTED`` what only the model or the optimizer object can tell.
+"""
+
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from deepspeed_ext.config.keys import SECTION, STRATEGY, asked_by, our_keys
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
-
-SECTION = "zero_optimization"
-
-_Finder = Callable[["DeepSpeedConfig"], Any]
 
 
 def _always(strategy: Strategy) -> bool:
@@ -23,20 +25,87 @@ def _replicated(strategy: Strategy) -> bool:
     return strategy.p == Placement.N
 
 
-def _cut(strategy: Strategy) -> bool:
+def _sharded(strategy: Strategy) -> bool:
     return strategy.p != Placement.N
 
 
-def _cut_inside_groups(strategy: Strategy) -> bool:
-    return _cut(strategy) and strategy.os == Placement.I
+def _sharded_with_states_inside_groups(strategy: Strategy) -> bool:
+    return _sharded(strategy) and strategy.os == Placement.I
 
 
-def _updated_between_groups(strategy: Strategy) -> bool:
-    return _cut(strategy) and strategy.p != strategy.os
+def _sharded_and_gathered_after_steps(strategy: Strategy) -> bool:
+    return _sharded(strategy) and strategy.p != strategy.os
 
 
-def _partitions_gradients(strategy: Strategy) -> bool:
+def _shards_gradients(strategy: Strategy) -> bool:
     return strategy.stage > 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key that cannot stand beside a strategy.
+
+    Attributes:
+        key: its full name.
+        find: looks for it in the parsed configuration, and returns something true if it is there.
+        why: the reason.
+        applies: with which strategies.
+    """
+
+    key: str
+    find: Callable[["DeepSpeedConfig"], Any]
+    why: str
+    applies: Callable[[Strategy], bool] = _always
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A kind of engine, model or optimizer that a strategy does not run with.
+
+    Attributes:
+        find: looks for it in the engine and what it was given, and returns something true if it is there.
+        why: the reason; ``{}`` stands for what was found.
+        applies: with which strategies.
+        advice: what to do instead, from the strategy and the engine.
+    """
+
+    find: Callable[[Any, Any], Any]
+    why: str
+    applies: Callable[[Strategy], bool] = _always
+    advice: Callable[[Strategy, Any], str] = lambda strategy, engine: ""
+
+
+def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
+    """Refuse what is configured and a strategy's optimizer does not do.
+
+    Raises:
+        ValueError: something of that is configured.
+    """
+    asked = asked_by(config._param_dict[SECTION])
+    names = {STRATEGY: f"{STRATEGY} {strategy.name}", "stage": f"stage {strategy.stage} in a pipeline"}
+    given = names.get(asked, asked)
+    for row in REFUSED:
+        if row.applies(strategy) and row.find(config):
+            raise ValueError(f"{row.key} cannot be combined with {SECTION}.{given}: {row.why}. Remove one of the two.")
+
+
+def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, given: Any) -> None:
+    """Refuse what only objects can tell; the same on all ranks.
+
+    Args:
+        given: what the rows look at beside the engine: an optimizer, or a model.
+
+    Raises:
+        ValueError: the engine, the model or the optimizer is of a kind that the strategy does not support.
+    """
+    for row in rows:
+        found = row.applies(strategy) and row.find(engine, given)
+        if found:
+            advice = row.advice(strategy, engine)
+            raise ValueError(
+                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {row.why.format(found)}."
+                f"{advice and f' {advice}.'}"
+            )
 
 
 def _passes(config: "DeepSpeedConfig") -> set[str]:
@@ -46,129 +115,156 @@ def _passes(config: "DeepSpeedConfig") -> set[str]:
 
 _OFFLOAD_PARAM = ", ".join(name for name, row in STRATEGIES.items() if row.p == row.os != Placement.N)
 
-REFUSED: tuple[tuple[str, _Finder, str, Callable[[Strategy], bool]], ...] = (
-    (f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way", _always),
-    (
+REFUSED: tuple[Refusal, ...] = (
+    Refusal(f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way", _always),
+    Refusal(
         f"{SECTION}.offload_optimizer.super_offload",
         lambda c: getattr(c.zero_config.offload_optimizer, "super_offload", False),
         "SuperOffload is an optimizer of its own",
-        _always,
     ),
-    (
+    Refusal(
         f"{SECTION}.offload_optimizer.device",
         lambda c: getattr(c.zero_config.offload_optimizer, "device", None) == "nvme",
         "optimizer states on NVMe are not supported; use device cpu",
-        _always,
     ),
-    (
+    Refusal(
         f"{SECTION}.offload_param",
         lambda c: c.zero_config.offload_param,
         "parameters are not cut; it needs stage 3",
         _replicated,
     ),
-    (
+    Refusal(
         f"{SECTION}.stage3_module_granularity_threshold",
         lambda c: c.zero_config.module_granularity_threshold,
         "parameters are not cut; it needs stage 3",
         _replicated,
     ),
-    (
+    Refusal(
         f"{SECTION}.offload_param.device",
         lambda c: getattr(c.zero_config.offload_param, "device", None) == "nvme",
         "parameters on NVMe are not supported; use device cpu",
-        _cut,
+        _sharded,
     ),
-    (
+    Refusal(
         f"{SECTION}.offload_param.device",
         lambda c: getattr(c.zero_config.offload_param, "device", "none") != "none",
         f"updated parameters are gathered between groups on the device; strategies that offload parameters: "
         f"{_OFFLOAD_PARAM}",
-        _updated_between_groups,
+        _sharded_and_gathered_after_steps,
     ),
-    (
+    Refusal(
         f"{SECTION}.stage3_use_all_reduce_for_fetch_params",
         lambda c: c.zero_config.use_all_reduce_for_fetch_params,
         "parameters are gathered by all-gathers within and between groups",
-        _cut,
+        _sharded,
     ),
-    (
+    Refusal(
         f"{SECTION}.enable_sanity_checks",
         lambda c: c.zero_config.enable_sanity_checks,
         "it compares buckets over all ranks, but groups reduce their own",
-        _cut,
+        _sharded,
     ),
-    (
+    Refusal(
         f"{SECTION}.pipeline_loading_checkpoint",
         lambda c: c.zero_config.pipeline_loading_checkpoint,
         "it passes a token from rank to rank of one group that holds all states",
-        _cut_inside_groups,
+        _sharded_with_states_inside_groups,
     ),
-    (
+    Refusal(
         "checkpoint.use_node_local_storage",
         lambda c: c.use_node_local_storage,
         "only the ranks of the first group write optimizer states",
-        _cut_inside_groups,
+        _sharded_with_states_inside_groups,
     ),
-    (
+    Refusal(
         f"{SECTION}.zero_hpz_partition_size",
         lambda c: c.zero_config.zero_hpz_partition_size > 1,
         "hpZ cuts the parameters of stage 3 inside a group; strategies with p = I do that",
-        _always,
     ),
-    (
+    Refusal(
         f"{SECTION}.zero_quantized_weights",
         lambda c: c.zero_config.zero_quantized_weights,
         "parameters are gathered exactly",
-        _always,
     ),
-    (
+    Refusal(
         f"{SECTION}.zero_quantized_nontrainable_weights",
         lambda c: c.zero_config.zero_quantized_nontrainable_weights,
         "parameters are gathered exactly",
-        _always,
     ),
-    (
+    Refusal(
         f"{SECTION}.reduce_scatter",
         lambda c: c.zero_config.zeropp_loco_param is not None and not c.zero_config.reduce_scatter,
         "LoCo's reduction between groups is not an all-reduce",
-        _always,
     ),
-    (
+    Refusal(
         f"{SECTION}.elastic_checkpoint",
         lambda c: c.zero_config.elastic_checkpoint,
         "use universal checkpoints",
-        _always,
     ),
-    (
+    Refusal(
         "compile.deepcompile",
         lambda c: c.compile_config.deepcompile and not (_passes(c) and _passes(c) <= {"autosp", "autotp"}),
         "DeepCompile replaces the reduction of gradients, except with compile.passes of autosp or autotp only",
-        _always,
     ),
-    (
+    Refusal(
         "compile.passes autosp",
         lambda c: "autosp" in _passes(c),
         "DeepSpeed leaves this pass out at stages 2 and 3; strategies of stage 1: "
         f"{', '.join(name for name, row in STRATEGIES.items() if row.stage == 1)}",
-        _partitions_gradients,
+        _shards_gradients,
     ),
-    (
+    Refusal(
         "compile.passes autotp",
         lambda c: "autotp" in _passes(c),
         "this pass compiles the model as one graph, in which no parameter can be gathered",
-        _cut,
+        _sharded,
     ),
-    (
+    Refusal(
         "optimizer.type",
         lambda c: c.optimizer_name == "muon",
         "Muon needs whole gradients where its state is",
-        _always,
     ),
-    (
+    Refusal(
         "expert_parallel",
         lambda c: getattr(getattr(c, "expert_parallel_config", None), "enabled", False),
         "expert groups are not data-parallel groups",
-        _always,
     ),
 )
-"""Key, how to find it in the parsed configuration, why, and with which strategies."""
+
+
+def _plain(engine: Any, stage: int | str) -> str:
+    """Return how to have a stage of DeepSpeed's own."""
+    keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
+    # Without a key of ours this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
+    return f"Remove {keys}, and set {SECTION}.stage to {stage}" if keys else f"Set {SECTION}.stage to 1"
+
+
+def _plain_with_experts(strategy: Strategy, engine: Any) -> str:
+    if strategy.stage < 3:
+        return _plain(engine, strategy.stage)
+    return f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either"
+
+
+def _has_compiled_modules(model: Any) -> bool:
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # whoever has compiled a module has imported it
+    return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
+
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(
+        lambda engine, optimizer: engine.has_moe_layers,
+        "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
+        advice=_plain_with_experts,
+    ),
+    Unsupported(
+        lambda engine, optimizer: "muon" in type(optimizer).__name__.lower() and type(optimizer).__name__,
+        "{} needs whole gradients where its state is",
+        advice=lambda strategy, engine: _plain(engine, strategy.stage),
+    ),
+    Unsupported(
+        lambda engine, optimizer: _has_compiled_modules(engine.module),
+        "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
+        _sharded,
+        lambda strategy, engine: "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
+    ),
+)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from deepspeed_ext.integration import fork, patches
+from deepspeed_ext.integration import fork, patcher
 
 _OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
 
@@ -29,7 +29,7 @@ class _PostImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in patches.modules():
+        if fullname not in patcher.modules():
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -56,7 +56,7 @@ def _apply(name: str) -> None:
         if fork.is_installed():  # found on a search path that is another one than when we were imported
             fork.stand_down()
             return
-        patches.apply(name)
+        patcher.apply(name)
     except Exception:
         logger.exception("deepspeed_ext could not patch %s; its ds_config keys will not work", name)
 
@@ -76,7 +76,7 @@ def activate() -> None:
         return
     if _hook not in sys.meta_path:
         sys.meta_path.insert(0, _hook)
-    for name in patches.modules():
+    for name in patcher.modules():
         module = sys.modules.get(name)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _apply(name)
@@ -86,7 +86,7 @@ def deactivate() -> None:
     """Undo all patches and see no further imports."""
     if _hook in sys.meta_path:
         sys.meta_path.remove(_hook)
-    patches.undo()
+    patcher.undo()
 
 
 def autoload() -> None:

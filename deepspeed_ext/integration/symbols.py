@@ -1,12 +1,18 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A symbol of DeepSpeed as we know it."""
+"""A symbol of DeepSpeed as we know it, and the classes that have most of those that we depend on."""
 
 import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+STAGES = "deepspeed.runtime.pipe.module:PipelineModule"
+ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 
 
 @dataclass(frozen=True)
@@ -19,28 +25,30 @@ class Patch:
         signature: of the symbol as we know it, without annotations; another one is refused.
         replace: makes the replacement from the original; None where a subclass of ours overrides or calls it.
         gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
+        takes_require: ``replace`` takes ``patcher.require`` as well, to call it where one of our keys is used.
         copies: modules that import the symbol by name, and may have done so before it is replaced.
     """
 
     target: str
     why: str
     signature: str
-    replace: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
+    replace: Callable[..., Callable[..., Any]] | None = None
     gate: bool = False
+    takes_require: bool = False
     copies: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:
-        """Dotted name of the module."""
+        """The dotted name of the module."""
         return self.target.partition(":")[0]
 
     @property
     def path(self) -> str:
-        """Dotted path of the symbol."""
+        """The dotted path of the symbol."""
         return self.target.replace(":", ".")
 
     def locate(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Owner, attribute name and present value of the symbol.
+        """Return the owner, the attribute's name and the present value of the symbol.
 
         Raises:
             AttributeError: it is not there.
@@ -52,7 +60,7 @@ class Patch:
         return owner, name, inspect.getattr_static(owner, name)
 
     def problem(self) -> str | None:
-        """Why the symbol is not as we know it; None if it is."""
+        """Return why the symbol is not as we know it; None if it is."""
         try:
             *_, value = self.locate()
         except (AttributeError, ImportError):
@@ -64,7 +72,7 @@ class Patch:
 
 
 def signature_of(function: Callable[..., Any]) -> str:
-    """Names, kinds and defaults. Annotations print differently from one Python to the next."""
+    """Return names, kinds and defaults: annotations print differently from one Python to the next."""
     function = inspect.unwrap(function)
     while getattr(function, "__module__", None) == "deepspeed.utils.nvtx":  # a decorator that hides what it wraps
         function = inspect.getclosurevars(function).nonlocals["func"]

@@ -11,7 +11,8 @@ from deepspeed.utils.logging import print_dist
 from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
 from torch import nn
 
-from deepspeed_ext.config.section import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD, leaf_bytes
+from deepspeed_ext.config.keys import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD
+from deepspeed_ext.config.section import leaf_bytes
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import (
     Found,

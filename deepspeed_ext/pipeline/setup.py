@@ -18,29 +18,38 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import gathered_texts
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
-from deepspeed_ext.config.section import (
-    FASTEST,
-    GROUP_SIZE,
-    LOCO,
-    SECTION,
-    STRATEGY,
-    active_strategy,
-    undecided,
-    use_strategy_of_stage,
-)
+from deepspeed_ext.config.check import use_strategy_of_stage
+from deepspeed_ext.config.keys import FASTEST, GROUP_SIZE, LOCO, SECTION, STRATEGY
+from deepspeed_ext.config.refused import Unsupported, refuse_unsupported
+from deepspeed_ext.config.section import active_strategy, undecided
 from deepspeed_ext.strategy import Placement, Strategy
 
 NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
 _PROBLEM_LENGTH = 1000
 
+# What cannot work with the schedule, of the engine and the PipelineModule.
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(
+        lambda engine, module: type(engine) is not PipelineEngine and type(engine).__name__,
+        "{} runs another schedule than 1F1B",
+    ),
+    Unsupported(
+        lambda engine, module: any(hasattr(param, "ds_id") for param in module.parameters()),
+        "the PipelineModule has parameters that are cut already; build it outside of deepspeed.zero.Init",
+    ),
+)
 
-def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **kwargs: Any) -> None:
+
+def initialize(
+    init: Callable[..., None], require: Callable[[], None], engine: PipelineEngine, *args: Any, **kwargs: Any
+) -> None:
     """``PipelineEngine.__init__``: with a strategy, or ZeRO-2 or 3, which mean one, the engine becomes ours.
 
     Collective over all ranks, those without a strategy included: a stage may have been configured otherwise.
 
     Args:
         init: DeepSpeed's.
+        require: raises if this DeepSpeed is not one that we know.
         engine: to initialize. The others are DeepSpeed's.
 
     Raises:
@@ -51,7 +60,7 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
     if config is not None and dist.is_initialized():
         problem = ""
         try:
-            strategy = _strategy(config, module)
+            strategy = _strategy(config, module, require)
         except (ValueError, RuntimeError) as error:
             problem = str(error)
         _require_agreement(module, _settings(config, strategy), problem)
@@ -60,7 +69,7 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
         return
     from deepspeed_ext.pipeline.engine import ShardedPipelineEngine
 
-    refuse_unsupported(strategy, engine, module)
+    refuse_unsupported(UNSUPPORTED, strategy, engine, module)
     engine.__class__ = ShardedPipelineEngine
     _fill_groups(module, kwargs)
     # The parent's only refusal of ZeRO-2 and 3, an assertion that looks nothing else up under this name.
@@ -70,33 +79,16 @@ def initialize(init: Callable[..., None], engine: PipelineEngine, *args: Any, **
     engine.connect()
 
 
-def _strategy(config: Any, module: Any) -> Strategy | None:
+def _strategy(config: Any, module: Any, require: Callable[[], None]) -> Strategy | None:
     if undecided(config):
         raise ValueError(
             f"{SECTION}.{STRATEGY} {FASTEST} does not know pipelines, whose stages have different models. Set one of "
             f"the strategies; `python -m deepspeed_ext plan` compares them."
         )
     if active_strategy(config) is None and config.zero_config.stage > 1:
+        require()
         use_strategy_of_stage(config, module.mpu())
     return active_strategy(config)
-
-
-def refuse_unsupported(strategy: Strategy, engine: PipelineEngine, module: Any) -> None:
-    """Refuse what cannot work with the schedule; the same on all ranks.
-
-    Raises:
-        ValueError: the schedule is another one, or parameters are cut already.
-    """
-    reasons = (
-        (type(engine) is not PipelineEngine, f"{type(engine).__name__} runs another schedule than 1F1B"),
-        (
-            any(hasattr(param, "ds_id") for param in module.parameters()),
-            "the PipelineModule has parameters that are cut already; build it outside of deepspeed.zero.Init",
-        ),
-    )
-    for unsupported, reason in reasons:
-        if unsupported:
-            raise ValueError(f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {reason}.")
 
 
 def refuse_zero_init() -> None:

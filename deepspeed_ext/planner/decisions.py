@@ -12,7 +12,7 @@ from typing import Any
 
 from deepspeed.utils import log_dist
 
-from deepspeed_ext.config.section import DECISION, FASTEST, SECTION, STRATEGY
+from deepspeed_ext.config.keys import DECISION, FASTEST, SECTION, STRATEGY
 from deepspeed_ext.version import __version__
 
 _KEYS = ("strategy", "date", "version", "inputs", "plan")

@@ -18,8 +18,9 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import reduced, told
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
+from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
-from deepspeed_ext.config.section import FASTEST, LOCO, MEMORY, SECTION, STRATEGY, decided, possible_strategies
+from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, SECTION, STRATEGY
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.model_bytes import on_device

@@ -1,11 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Has the engine make our optimizer in the place of DeepSpeed's."""
+"""Have the engine make our optimizer in the place of DeepSpeed's."""
 
 import contextlib
 import functools
 import logging
-import sys
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,7 +18,8 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.config.section import GROUP_SIZE, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.keys import GROUP_SIZE, SECTION, STRATEGY
+from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
@@ -49,7 +49,7 @@ def configure_with(
         ValueError: the model or the optimizer is of a kind that the strategy does not support.
         RuntimeError: the engine did not look the class up under that name.
     """
-    refuse_unsupported(strategy, engine, optimizer)
+    refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
     announce(strategy, topology, engine)
@@ -110,47 +110,6 @@ def _inference(
     gathers = {"bucket": bucket, "sequential": sequential}
     partition(module, offload, strategy, topology, slots.parameter_reshard(topology), gathers)
     return offload
-
-
-def refuse_unsupported(strategy: Strategy, engine: Any, optimizer: Any) -> None:
-    """Refuse what only the model or the optimizer object can tell; the same on all ranks.
-
-    Raises:
-        ValueError: the model or the optimizer is of a kind that the strategy does not support.
-    """
-    keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
-
-    def plain(stage: int | str) -> str:
-        # Without a key of ours this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
-        return f"Remove {keys}, and set {SECTION}.stage to {stage}" if keys else f"Set {SECTION}.stage to 1"
-
-    reasons = (
-        (
-            engine.has_moe_layers,
-            "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
-            f"{plain('1 or 2')}: DeepSpeed's stage 3 does not support them, either"
-            if strategy.stage == 3
-            else plain(strategy.stage),
-        ),
-        (
-            "muon" in type(optimizer).__name__.lower(),
-            f"{type(optimizer).__name__} needs whole gradients where its state is",
-            plain(strategy.stage),
-        ),
-        (
-            strategy.p != Placement.N and _has_compiled_modules(engine.module),
-            "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
-            "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
-        ),
-    )
-    for unsupported, reason, advice in reasons:
-        if unsupported:
-            raise ValueError(f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {reason}. {advice}.")
-
-
-def _has_compiled_modules(model: Any) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # whoever has compiled a module has imported it
-    return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
 def announce(strategy: Strategy, topology: Topology, engine: Any) -> None:

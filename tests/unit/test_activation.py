@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 CHECK = """
-from deepspeed_ext.integration import patches
+from deepspeed_ext.integration import patcher
 import deepspeed.runtime.engine, deepspeed.runtime.config, deepspeed.env_report
 from deepspeed import DeepSpeedEngine
-assert all(state in ("applied", "as expected") for _, state in patches.status()), patches.status()
+assert all(state in ("applied", "as expected") for _, state in patcher.status()), patcher.status()
 assert DeepSpeedEngine._configure_zero_optimizer.__deepspeed_ext__
 """
 
@@ -65,7 +65,7 @@ def test_importing_torch_imports_no_deepspeed_and_survives_our_faults() -> None:
     done = run("import torch, sys; print('deepspeed_ext' in sys.modules, 'deepspeed' in sys.modules)")
     assert done.stdout.split() == ["True", "False"], done.stderr
     code = (
-        "import deepspeed_ext.integration.patches as p; p.apply = lambda name: 1 / 0\n"
+        "import deepspeed_ext.integration.patcher as p; p.apply = lambda name: 1 / 0\n"
         "import torch, deepspeed; print('alive')"
     )
     assert run(code).stdout.split()[-1] == "alive"

@@ -10,7 +10,7 @@ from deepspeed_ext.integration import patches, symbols
 PRELUDE = """
 import sys
 import deepspeed_ext
-from deepspeed_ext.integration import activation, patches, symbols
+from deepspeed_ext.integration import activation, patcher, patches, symbols
 import deepspeed
 from deepspeed.runtime import config as ds_config, engine as ds_engine
 from deepspeed.runtime.zero import stage_1_and_2
@@ -85,7 +85,7 @@ assert same() and not hasattr(linear.zero3_linear_wrap, "__deepspeed_ext__")
 
 
 def test_all_symbols_are_as_recorded() -> None:
-    show = "print(*(f'{state}|{p.path}' for p, state in patches.status()), sep=chr(10)); patches.require()"
+    show = "print(*(f'{state}|{p.path}' for p, state in patcher.status()), sep=chr(10)); patcher.require()"
     out = run(f"import deepspeed.env_report; {show}")
     assert out.split() and all(line.startswith(("applied|", "as expected|")) for line in out.splitlines())
 
@@ -194,7 +194,7 @@ for name, code in {pieces!r}.items():
 """
 ACTIVATE = "import deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
 USE = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))\n"
-PATCHED = "from deepspeed_ext import patches\nprint([p.gate for p, state in patches.status() if state == 'applied'])\n"
+PATCHED = "print([p.gate for p, state in patcher.status() if state == 'applied'])\n"
 DO_NOT = "print(int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage))\n"
 
 

@@ -16,7 +16,7 @@ import suite as suites  # noqa: E402
 import upstream_forced  # noqa: E402
 from outcomes import Known, Outcome  # noqa: E402
 
-from deepspeed_ext.config.section import refuse_beside  # noqa: E402
+from deepspeed_ext.config.refused import refuse_beside  # noqa: E402
 from deepspeed_ext.strategy import STRATEGIES  # noqa: E402
 
 

@@ -10,10 +10,10 @@ from typing import Any
 def read_the_stage_that_is_implied(read: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(read)
     def set_stage_and_offload(self: Any) -> None:
-        from deepspeed_ext.config.implied_stage import imply_stage
-        from deepspeed_ext.config.section import SECTION
+        from deepspeed_ext.config.implied_stage import imply_stage_of_raw
+        from deepspeed_ext.config.keys import SECTION
 
-        imply_stage(self.config.get(SECTION))
+        imply_stage_of_raw(self.config.get(SECTION))
         read(self)
 
     return set_stage_and_offload

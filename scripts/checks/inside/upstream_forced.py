@@ -23,11 +23,11 @@ def force() -> None:
     Raises:
         RuntimeError: the patches are not there, or applied already.
     """
-    from deepspeed_ext.integration import patches
+    from deepspeed_ext.integration import patcher, patches
 
     wrap = {_CONFIG: _forcing, _OPTIMIZER: _noting}
     due = {patch.target: patch for patch in patches.PATCHES if patch.target in wrap and patch.replace}
-    if set(due) != set(wrap) or any(patch.path in patches._originals for patch in due.values()):
+    if set(due) != set(wrap) or any(patch.path in patcher._applied for patch in due.values()):
         raise RuntimeError(f"expected patches of {', '.join(wrap)} that are not applied yet, got {list(due)}")
     patches.PATCHES = tuple(
         replace(patch, replace=wrap[patch.target](patch.replace)) if patch.target in due else patch
@@ -44,7 +44,7 @@ def with_strategy(section: Any, strategies: Mapping[str, str], group_size: int |
         group_size: ranks in a group where that divides the ranks, else there is one group.
         ranks: how many there are; None if nobody knows yet.
     """
-    from deepspeed_ext.config.section import GROUP_SIZE, STRATEGY, our_keys
+    from deepspeed_ext.config.keys import GROUP_SIZE, STRATEGY, our_keys
     from deepspeed_ext.strategy import STRATEGIES
 
     if not isinstance(section, Mapping) or our_keys(section) or str(section.get("stage")) not in strategies:
@@ -59,8 +59,8 @@ def with_strategy(section: Any, strategies: Mapping[str, str], group_size: int |
 def _forcing(make: Callable[..., Any]) -> Callable[..., Any]:
     forced = json.loads(os.environ[FORCED])
 
-    def replacement(get_zero_config: Callable[..., Any]) -> Callable[..., Any]:
-        parse = make(get_zero_config)
+    def replacement(get_zero_config: Callable[..., Any], require: Callable[[], None]) -> Callable[..., Any]:
+        parse = make(get_zero_config, require)
 
         @functools.wraps(get_zero_config)
         def get(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

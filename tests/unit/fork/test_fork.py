@@ -62,7 +62,7 @@ ONCE = """
 import sys
 import {first}
 import torch, deepspeed, deepspeed_ext
-from deepspeed_ext.integration import patches
+from deepspeed_ext.integration import patcher
 from deepspeed_ext.leaf import units
 import deepspeed_ext.planner.estimate
 from deepspeed.runtime.paro import placement
@@ -71,8 +71,8 @@ assert units is theirs and sys.modules["deepspeed_ext.zero"] is sys.modules["dee
 assert units.__spec__.name == units.__name__ == "deepspeed.runtime.paro.zero.units"
 assert deepspeed_ext.STRATEGIES is placement.STRATEGIES and deepspeed_ext.Placement is placement.Placement
 deepspeed_ext.activate(); deepspeed_ext.activate()
-patches.import_all()
-assert not any(state == "applied" for _, state in patches.status())
+patcher.import_all()
+assert not any(state == "applied" for _, state in patcher.status())
 print(deepspeed.__version__)
 """
 

@@ -1,0 +1,66 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The names of keys in ``zero_optimization``, and which keys of a raw section are ours."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SECTION = "zero_optimization"
+STRATEGY = "paro_strategy"
+FASTEST = "fastest"  # as a strategy: decide when the model is known
+GROUP_SIZE = "paro_group_size"
+KEYS = (STRATEGY, GROUP_SIZE)
+MEMORY = "paro_memory_gb"
+DECISION = "paro_decision_file"
+DECISION_FILE = "paro_decision.json"
+OF_FASTEST = (MEMORY, DECISION)
+LEAF_BYTES = "stage3_leaf_bytes"
+OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES)
+
+# DeepSpeed's own until 0.19.6; since then it refuses them, and they are ours.
+MICS_SIZE = "mics_shard_size"
+MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
+MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)
+LOCO = "zeropp_loco_param"
+REMOVED = (*MICS_KEYS, LOCO)
+
+# DeepSpeed's.
+STAGE = "stage"
+THRESHOLD = "stage3_module_granularity_threshold"
+MOST_LIVE = "stage3_max_live_parameters"
+QUANTIZED = "zero_quantized_gradients"  # for stage 3; with a strategy ours
+
+_PREFIXES = ("paro", "stage3_leaf")
+
+
+def our_keys(section: Any) -> list[str]:
+    """Return the keys of a raw section that are meant for us, misspelt ones included."""
+    if not isinstance(section, Mapping):
+        return []
+    return [key for key in section if str(key).lower().startswith(_PREFIXES) or key in REMOVED]
+
+
+def asked_by(section: Mapping[str, Any]) -> str:
+    """Return the key through which a user has asked for a strategy: ours, or the stage."""
+    if {STRATEGY, MICS_SIZE} & set(section):
+        return STRATEGY
+    return next((key for key in (LOCO, LEAF_BYTES) if key in section), STAGE)
+
+
+def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration without the keys of MiCS and LoCo, which DeepSpeed would refuse as removed."""
+    section = config.get(SECTION)
+    if not isinstance(section, Mapping) or not set(REMOVED) & set(section):
+        return config
+    return {**config, SECTION: {key: value for key, value in section.items() if key not in REMOVED}}
+
+
+def must_be(key: str, expected: str, value: Any, hint: str = "") -> ValueError:
+    """Return the error for a value of the section that is out of bounds or of another type."""
+    given = f"{value!r} of type {type(value).__name__}"
+    return ValueError(f"{SECTION}.{key} must be {expected}, got {given}.{hint and ' '}{hint}")
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer of at least 1; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,150 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Puts our functions in the place of DeepSpeed's symbols, takes them out again, and says what has become of each."""
+
+import importlib
+import inspect
+import sys
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from deepspeed_ext.integration import fork, patches
+from deepspeed_ext.integration.symbols import Patch
+
+_MARK = "__deepspeed_ext__"
+
+
+class _Applied(NamedTuple):
+    """A patch that is in place."""
+
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+
+_applied: dict[str, _Applied] = {}  # by the symbol's path
+
+
+def _listed() -> tuple[Patch, ...]:
+    return patches.PATCHES + patches.BESIDE
+
+
+def modules() -> frozenset[str]:
+    """Return the modules that hold a symbol to replace."""
+    return frozenset(patch.module for patch in _listed() if patch.replace)
+
+
+def foreign() -> str | None:
+    """Return why this DeepSpeed as a whole is none that we know; None if it may be one."""
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import Version
+
+    said = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed()
+    if said is not None and not SpecifierSet(patches.DEEPSPEED_VERSIONS).contains(Version(said).base_version):
+        return f"its version is {said}, supported is {patches.DEEPSPEED_VERSIONS}"
+    if fork.is_partial():
+        return f"it has a part of these features built in ({fork.PACKAGE}), and not all of them"
+    return None
+
+
+def _installed() -> str | None:
+    """Return DeepSpeed's version as pip knows it: while it is imported it does not say it yet."""
+    try:
+        return metadata.version("deepspeed")
+    except metadata.PackageNotFoundError:  # a folder on the search path
+        return None
+
+
+def apply(module: str) -> None:
+    """Replace the symbols of a module that is imported already.
+
+    A symbol that is not as we know it stays as it is, and so do all where DeepSpeed is none that we know; but for the
+    gates, which refuse our keys then.
+    """
+    due = [patch for patch in _listed() if patch.module == module and patch.replace and patch.path not in _applied]
+    unknown = bool(due) and foreign() is not None
+    for patch in due:
+        if (unknown or patch.problem()) and not patch.gate:
+            continue
+        try:
+            owner, name, original = patch.locate()
+        except AttributeError:
+            continue
+        given = (require,) if patch.takes_require else ()
+        replacement: Any = patch.replace(getattr(original, "__func__", original), *given)
+        setattr(replacement, _MARK, True)
+        if isinstance(original, staticmethod):
+            replacement = staticmethod(replacement)
+        for holder in (owner, *_copies(patch)):
+            _exchange(holder, name, original, replacement)
+        _applied[patch.path] = _Applied(owner, name, original, replacement)
+
+
+def _copies(patch: Patch) -> list[Any]:
+    """Return the modules that may hold the symbol as well; what is imported later imports the replacement."""
+    return [sys.modules[name] for name in patch.copies if name in sys.modules]
+
+
+def _exchange(owner: Any, name: str, old: Any, new: Any) -> bool:
+    """Put an object in the place of another one, and return whether that was there."""
+    found = inspect.getattr_static(owner, name, None) is old
+    if found:
+        setattr(owner, name, new)
+    return found
+
+
+def undo() -> None:
+    """Put the originals back, except where somebody else has patched on top of us."""
+    for patch in _listed():
+        applied = _applied.get(patch.path)
+        if applied is None:
+            continue
+        for holder in _copies(patch):
+            _exchange(holder, applied.name, applied.replacement, applied.original)
+        if _exchange(applied.owner, applied.name, applied.replacement, applied.original):
+            del _applied[patch.path]
+
+
+def import_all() -> None:
+    """Import every module that holds a symbol of the list."""
+    for module in {patch.module for patch in patches.PATCHES}:
+        importlib.import_module(module)
+
+
+def status() -> list[tuple[Patch, str]]:
+    """Return each patch with its state: applied, as expected, not imported, not applied, or what is wrong.
+
+    Nothing is imported for it.
+    """
+    rows = []
+    for patch in (*patches.PATCHES, *(patch for patch in patches.BESIDE if patch.module in sys.modules)):
+        if patch.path in _applied and not patch.problem():
+            state = "applied"
+        elif patch.module not in sys.modules:
+            state = "not imported"
+        else:
+            state = patch.problem() or ("not applied" if patch.replace else "as expected")
+        rows.append((patch, state))
+    return rows
+
+
+def require() -> None:
+    """Check that this DeepSpeed is one that we know: the seams where our keys arrive call it.
+
+    Raises:
+        RuntimeError: this DeepSpeed is not one that we know, or a symbol has moved or changed.
+    """
+    problems = [problem for problem in [foreign()] if problem]
+    for patch in patches.PATCHES:
+        importlib.import_module(patch.module)
+        problem = patch.problem()  # of the original: a replacement shows the signature of what it wraps
+        if problem or (not problems and patch.replace and patch.path not in _applied):
+            problems.append(problem or f"{patch.path} is not patched")
+    if problems:
+        tested = ", ".join(patches.TESTED_VERSIONS)
+        raise RuntimeError(
+            f"deepspeed_ext does not know this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed {tested}. Install "
+            f"one of those, or remove the keys of deepspeed_ext (paro_*, mics_*, zeropp_loco_param) from "
+            f"zero_optimization."
+        )
