@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a model's states, counted."""
+"""Count the bytes of a model's states."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,16 +11,16 @@ from deepspeed_ext.config.section import offloads
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.strategy import ModelStates
 
-ADAM_BYTES = 12  # of a parameter: master copy and two moments in fp32
+ADAM_BYTES = 12  # for each parameter: master copy and two moments in fp32
 
 
 def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: int = 2) -> ModelStates:
-    """Count a model on any device, meta included, and sharded by ``zero.Init`` or not; optimizer states are Adam's.
+    """Return the bytes of a model on any device, meta included, sharded by ``zero.Init`` or not, and of Adam's states.
 
     Args:
         model: what is trained.
-        parameter_bytes: of a parameter in forward and backward; by default those it has.
-        gradient_bytes: of a gradient.
+        parameter_bytes: bytes of an element in forward and backward; by default those it has.
+        gradient_bytes: bytes of a gradient's element.
     """
     parameters = list({id(p): p for p in model.parameters()}.values())
     trained = [p for p in parameters if p.requires_grad]
@@ -34,7 +34,7 @@ def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: 
 
 
 def on_device(engine: Any, model: nn.Module) -> ModelStates:
-    """Count what a DeepSpeedEngine keeps of a model on the device: nothing of what is offloaded."""
+    """Return the bytes that a DeepSpeedEngine keeps of a model on the device: nothing of what is offloaded."""
     config = engine._config.zero_config
     dtype, sums = engine.get_data_types()
     states = count(model, 2 if dtype.itemsize == 2 else None, sums.itemsize)
@@ -46,5 +46,5 @@ def on_device(engine: Any, model: nn.Module) -> ModelStates:
 
 
 def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
-    """Return the bytes of parameters, each element of which has so many, by default those it has."""
+    """Return the bytes of parameters whose elements have ``each`` bytes, by default those they have."""
     return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that a command line names."""
+"""Import the functions that a command line names."""
 
 import importlib
 import os
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 
-def named(text: str) -> Callable[..., Any]:
-    """The function of that name, looked for in the current directory, too.
+def import_callable(text: str) -> Callable[..., Any]:
+    """Return the function of that name; the current directory is searched, too.
 
     Raises:
-        ValueError: not of the form, or it cannot be imported.
+        ValueError: the text is not of the form, or names nothing that can be imported.
     """
     module, _, name = text.partition(":")
     if not module or not name:

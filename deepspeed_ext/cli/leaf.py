@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext leaf-modules``: what would be fetched as one, for a model without training it."""
+"""``python -m deepspeed_ext leaf-modules`` shows what ZeRO-3 would fetch as one, without training the model."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_ext.cli.callables import named
+from deepspeed_ext.cli.callables import import_callable
 from deepspeed_ext.config.keys import LEAF_BYTES, SECTION, THRESHOLD
 from deepspeed_ext.config.section import parse_section
 from deepspeed_ext.leaf import report as leaf_report
@@ -22,7 +22,7 @@ _STEPS = 3  # DeepSpeed records the order of modules in the first ones
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the report; with a batch also what is measured.
+    """Print the report, and with a batch what is measured.
 
     Args:
         arguments: ``model``, ``bytes``, ``threshold``, ``batch``, and keys of ``zero_optimization``, each None if not
@@ -39,17 +39,17 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.threshold is None or arguments.bytes is not None:
         section[LEAF_BYTES] = True if arguments.bytes is None else arguments.bytes
     config = parse_section(section)
-    model = named(arguments.model)()
+    model = import_callable(arguments.model)()
     settings, live = settings_and_live(config, model)
     found = choose(model, settings)
     print(leaf_report.text(found, model, settings, live))
     if arguments.batch:
-        measured = _measure(model, named(arguments.batch), section)
+        measured = _measure(model, import_callable(arguments.batch), section)
         print("  measured on one rank: " + ", ".join(f"{key} {value:,}" for key, value in measured.items()))
 
 
 def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[str, Any]) -> dict[str, int]:
-    """Train a few steps on this process alone: hooks on modules, and the most elements that were gathered."""
+    """Train a few steps on this process alone, and count hooks on modules and the most elements gathered at once."""
     import deepspeed
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
@@ -72,7 +72,7 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
 
 
 def _loss(out: Any) -> torch.Tensor:
-    """The loss that a model returns, or the mean of the first tensor."""
+    """Return the loss that a model returns, or the mean of the first tensor."""
     loss = getattr(out, "loss", None)
     if loss is None:
         first = out if isinstance(out, torch.Tensor) else next(iter(out.values() if isinstance(out, Mapping) else out))

@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: versions and groups, for a look or a bug report; ``leaf-modules``: what ZeRO-3 would fetch as one
-of a model; ``plan``: what each strategy costs."""
+"""The command line: it shows versions and groups; ``leaf-modules`` shows what ZeRO-3 would fetch as one of a model,
+and ``plan`` what each strategy costs."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from deepspeed_ext.version import __version__
 
 
 def report_versions() -> None:
-    """Versions of what matters."""
+    """Print the versions that matter."""
     import deepspeed
     import torch
 
@@ -27,7 +27,7 @@ def report_versions() -> None:
 
 
 def report_groups(ranks: int | None, group_size: int | None) -> None:
-    """The groups that would be formed; by default those of the launcher's environment."""
+    """Print the groups that would be formed, by default those of the launcher's environment."""
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     m = group_size or default_group_size(range(ranks), ranks_per_node())
     sizes = GroupSizes(ranks, m)
@@ -37,7 +37,7 @@ def report_groups(ranks: int | None, group_size: int | None) -> None:
 
 
 def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``leaf-modules``."""
+    """Add the arguments of ``leaf-modules``, without importing what it needs of DeepSpeed."""
     parser.add_argument(
         "--model", required=True, metavar="PKG:FN", help="makes the model; on the meta device it is free"
     )

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext plan``: what each strategy would cost, and which to use.
+"""``python -m deepspeed_ext plan`` shows what each strategy would cost, and which to use.
 
-Under a launcher (torchrun, deepspeed) the ranks are those of the launch; where no rates are given theirs are measured.
+Under a launcher (torchrun, deepspeed) the ranks are those of the launch; if no rates are given, theirs are measured.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.cli.callables import named
+from deepspeed_ext.cli.callables import import_callable
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner import report
@@ -26,7 +26,7 @@ FETCHED = 50_000_000  # elements that are gathered at once of a model of which o
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``plan``."""
+    """Add the arguments of ``plan``."""
     what = parser.add_argument_group("the model")
     what.add_argument("--model", metavar="PKG:FN", help="makes the model; on the meta device it is free")
     what.add_argument("--params", type=_count, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the plan; under a launcher on its first rank.
+    """Print the plan, under a launcher on its first rank.
 
     Raises:
         ValueError: an argument is missing, out of bounds, or contradicts another.
@@ -147,7 +147,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
-    """Nodes, and ranks of each."""
+    """Return the number of nodes, and of ranks on each."""
     given = arguments.nodes, arguments.ranks_per_node
     if not launched:
         if None in given:
@@ -174,7 +174,7 @@ def _model(arguments: argparse.Namespace) -> Model:
     width = BYTES[arguments.dtype]
     extra = {"accumulation": arguments.accumulation, "compute": arguments.micro_step_seconds}
     if arguments.model is not None:
-        make = named(arguments.model)
+        make = import_callable(arguments.model)
         from deepspeed_ext.planner.models import describe
 
         return describe(make(), parameter_bytes=width, **extra)
@@ -204,7 +204,7 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
 
 
 def _count(text: str) -> int:
-    """Of parameters: 7000000000, 7e9 or 7B."""
+    """Return a number of parameters written as 7000000000, 7e9 or 7B."""
     scale: dict[str, Any] = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     factor = scale.get(text[-1:].upper(), 1)
     try:

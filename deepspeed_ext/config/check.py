@@ -92,7 +92,7 @@ def sharding_ranks(config: "DeepSpeedConfig", mpu: Any) -> int:
     from deepspeed import comm as dist
 
     if mpu is None:
-        return int(dist.get_world_size()) // max(1, config.tensor_parallel_config.autotp_size)
+        return int(dist.get_world_size() // max(1, config.tensor_parallel_config.autotp_size))
     return int(getattr(mpu, "get_sequence_data_parallel_world_size", lambda: config.world_size)())
 
 

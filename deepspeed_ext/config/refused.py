@@ -116,7 +116,7 @@ def _passes(config: "DeepSpeedConfig") -> set[str]:
 _OFFLOAD_PARAM = ", ".join(name for name, row in STRATEGIES.items() if row.p == row.os != Placement.N)
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal(f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way", _always),
+    Refusal(f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way"),
     Refusal(
         f"{SECTION}.offload_optimizer.super_offload",
         lambda c: getattr(c.zero_config.offload_optimizer, "super_offload", False),

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Sees the DeepSpeed modules that we patch being imported, and has them patched as soon as they have run.
+"""Patch DeepSpeed's modules as they are imported.
 
 torch imports the ``torch.backends`` entry points of installed packages at the end of its own import; ours is
 ``autoload``. DeepSpeed imports torch before any of its submodules, so hooks on submodules see every import order; a
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class _PostImportHook(importlib.abc.MetaPathFinder):
-    """Lets the other finders find a module, and applies our patches after it has run."""
+    """Let the other finders find a module, and apply our patches after it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -83,11 +83,11 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Undo all patches and see no further imports."""
+    """Undo all patches, and patch nothing that is imported later."""
     if _hook in sys.meta_path:
         sys.meta_path.remove(_hook)
     patcher.undo()
 
 
 def autoload() -> None:
-    """Entry point of the group ``torch.backends``: importing this package has activated it."""
+    """Do nothing: as an entry point of ``torch.backends`` it has this package imported, which activates it."""

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A DeepSpeed that has these features built in, by the series in ``patches/``: then ours stand down.
+"""Stand down in a DeepSpeed that has these features built in, by the series in ``patches/``.
 
 Nothing is patched, and ``deepspeed_ext.planner`` and all others, but those that patch, are the fork's own modules
 under a second name, so that a process has each of them once. Standard library only, as all that runs inside
@@ -23,12 +23,12 @@ _ELSEWHERE = {f"{_OURS}.op_builder": "deepspeed.ops.op_builder.loco"}
 
 
 def is_installed() -> bool:
-    """Whether the DeepSpeed that would be imported is such a fork, with all of the series. Imports nothing."""
+    """Whether the DeepSpeed that would be imported is such a fork, with all of the series; nothing is imported."""
     return _has(_LAST)
 
 
 def is_partial() -> bool:
-    """Whether it has a part of the series: then neither form has all features."""
+    """Whether that DeepSpeed has a part of the series: then neither form has all features."""
     return _has(_FIRST) and not _has(_LAST)
 
 
@@ -44,12 +44,12 @@ def _has(file: str) -> bool:
 
 
 def _theirs(name: str) -> str:
-    """The fork's name of a module of ours."""
+    """Return the fork's name of a module of ours."""
     return _ELSEWHERE.get(name, PACKAGE + name.removeprefix(_OURS))
 
 
 class _Loader(importlib.abc.Loader):
-    """Gives the fork's module."""
+    """Load the fork's module in the place of ours."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(_theirs(spec.name))
@@ -61,7 +61,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Aliases(importlib.abc.MetaPathFinder):
-    """Finds modules of ours in the fork, but those that have been imported already: they are what patches."""
+    """Find modules of ours in the fork, but those that have been imported already: they are what patches."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Puts our functions in the place of DeepSpeed's symbols, takes them out again, and says what has become of each."""
+"""Put our functions in the place of DeepSpeed's symbols, take them out again, and say what has become of each."""
 
 import importlib
 import inspect
@@ -59,13 +59,13 @@ def _installed() -> str | None:
 def apply(module: str) -> None:
     """Replace the symbols of a module that is imported already.
 
-    A symbol that is not as we know it stays as it is, and so do all where DeepSpeed is none that we know; but for the
-    gates, which refuse our keys then.
+    A symbol that is not as we know it stays as it is, and all do if this DeepSpeed is none that we know. Gates are
+    replaced even then, to refuse our keys.
     """
-    due = [patch for patch in _listed() if patch.module == module and patch.replace and patch.path not in _applied]
-    unknown = bool(due) and foreign() is not None
+    due = [patch for patch in _listed() if patch.module == module and patch.path not in _applied]
+    unknown = any(patch.replace for patch in due) and foreign() is not None
     for patch in due:
-        if (unknown or patch.problem()) and not patch.gate:
+        if patch.replace is None or ((unknown or patch.problem()) and not patch.gate):
             continue
         try:
             owner, name, original = patch.locate()

@@ -40,7 +40,7 @@ def configure_with(
     the name is what we replace, for the duration of the call.
 
     Args:
-        strategy: where model states are.
+        strategy: how model states are placed.
         slots: make the hops between groups.
         configure: DeepSpeed's method.
         engine, optimizer: its arguments.
@@ -82,7 +82,7 @@ def configure_with(
 def _replacements(
     strategy: Strategy, topology: Topology, slots: Slots, config: Any
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return what the engine may make: (module and name where it looks the class up, what to make)."""
+    """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
     placed: dict[str, Any] = {"strategy": strategy, "topology": topology, "slots": slots}
     if strategy.p == Placement.N:
 
@@ -90,7 +90,7 @@ def _replacements(
             return Stage12Optimizer(*args, **kwargs | placed | {"overlap_comm": config.overlap_comm})
 
         return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make)]
-    gathers = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
+    gathers: dict[str, Any] = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
     return [
         (
             deepspeed.runtime.zero.stage3,
@@ -104,7 +104,7 @@ def _replacements(
 def _inference(
     module: Any, *, strategy: Strategy, topology: Topology, slots: Slots, bucket: int, sequential: bool, **kwargs: Any
 ) -> DeepSpeedZeRoOffload:
-    """Return what the engine makes without an optimizer: parameters are sharded and gathered, that is all."""
+    """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
     with coordinator_of(topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
     gathers = {"bucket": bucket, "sequential": sequential}
