@@ -3,11 +3,11 @@
 """Count the bytes of a model's states."""
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
 from deepspeed_ext.config.section import offloads
+from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.strategy import ModelStates
 
@@ -33,7 +33,7 @@ def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: 
     )
 
 
-def on_device(engine: Any, model: nn.Module) -> ModelStates:
+def on_device(engine: Engine, model: nn.Module) -> ModelStates:
     """Return the bytes that a DeepSpeedEngine keeps of a model on the device: nothing of what is offloaded."""
     config = engine._config.zero_config
     dtype, sums = engine.get_data_types()

@@ -8,12 +8,15 @@ from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARTITION_COUNT
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import raise_together, smallest, together
+from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _LARGEST = 2**62
 _MODULE = "module"
@@ -30,9 +33,9 @@ class Check:
 
     untrained: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, engine: Any, load_dir: str, tag: str, states: bool) -> None:
+    def __init__(self, engine: Engine, load_dir: str, tag: str, states: bool) -> None:
         self._engine = engine
-        self._optimizer = engine.optimizer
+        self._optimizer: ParoOptimizer = engine.optimizer
         self._files: CheckpointFiles = engine.checkpoint_engine
         self._load_dir, self._tag, self.states = load_dir, tag, states
         self._folder = Path(load_dir) / tag
@@ -47,7 +50,7 @@ class Check:
         self._check_saves()
 
     def _check(self, strict: bool | None) -> None:
-        names: list[str] = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
+        names = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
         if not names:
             expected = self._engine._get_ckpt_name(self._load_dir, self._tag)
             raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
@@ -107,7 +110,7 @@ class Check:
 
     def _check_layers(self, strict: bool) -> None:
         """A pipeline's module is in files of its layers."""
-        pipeline = self._engine.module
+        pipeline: PipelineModule = self._engine.module
         for index, layer in enumerate(pipeline.forward_funcs):
             if not isinstance(layer, nn.Module) or any(_loads_itself(part) for part in layer.modules()):
                 continue
@@ -138,7 +141,7 @@ class Check:
     # The optimizer's states ###########################################################################
 
     def _check_states(self) -> None:
-        file: str = self._engine._get_zero_ckpt_name(self._load_dir, self._tag)
+        file = self._engine._get_zero_ckpt_name(self._load_dir, self._tag)
         if not Path(file).exists():
             raise CheckpointError(f"{file} is missing.{self._other_precision(Path(file)) or self._saved_as()}")
         shard = self._files.inspect(file, OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT]

@@ -75,7 +75,7 @@ class CheckpointFiles(CheckpointEngine):
         finally:
             self._folder = None
 
-    def save(self, state_dict: Any, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         """Write a file: into the staging folder, or in place of what is at ``path`` once it is complete."""
         if self._folder is None:
             new = Path(path).with_name(f".{Path(path).name}.saving.pt")
@@ -93,7 +93,7 @@ class CheckpointFiles(CheckpointEngine):
         except Exception as error:
             self.error = self.error or CheckpointError(f"{path} could not be written: {error}")
 
-    def _write(self, state_dict: Any, path: str) -> None:
+    def _write(self, state_dict: object, path: str) -> None:
         self._inner.save(state_dict, path)
         sync(path)
 
@@ -128,7 +128,7 @@ class CheckpointFiles(CheckpointEngine):
             self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state
 
-    def load(self, path: str, map_location: Any = None) -> Any:
+    def load(self, path: str, map_location: object = None) -> Any:
         """DeepSpeed's, without our header, and amended."""
         state = self._inner.load(path, map_location=map_location)
         if isinstance(state, dict):

@@ -17,18 +17,19 @@ from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import require_same, together
+from deepspeed_ext.deepspeed_types import Engine
 
 
 def load_checkpoint(
     load: Callable[..., Any],
-    engine: Any,
+    engine: Engine,
     load_dir: str,
     tag: str | None = None,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
-    custom_load_fn: Any = None,
+    custom_load_fn: Callable[..., None] | None = None,
 ) -> Any:
     """DeepSpeed's ``load_checkpoint``, after all that it will read was found to be there, whole, and fitting.
 
@@ -89,7 +90,9 @@ def load_checkpoint(
         files.forget()
 
 
-def load_into_stock(load: Callable[..., Any], engine: Any, load_dir: str, tag: Any, *args: Any, **kwargs: Any) -> Any:
+def load_into_stock(
+    load: Callable[..., Any], engine: Engine, load_dir: str, tag: str | None, *args: Any, **kwargs: Any
+) -> Any:
     """``load_checkpoint`` of an engine without a strategy of ours: also what its ZeRO leaves out.
 
     DeepSpeed loads neither buffers nor frozen parameters from universal checkpoints. Where a strategy of ours has
@@ -101,7 +104,7 @@ def load_into_stock(load: Callable[..., Any], engine: Any, load_dir: str, tag: A
     return load(engine, load_dir, tag, *args, **kwargs)
 
 
-def _tag(engine: Any, load_dir: str, tag: str | None) -> str:
+def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
     """The tag, or the one that DeepSpeed's file of the latest names; empty if there is none."""
     if tag is not None:
         return str(tag)
@@ -109,7 +112,7 @@ def _tag(engine: Any, load_dir: str, tag: str | None) -> str:
     return latest.read_text().strip() if latest.is_file() else ""
 
 
-def _weights_of(engine: Any, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
+def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
     """Meanwhile the engine, where it takes weights from the shards of the optimizer, takes them from this tag's.
 
     A universal checkpoint has no shards, and there the optimizer loads the weights. A pipeline has them in files of

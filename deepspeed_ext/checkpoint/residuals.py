@@ -20,15 +20,17 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.comm.hops import ErrorState, Span
+from deepspeed_ext.comm.hops import Span
+from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _NAME = "residuals_rank_{:05d}_mp_rank_{:02d}.pt"
 FOLDER = "residuals"  # in the header of files of a save: where the files with residuals are
 
 
-def save(engine: Any, files: CheckpointFiles, save_dir: str, tag: str) -> None:
+def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> None:
     """Write this rank's file, if its reductions remember anything."""
-    optimizer = engine.optimizer
+    optimizer: ParoOptimizer = engine.optimizer
     if not optimizer.error_state.keeps_errors:
         return
     content = {"states": optimizer.error_state.states(), **_described(optimizer)}
@@ -36,7 +38,7 @@ def save(engine: Any, files: CheckpointFiles, save_dir: str, tag: str) -> None:
     files.save(content, str(Path(save_dir, tag, name)))
 
 
-def _described(optimizer: Any) -> dict[str, Any]:
+def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
     """What the elements of messages are: equal where states can be taken as they are."""
     sizes = optimizer.topology.sizes
     return {
@@ -59,9 +61,9 @@ class Residuals:
         CheckpointError: some are missing, or of another save.
     """
 
-    def __init__(self, engine: Any, folder: Path) -> None:
-        self._optimizer = engine.optimizer
-        self._memory: ErrorState = self._optimizer.error_state
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self._optimizer: ParoOptimizer = engine.optimizer
+        self._memory = self._optimizer.error_state
         self._folder = folder
         self._same: Mapping[str, Any] = {}  # of this rank, cut in the same way; or
         self._ranks: list[Mapping[str, Any]] = []  # of all ranks, cut otherwise

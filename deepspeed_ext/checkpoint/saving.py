@@ -14,7 +14,9 @@ from deepspeed_ext.checkpoint import residuals
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.comm.agreement import raise_together, require_same, smallest, together, total
+from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.version import __version__
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _SAVE_ID_BITS = 62
 _LOOKS = 5
@@ -22,7 +24,7 @@ _LOOKS = 5
 
 def save_checkpoint(
     save: Callable[..., Any],
-    engine: Any,
+    engine: Engine,
     save_dir: str,
     tag: str | None = None,
     client_state: Mapping[str, Any] | None = None,
@@ -74,7 +76,7 @@ def save_checkpoint(
     return saved
 
 
-def _frozen(engine: Any) -> dict[str, Any]:
+def _frozen(engine: Engine) -> dict[str, Any]:
     """Frozen parameters as DeepSpeed saves them at stages 2 and 3: ``zero_to_fp32.py`` looks there at stage 1, too."""
     if engine.zero_optimization_partition_gradients():
         return {}
@@ -97,15 +99,15 @@ def _require_all(folder: CheckpointFolder, expected: int) -> None:
     )
 
 
-def _is_first(engine: Any) -> bool:
+def _is_first(engine: Engine) -> bool:
     """Whether this rank does what is to be done once for each file system."""
-    rank: int = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return rank == 0
 
 
-def _header(engine: Any, folder: Path) -> dict[str, Any]:
+def _header(engine: Engine, folder: Path) -> dict[str, Any]:
     """What the files of one save have in common and no others have; plain values, for tools that have no torch."""
-    optimizer = engine.optimizer
+    optimizer: ParoOptimizer = engine.optimizer
     return {
         "version": __version__,
         "save_id": smallest(secrets.randbits(_SAVE_ID_BITS)),

@@ -40,14 +40,16 @@ from deepspeed.checkpoint.constants import (
     VOCAB_TENSOR,
     ZERO_STAGE,
 )
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from deepspeed.utils.tensor_fragment import map_to_flat_opt_states
 from deepspeed.utils.zero_to_fp32 import natural_keys
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.checkpoint.files import HEADER, inspect
 from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.deepspeed_types import Engine, MappedParameter, is_partitioned
 
 _WEIGHTS, _STEP = "fp32", "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # all that ds_to_universal.py converts
@@ -57,7 +59,7 @@ _STATES = "optimizer_state.pt"
 Inspect = Callable[[Path], Any]  # a file's content, of which tensors stay on disk
 
 
-def untrained(engine: Any, folder: Path, look: Inspect) -> list[Mapping[str, Any]]:
+def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, Any]]:
     """The model states that hold what no optimizer does: of the model-parallel rank that DeepSpeed chooses for ours.
 
     Those of one data-parallel rank; of all, in order, where frozen parameters are cut.
@@ -100,7 +102,9 @@ def _stage(states: Mapping[str, Any]) -> int:
 # Checking #########################################################################################
 
 
-def check(engine: Any, folder: Path, look: Inspect, states: bool, model_states: Sequence[Mapping[str, Any]]) -> None:
+def check(
+    engine: Engine, folder: Path, look: Inspect, states: bool, model_states: Sequence[Mapping[str, Any]]
+) -> None:
     """Check this rank's share of the files.
 
     Args:
@@ -132,11 +136,11 @@ def check(engine: Any, folder: Path, look: Inspect, states: bool, model_states: 
             raise CheckpointError(f"the frozen parameter {name} has {frozen.numel} elements, expected {numel}.")
 
 
-def _numels(param: Any, engine: Any) -> set[int]:
+def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
     """Elements that the files of a parameter may have; empty where only DeepSpeed's AutoTP knows."""
     if hasattr(param, DS_AUTOTP_UC_META):
         return set()
-    if hasattr(param, "ds_numel"):
+    if is_partitioned(param):
         return {param.ds_numel}
     return {param.numel(), param.numel() * engine.mp_world_size}
 
@@ -148,7 +152,7 @@ def _moment_files(folder: Path, name: str, states: bool) -> list[Path]:
 # Loading ##########################################################################################
 
 
-def load(optimizer: Any, folder: str, states: bool, from_fp32: bool) -> None:
+def load(optimizer: ZeROOptimizer, folder: str, states: bool, from_fp32: bool) -> None:
     """Load into a ZeRO optimizer, ours or DeepSpeed's.
 
     Args:
@@ -172,7 +176,7 @@ def load(optimizer: Any, folder: str, states: bool, from_fp32: bool) -> None:
         optimizer._restore_from_bit16_weights()
 
 
-def _load_replicated(optimizer: Any, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
+def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
     """Stages 1 and 2: flat buffers, of which this rank holds a chunk with pieces of parameters."""
     for number, group in enumerate(optimizer.optimizer.param_groups):
         params, flat = optimizer.bit16_groups[number], group["params"][0]
@@ -186,7 +190,7 @@ def _load_replicated(optimizer: Any, zero: Path, saved: Mapping[str, Any], state
         optimizer.parallel_partitioned_bit16_groups[number][rank].data.copy_(flat.data)
 
 
-def _load_piece(param: Any, folder: Path, mpu: Any, states: bool) -> None:
+def _load_piece(param: MappedParameter, folder: Path, mpu: object, states: bool) -> None:
     """Load what this rank holds of a parameter: the weights into the flat buffer, moments into the mapping."""
     mapping, weights = param._hp_mapping, inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
@@ -204,7 +208,7 @@ def _load_piece(param: Any, folder: Path, mpu: Any, states: bool) -> None:
         mapping.optim_fragment = {moment: inspect(folder / f"{moment}.pt").flatten()[piece] for moment in _MOMENTS}
 
 
-def _load_partitioned(optimizer: Any, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
+def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
     """Stage 3: sub-groups of chunks of parameters."""
     for params, flat, model in zip(
         optimizer.fp16_groups,
@@ -240,7 +244,7 @@ def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> 
 # What no optimizer holds ##########################################################################
 
 
-def load_untrained(engine: Any, states: Sequence[Mapping[str, Any]]) -> None:
+def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
     """Load buffers and frozen parameters into the model, this rank's chunk of those that are cut.
 
     Before DeepSpeed's own load, which gathers parameters where they are wanted whole.
@@ -257,7 +261,7 @@ def load_untrained(engine: Any, states: Sequence[Mapping[str, Any]]) -> None:
         if frozen is None:  # trained, or saved with exclude_frozen_parameters
             continue
         whole = torch.cat([piece.flatten() for piece in frozen.pieces])[: frozen.numel]
-        if hasattr(param, "ds_id"):
+        if is_partitioned(param):
             chunk = param.ds_tensor.ds_numel
             mine = whole[dist.get_rank(group=param.ds_process_group) * chunk :][:chunk]
             param.ds_tensor.data[: mine.numel()].copy_(mine)

@@ -40,7 +40,7 @@ class Chunk(nn.Module):
         self.ds_recompute_parameters: set[Any] = set()
         self._z3_leaf = True
 
-    def __deepcopy__(self, memo: Any) -> "Chunk":
+    def __deepcopy__(self, memo: object) -> "Chunk":
         return self  # of the engine, as hooks are
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
@@ -81,7 +81,7 @@ class Block:
         self.forget: Callable[[], None] = lambda: None
         self._passes: list[_Pass] = []  # a recomputation is inside of a backward
 
-    def __deepcopy__(self, memo: Any) -> "Block":
+    def __deepcopy__(self, memo: object) -> "Block":
         return self
 
     def abandon(self) -> None:

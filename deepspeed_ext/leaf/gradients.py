@@ -20,7 +20,7 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -28,7 +28,9 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
+from deepspeed_ext.deepspeed_types import LeafOptimizer, ZeroParameter
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, blocks_of
 
 _ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
@@ -38,30 +40,36 @@ class LeafReducer(ABC):
     """A stage-3 optimizer that takes the gradients of a leaf module together; DeepSpeed's takes them one by one."""
 
     @abstractmethod
-    def reduce_leaf(self, params: Sequence[Any]) -> None:
+    def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put the gradients of a leaf module, which are complete, into buckets."""
 
 
 class _Call:
     """One call of a module, as long as autograd's graph has it."""
 
-    def __init__(self, calls: "_Calls", node: Any) -> None:
+    def __init__(self, calls: "_Calls", node: Node) -> None:
         self.calls = calls
         self.node = weakref.ref(node)
         self.over = False
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    """What autograd keeps of a call."""
+
+    call: _Call
 
 
 class _Inputs(torch.autograd.Function):
     """The positional inputs of a call, unchanged; their gradients are the last of the call."""
 
     @staticmethod
-    def forward(ctx: Any, calls: "_Calls", *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = calls.begin(ctx)
+    def forward(ctx: _Context, calls: "_Calls", *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = calls.begin(cast(Node, ctx))  # at run time they are the same
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: _Context, *gradients: Any) -> Any:
         ctx.call.over = True
         ctx.call.calls.over()
         return (None, *gradients)
@@ -81,10 +89,10 @@ class _Calls:
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self.hook = module.register_forward_pre_hook(self._before)
 
-    def __deepcopy__(self, memo: Any) -> "_Calls":
+    def __deepcopy__(self, memo: object) -> "_Calls":
         return self  # hooks are copied with a model, and stay those of its engine
 
-    def begin(self, node: Any) -> _Call:
+    def begin(self, node: Node) -> _Call:
         """A call has this node in the graph."""
         call = _Call(self, node)
         self._calls.add(call)
@@ -97,7 +105,7 @@ class _Calls:
         nodes = [call.node() for call in self._calls if not call.over]
         return sum(1 for node in nodes if node is not None and torch._C._will_engine_execute_node(node))
 
-    def _before(self, module: nn.Module, args: Any) -> Any:
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         self.found = False
         if not torch.is_grad_enabled():
             return None
@@ -113,7 +121,7 @@ class _Calls:
 class _Leaf:
     """A leaf module and its trainable parameters."""
 
-    def __init__(self, owner: "LeafGradients", module: nn.Module, params: Sequence[Any]) -> None:
+    def __init__(self, owner: "LeafGradients", module: nn.Module, params: Sequence[ZeroParameter]) -> None:
         self.owner = owner
         self.module = module
         self.params = list(params)
@@ -121,10 +129,10 @@ class _Leaf:
         self._calls = _Calls(module, self._positional_call_is_over)
         self.hooks = [self._calls.hook, module.register_forward_hook(self._after, with_kwargs=True)]
 
-    def __deepcopy__(self, memo: Any) -> "_Leaf":
+    def __deepcopy__(self, memo: object) -> "_Leaf":
         return self
 
-    def _after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """A call without positional inputs that need gradients: watch its outputs, and its inputs by keyword."""
         if self._calls.found or not torch.is_grad_enabled():
             return
@@ -176,7 +184,7 @@ class _Leaf:
                 entry.partition()
 
 
-def _tensors(nested: Any) -> list[Tensor]:
+def _tensors(nested: object) -> list[Tensor]:
     """Tensors that need gradients, in lists, tuples and dictionaries; these are left as they are."""
     if isinstance(nested, Tensor):
         return [nested] if nested.requires_grad else []
@@ -196,7 +204,7 @@ class LeafGradients:
         entries: what the coordinator fetches for a module.
     """
 
-    def __init__(self, optimizer: Any, entries: Callable[[nn.Module], Sequence[Any]]) -> None:
+    def __init__(self, optimizer: LeafOptimizer, entries: Callable[[nn.Module], Sequence[Any]]) -> None:
         self._optimizer = optimizer
         self.entries = entries
         for hook in optimizer._leaf_module_hooks:
@@ -204,7 +212,7 @@ class LeafGradients:
         self._blocks = blocks_of(optimizer.module)
         self._waiting: list[Chunk] = []  # for the end of the backward
         experts: set[int] = set()
-        self._trained: dict[Chunk, list[Any]] = {}
+        self._trained: dict[Chunk, list[ZeroParameter]] = {}
         calls = []
         for block in self._blocks:
             calls.append(_Calls(block.module))
@@ -226,7 +234,7 @@ class LeafGradients:
             if param.requires_grad and not z3_leaf_parameter(param)
         ]
 
-    def reduce(self, params: Sequence[Any]) -> None:
+    def reduce(self, params: Sequence[ZeroParameter]) -> None:
         """Hand the gradients of a module over, as the hook of a parameter does."""
         optimizer = self._optimizer
         refresh = optimizer.should_refresh_expected_hook_count()
@@ -289,7 +297,7 @@ class LeafGradients:
             leaf.end_of_backward(in_buckets)
 
 
-def watch_leaves(optimizer: Any) -> None:
+def watch_leaves(optimizer: LeafOptimizer) -> None:
     """Have a stage-3 optimizer's leaf modules watched by ours."""
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
@@ -301,16 +309,16 @@ def watch_leaves(optimizer: Any) -> None:
     setattr(optimizer, _ATTRIBUTE, LeafGradients(optimizer, entries))
 
 
-def end_of_backward(optimizer: Any) -> None:
+def end_of_backward(optimizer: LeafOptimizer) -> None:
     """Before the epilogue of a stage-3 optimizer."""
     watcher = getattr(optimizer, _ATTRIBUTE, None)
     if watcher is not None:
         watcher.end_of_backward()
 
 
-def zero_gradients(params: Sequence[Any], contiguous: bool = False) -> Iterator[Any]:
+def zero_gradients(params: Sequence[ZeroParameter], contiguous: bool = False) -> Iterator[ZeroParameter]:
     """The parameters, those without a gradient with one that is zero, and takes no memory unless it is contiguous."""
-    zeros: dict[Any, Tensor] = {}
+    zeros: dict[torch.dtype, Tensor] = {}
     for param in params:
         if param.grad is None:
             zero = zeros.get(param.dtype)
@@ -324,7 +332,7 @@ def zero_gradients(params: Sequence[Any], contiguous: bool = False) -> Iterator[
         yield param
 
 
-def _reduce_one_by_one(optimizer: Any, params: Sequence[Any]) -> None:
+def _reduce_one_by_one(optimizer: LeafOptimizer, params: Sequence[ZeroParameter]) -> None:
     for param in zero_gradients(params, contiguous=True):
         optimizer.reduce_ready_partitions_and_remove_grads(param)
 
@@ -334,7 +342,7 @@ def _is_last(calls: _Calls) -> bool:
     return calls.to_come() <= 1
 
 
-def _comes_later(param: Any) -> bool:
+def _comes_later(param: nn.Parameter) -> bool:
     """Whether the backward that runs now will give the parameter a gradient."""
     if not param.requires_grad or torch._C._current_graph_task_id() == -1:
         return False

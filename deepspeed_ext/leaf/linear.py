@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from deepspeed_ext.leaf.units import UNIT
 
@@ -22,13 +23,13 @@ class UnitLinear(torch.autograd.Function):
     """DeepSpeed's function, for weights in units."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output: Tensor = LinearFunctionForZeroStage3.forward(input, weight, bias)
         LinearFunctionForZeroStage3.setup_context(ctx, (input, weight, bias), output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
         return LinearFunctionForZeroStage3.backward(ctx, *gradients)
 
 

@@ -23,10 +23,9 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_ext.leaf.chunks import set_chunks, unset_chunks
 
@@ -85,12 +84,12 @@ class Found:
     chunks: list[list[nn.Module]] = field(default_factory=list)
 
 
-def numel_of(param: Any) -> int:
+def numel_of(param: Tensor) -> int:
     """Elements of a parameter, gathered or not."""
     return int(getattr(param, "ds_numel", param.numel()))
 
 
-def unit_bytes(params: Iterable[Any]) -> int:
+def unit_bytes(params: Iterable[Tensor]) -> int:
     """Bytes that parameters take while they are a unit that is used: themselves, the buffer that they are gathered
     into, and their gradients, if they are trained."""
     return sum(numel_of(p) * p.element_size() * (2 + int(p.requires_grad)) for p in params)

@@ -3,9 +3,9 @@
 """Leaf modules of an engine's model, chosen when its optimizer is made, and reported."""
 
 from collections.abc import Callable
-from typing import Any
 
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist, logger
 from deepspeed.utils.logging import print_dist
 from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed_ext.config.keys import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD
 from deepspeed_ext.config.section import leaf_bytes
+from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import (
     Found,
@@ -26,7 +27,7 @@ from deepspeed_ext.leaf.modules import (
 )
 
 
-def by_budget(zero_config: Any, model: nn.Module) -> list[Found] | None:
+def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[Found] | None:
     """Choose and flag leaf modules, and say so on rank 0; None if a parsed ``zero_optimization`` has no budget.
 
     Raises:
@@ -39,7 +40,7 @@ def by_budget(zero_config: Any, model: nn.Module) -> list[Found] | None:
     return _set_up(model, settings, live)
 
 
-def settings_and_live(zero_config: Any, model: nn.Module) -> tuple[Settings, leaf_report.Live]:
+def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, leaf_report.Live]:
     """How a parsed ``zero_optimization`` says to choose, and ZeRO-3's other bounds.
 
     Raises:
@@ -61,7 +62,7 @@ def settings_and_live(zero_config: Any, model: nn.Module) -> tuple[Settings, lea
     return Settings(budget, int(zero_config.module_granularity_threshold), most_live), live
 
 
-def by_granularity(offload: Any, model: nn.Module, threshold: int) -> list[Found]:
+def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[Found]:
     """The same for a threshold, where DeepSpeed chooses: a ``DeepSpeedZeRoOffload`` is being made."""
     live = leaf_report.Live(
         offload._max_available_parameters_in_numel,
@@ -99,7 +100,7 @@ def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
     )
 
 
-def _drop_defaults(zero_config: Any, model: nn.Module) -> None:
+def _drop_defaults(zero_config: ZeroConfig, model: nn.Module) -> None:
     """Unset what DeepSpeed flags by its own list, not by the user's: those blocks are chosen, or their layers are."""
     if zero_config.leaf_module.classes == DEFAULT_LEAF_MODULE_CLASSES:
         for module in model.modules():

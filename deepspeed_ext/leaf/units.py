@@ -11,13 +11,15 @@ Note [Units]
     A unit is available if all its parameters are. If some are available alone, only the others are gathered.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
+
+from deepspeed_ext.deepspeed_types import ZeroChunk, ZeroParameter
 
 UNIT = "paro_unit"  # attribute of a parameter: its unit
 _ENTRIES = "paro_entries"  # attribute of a leaf module: what the coordinator fetches for it
@@ -37,7 +39,10 @@ class Unit:
     ds_secondary_tensor = None
 
     def __init__(
-        self, params: Sequence[Any], all_gather_coalesced: Callable[..., Any], released: Callable[[int], None]
+        self,
+        params: Sequence[ZeroParameter],
+        all_gather_coalesced: Callable[..., Any],
+        released: Callable[[int], None],
     ) -> None:
         self.params = tuple(params)
         self.all_gather_coalesced = all_gather_coalesced
@@ -52,11 +57,11 @@ class Unit:
         for param in params:
             setattr(param, UNIT, self)
 
-    def __deepcopy__(self, memo: Any) -> "Unit":
+    def __deepcopy__(self, memo: object) -> "Unit":
         return self  # of the engine, as the parameters' methods are
 
     @property
-    def ds_tensor(self) -> Any:
+    def ds_tensor(self) -> ZeroChunk:
         """The chunk of one of them: where it lives is where all do."""
         return self.params[0].ds_tensor
 
@@ -74,7 +79,7 @@ class Unit:
             "active_sub_modules": self.ds_active_sub_modules,
         }
 
-    def missing(self) -> list[Any]:
+    def missing(self) -> list[ZeroParameter]:
         """Those that are not available."""
         return [param for param in self.params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
 
@@ -99,10 +104,17 @@ class Unit:
         self._released(gone)
 
 
+class Gathering(Protocol):
+    """Parameters on their way."""
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make them available."""
+
+
 class UnitGather:
     """A unit on its way. ``gather`` is of those that were missing, None if there were none."""
 
-    def __init__(self, unit: Unit, gather: Any) -> None:
+    def __init__(self, unit: Unit, gather: Gathering | None) -> None:
         self._unit: Unit | None = unit
         self._gather = gather
         unit.ds_status = ZeroParamStatus.INFLIGHT
@@ -118,7 +130,9 @@ class UnitGather:
 
 
 def make_units(
-    leaves: Iterable[nn.Module], kind: Callable[[Any], Any], make: Callable[[Sequence[Any]], Unit]
+    leaves: Iterable[nn.Module],
+    kind: Callable[[ZeroParameter], Hashable | None],
+    make: Callable[[Sequence[ZeroParameter]], Unit],
 ) -> list[Unit]:
     """Take the parameters of leaf modules as units.
 
@@ -129,9 +143,9 @@ def make_units(
     """
     units: list[Unit] = []
     for leaf in leaves:
-        kinds: dict[Any, list[Any]] = {}
-        alone: list[Any] = []
-        for param in leaf.parameters():
+        kinds: dict[Hashable, list[ZeroParameter]] = {}
+        alone: list[ZeroParameter] = []
+        for param in cast(Iterable[ZeroParameter], leaf.parameters()):
             which = None if hasattr(param, UNIT) else kind(param)
             (alone if which is None else kinds.setdefault(which, [])).append(param)
         made = [make(params) for params in kinds.values() if len(params) > 1]

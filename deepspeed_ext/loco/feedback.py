@@ -81,7 +81,7 @@ class ErrorFeedback(ErrorState):
     """
 
     settings: LocoSettings
-    device: Any = None
+    device: str | None = None
     pinned: bool = False
     steps: int = 0
     on_step: Callable[[], None] | None = None
@@ -90,7 +90,7 @@ class ErrorFeedback(ErrorState):
     _waiting: Stretches[_Waiting] = field(default_factory=Stretches)
     _on_the_way: bool = False  # whether something may still be copied to the host
 
-    def buffers(self, contents: Contents, splits: Sequence[int], device: Any) -> tuple[Tensor | None, Tensor]:
+    def buffers(self, contents: Contents, splits: Sequence[int], device: torch.device) -> tuple[Tensor | None, Tensor]:
         """What is kept of a message, and where to write what is to be kept instead, which may be the same.
 
         Args:
@@ -105,8 +105,7 @@ class ErrorFeedback(ErrorState):
         if error is None or list(error.splits) != list(splits):  # parts of a checkpoint may have other padding
             error = self._know(contents, self._collect(contents, splits))
         old = error.kept if error.updated is None else error.updated
-        here = torch.device(device)
-        elsewhere = self.device is not None and torch.device(self.device).type != here.type
+        elsewhere = self.device is not None and torch.device(self.device).type != device.type
         if error.updated is None:
             error.updated = self._empty(splits, self.device or device, pinned=elsewhere and self.pinned)
         # All of what is to be kept is written anew.
@@ -151,7 +150,7 @@ class ErrorFeedback(ErrorState):
         size = packing.row_bytes if self.settings.error_bits == 8 else packing.padded
         return [size(split) for split in splits]
 
-    def _empty(self, splits: Sequence[int], device: Any, pinned: bool = False) -> Tensor:
+    def _empty(self, splits: Sequence[int], device: str | torch.device, pinned: bool = False) -> Tensor:
         dtype = torch.uint8 if self.settings.error_bits == 8 else torch.bfloat16
         return torch.empty(sum(self.sizes(splits)), dtype=dtype, device=device, pin_memory=pinned)
 

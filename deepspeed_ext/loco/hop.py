@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reduce hop between groups in few bits: one all-to-all, in which payload and scales travel together."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import any_rank
 from deepspeed_ext.comm.hops import Contents, ReduceHop, Transfer
+from deepspeed_ext.deepspeed_types import Timers
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback, cut
 from deepspeed_ext.loco.packing import Packing
@@ -66,7 +69,12 @@ class LocoHop(ReduceHop):
     """
 
     def __init__(
-        self, group: Any, name: str, settings: LocoSettings, device: Any = None, pinned: bool = False
+        self,
+        group: ProcessGroup | None,
+        name: str,
+        settings: LocoSettings,
+        device: str | None = None,
+        pinned: bool = False,
     ) -> None:
         super().__init__(group, name)
         self.settings = settings
@@ -75,7 +83,7 @@ class LocoHop(ReduceHop):
         self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
         self.sent = Sent()
         self.look = False  # whether to measure what quantization takes from the next message
-        self.timers: Any = NoopTimer()
+        self.timers: Timers = NoopTimer()
         ops.load_kernels()
         self._check_kernels()
 
@@ -91,7 +99,7 @@ class LocoHop(ReduceHop):
                 f"gradients are on {device}. {ops.BUILD_THEM} Or remove {KEY}."
             )
 
-    def reduce_scatter(self, flat: Tensor, splits: Any, contents: Contents = ()) -> Transfer:
+    def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         if self.size == 1 or not flat.numel():
             return flat
         sizes = [self.packing.row_bytes(split) for split in splits]
@@ -112,7 +120,9 @@ class LocoHop(ReduceHop):
         self.timers(DECOMPRESS_TIMER).stop()
         return out
 
-    def _compress(self, flat: Tensor, wire: Tensor, splits: Any, sizes: Any, contents: Contents) -> None:
+    def _compress(
+        self, flat: Tensor, wire: Tensor, splits: Sequence[int], sizes: Sequence[int], contents: Contents
+    ) -> None:
         self.sent.plain += flat.nbytes
         self.sent.wire += wire.nbytes
         options: dict[str, Any] = {"hadamard": self.settings.hadamard}

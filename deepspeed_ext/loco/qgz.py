@@ -13,13 +13,13 @@ Here the two hops are those of LoCo, without error feedback: the mean, for any d
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.reshard import GradientReshard
@@ -32,7 +32,7 @@ _SETTINGS = LocoSettings(error_feedback=False)
 
 
 @torch.no_grad()
-def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
+def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
     """The mean over all ranks, of which this rank gets its part.
 
     Args:
@@ -55,16 +55,18 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Any]
     return reduced
 
 
-_made: "weakref.WeakKeyDictionary[Any, GradientReshard]" = weakref.WeakKeyDictionary()  # by the group of a node
+_made: "weakref.WeakKeyDictionary[ProcessGroup, GradientReshard]" = (
+    weakref.WeakKeyDictionary()
+)  # by the group of a node
 
 
-def _reshard(intra: Any, inter: Any) -> GradientReshard:
+def _reshard(intra: ProcessGroup, inter: ProcessGroup) -> GradientReshard:
     if intra not in _made:
         _made[intra] = GradientReshard(LocoHop(intra, "qgz_intra", _SETTINGS), LocoHop(inter, "qgz_inter", _SETTINGS))
     return _made[intra]
 
 
-def _reduce(tensors: list[Tensor], groups: Mapping[str, Any]) -> list[Tensor]:
+def _reduce(tensors: list[Tensor], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     local = get_accelerator().device_count()
     reshard = _reshard(groups[f"local_{rank // local}"], groups[f"global_{rank % local}"])

@@ -3,7 +3,7 @@
 """The sub-keys of ``zeropp_loco_param``, validated. Pure: no torch, no DeepSpeed."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -51,7 +51,7 @@ class LocoSettings:
                 raise _refused(name, getattr(self, name), "true or false")
 
     @classmethod
-    def parse(cls, section: Any) -> "LocoSettings":
+    def parse(cls, section: object) -> "LocoSettings":
         """From what stands under the key.
 
         Raises:
@@ -89,19 +89,19 @@ class LocoSettings:
 _NAMES = tuple(field.name for field in fields(LocoSettings))
 
 
-def _real(value: Any) -> float:
+def _real(value: object) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
 
 
-def _number(name: str, value: Any, valid: bool, expected: str) -> None:
+def _number(name: str, value: object, valid: bool, expected: str) -> None:
     if not valid:
         raise _refused(name, value, expected)
 
 
-def _integer(name: str, value: Any, valid: Any, expected: str) -> None:
+def _integer(name: str, value: object, valid: Callable[[int], bool], expected: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not valid(value):
         raise _refused(name, value, expected)
 
 
-def _refused(name: str, value: Any, expected: str) -> ValueError:
+def _refused(name: str, value: object, expected: str) -> ValueError:
     return ValueError(f"{KEY}.{name} must be {expected}, got {value!r} of type {type(value).__name__}.")

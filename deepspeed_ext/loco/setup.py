@@ -2,29 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has an engine's optimizer reduce gradients between groups by LoCo, and report about it."""
 
-from typing import Any
-
 from deepspeed import comm as dist
 from deepspeed.utils import log_dist
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import MakeReduce, make_reduce
 from deepspeed_ext.comm.hops import ReduceHop
+from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, Sent
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 
 EVENTS = "Train/LoCo"
 
 
-def inter_hop(engine: Any) -> MakeReduce:
+def inter_hop(engine: Engine) -> MakeReduce:
     """What makes the hop between groups: a LocoHop where the configuration asks for it, else a plain one."""
     config = engine._config.zero_config
     if config.zeropp_loco_param is None:
         return make_reduce
     settings = LocoSettings.parse(config.zeropp_loco_param)
-    offloaded = getattr(config.offload_optimizer, "device", "none") != "none"
-    pinned = offloaded and config.offload_optimizer.pin_memory
+    offload = config.offload_optimizer
+    offloaded = offload is not None and offload.device != "none"
+    pinned = offload is not None and offloaded and offload.pin_memory
 
-    def make(group: Any, name: str, reduce_scatter: bool = True) -> ReduceHop:
+    def make(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         hop = LocoHop(group, name, settings, device="cpu" if offloaded else None, pinned=pinned)
         announce(settings, hop.size)
         _report_to(engine, hop)
@@ -55,7 +56,7 @@ def announce(settings: LocoSettings, groups: int) -> None:
     )
 
 
-def _report_to(engine: Any, hop: LocoHop) -> None:
+def _report_to(engine: Engine, hop: LocoHop) -> None:
     """At the end of each step, to the engine's monitor, whose writers are on rank 0, and timers."""
     hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
     monitored = hop.look = engine.monitor.enabled and dist.get_rank() == 0

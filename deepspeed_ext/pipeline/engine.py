@@ -14,7 +14,7 @@ Note [What runs when, in a pipeline]
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -142,7 +142,7 @@ class ShardedPipelineEngine(PipelineEngine):
         for _ in self._layers(modify=False):
             super().module_state_dict(exclude_frozen_parameters)
 
-    def load_module_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """The same for loading, after which all stages have the tied weights of the first."""
         for _ in self._layers(modify=True):
             super().load_module_state_dict(checkpoint, *args, **kwargs)

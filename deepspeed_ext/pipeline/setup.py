@@ -12,8 +12,10 @@ import deepspeed.runtime.pipe.engine
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.comm.agreement import gathered_texts
@@ -22,7 +24,9 @@ from deepspeed_ext.config.check import use_strategy_of_stage
 from deepspeed_ext.config.keys import FASTEST, GROUP_SIZE, LOCO, SECTION, STRATEGY
 from deepspeed_ext.config.refused import Unsupported, refuse_unsupported
 from deepspeed_ext.config.section import active_strategy, undecided
+from deepspeed_ext.deepspeed_types import is_partitioned
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
 _PROBLEM_LENGTH = 1000
@@ -79,7 +83,7 @@ def initialize(
     engine.connect()
 
 
-def _strategy(config: Any, module: Any, require: Callable[[], None]) -> Strategy | None:
+def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable[[], None]) -> Strategy | None:
     if undecided(config):
         raise ValueError(
             f"{SECTION}.{STRATEGY} {FASTEST} does not know pipelines, whose stages have different models. Set one of "
@@ -107,7 +111,7 @@ def refuse_zero_init() -> None:
         )
 
 
-def _fill_groups(module: Any, arguments: dict[str, Any]) -> None:
+def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
     """Give each of the optimizer's parameter groups that has nothing to train on this stage a parameter that stays 0.
 
     Args:
@@ -133,12 +137,12 @@ def _fill_groups(module: Any, arguments: dict[str, Any]) -> None:
             group["params"].append(filler)
 
 
-def _device(module: Any) -> str:
+def _device(module: PipelineModule) -> str:
     """This rank's; DeepSpeed makes it the current one later."""
     return str(get_accelerator().device_name(module.local_rank))
 
 
-def layout_hint(engine: Any, strategy: Strategy, topology: Topology) -> str:
+def layout_hint(engine: PipelineEngine, strategy: Strategy, topology: Topology) -> str:
     """Explain the layout where nobody has chosen a group size, and a node has one rank of each stage: I means N then.
 
     Args:
@@ -168,7 +172,7 @@ def _placements(strategy: Strategy) -> tuple[Placement, ...]:
 # Agreement ########################################################################################
 
 
-def _settings(config: Any, strategy: Strategy | None) -> dict[str, Any]:
+def _settings(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str, Any]:
     """What all stages must have alike, by the key to change."""
     zero = config.zero_config
     return {
@@ -185,7 +189,7 @@ def _settings(config: Any, strategy: Strategy | None) -> dict[str, Any]:
     }
 
 
-def _require_agreement(module: Any, settings: dict[str, Any], problem: str) -> None:
+def _require_agreement(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
     """Raise on all ranks where one has a problem, or a strategy is used and stages differ. Collective.
 
     Raises:
@@ -212,7 +216,7 @@ def _by_rank(values: Iterable[Any]) -> str:
     return ", ".join(f"{value} on ranks {found}" for value, found in ranks.items())
 
 
-def require_same_groups(module: Any, optimizer: Any, tied: bool) -> None:
+def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: bool) -> None:
     """Refuse groups of different sizes where stages exchange what ranks of a group hold. Collective over all ranks.
 
     Raises:
@@ -226,6 +230,6 @@ def require_same_groups(module: Any, optimizer: Any, tied: bool) -> None:
         )
 
 
-def _gather(module: Any, text: str) -> list[Any]:
+def _gather(module: PipelineModule, text: str) -> list[Any]:
     """Return what each rank has said, in JSON."""
     return [json.loads(said) for said in gathered_texts(text, _device(module))]

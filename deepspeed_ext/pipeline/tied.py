@@ -10,17 +10,20 @@ stages it sends and receives (t-1)*d elements a step, where DeepSpeed's all-redu
 times all of it.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import gathered
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 
 class Span(NamedTuple):
@@ -45,7 +48,7 @@ class TiedGradients:
         optimizer: one of ours, of this rank's stage.
     """
 
-    def __init__(self, module: PipelineModule, optimizer: Any) -> None:
+    def __init__(self, module: PipelineModule, optimizer: ParoOptimizer) -> None:
         self._optimizer = optimizer
         self._exchanges = [
             _Exchange(optimizer, weights, group, [_stage(module, rank) for rank in ranks])
@@ -68,7 +71,9 @@ class _Exchange:
         stages: of each of its ranks.
     """
 
-    def __init__(self, optimizer: Any, weights: Sequence[Any], group: Any, stages: Sequence[int]) -> None:
+    def __init__(
+        self, optimizer: ParoOptimizer, weights: Sequence[nn.Parameter], group: ProcessGroup, stages: Sequence[int]
+    ) -> None:
         self._optimizer, self._weights, self._group, self._stages = optimizer, weights, group, stages
         self._rank = dist.get_rank(group=group)
         everybody = gathered([end for weight in weights for end in optimizer.owned_span(weight)], group)
@@ -90,7 +95,7 @@ class _Exchange:
         for rank, content in enumerate(received.split(splits)):
             self._place(totals[self._stages[rank]], rank, content)
         for number, part in enumerate(owned):
-            part.copy_(sum(totals[stage][number] for stage in sorted(totals)))
+            part.copy_(functools.reduce(torch.add, (totals[stage][number] for stage in sorted(totals))))
 
     def _common(self, rank: int) -> Iterable[tuple[int, slice]]:
         """(number of the weight, elements of this rank's part of it) that another stage's rank holds as well."""
@@ -112,7 +117,9 @@ class _Exchange:
             content = content[part.numel() :]
 
 
-def _make_groups(module: PipelineModule, optimizer: Any) -> list[tuple[list[int], Any, list[Any]]]:
+def _make_groups(
+    module: PipelineModule, optimizer: ParoOptimizer
+) -> list[tuple[list[int], ProcessGroup, list[nn.Parameter]]]:
     """For this rank's tied weights: (ranks, process group, weights). All ranks make all groups, in one order."""
     grid, made = module._grid, []
     for stages, keys in tied_stages(module).items():
@@ -149,7 +156,7 @@ def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
     return keys
 
 
-def _blocks(optimizer: Any) -> list[range]:
+def _blocks(optimizer: ParoOptimizer) -> list[range]:
     """Data-parallel ranks that hold a stage's optimizer states once."""
     sizes = optimizer.topology.sizes
     size = {Placement.N: 1, Placement.I: sizes.group_size, Placement.G: sizes.ranks}[optimizer.strategy.os]

@@ -21,6 +21,7 @@ from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
 from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, SECTION, STRATEGY
+from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.model_bytes import on_device
@@ -35,7 +36,7 @@ STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations a
 _NAMES = tuple(STRATEGIES)
 
 
-def decide_for(engine: Any, model: nn.Module) -> None:
+def decide_for(engine: Engine, model: nn.Module) -> None:
     """Give an engine the configuration of the strategy that is the fastest for this model.
 
     Collective over all ranks.
@@ -73,11 +74,11 @@ def decide_for(engine: Any, model: nn.Module) -> None:
         file.keep(name, inputs, made.as_dict())
 
 
-def _allowed(engine: Any, model: nn.Module) -> list[Strategy]:
+def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
     """What the configuration, the engine and the model leave."""
     possible = possible_strategies(engine._config)
     reasons = []
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    if any(is_partitioned(parameter) for parameter in model.parameters()):
         reasons.append("the model was built under zero.Init, which cuts parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others cut")
@@ -90,7 +91,7 @@ def _allowed(engine: Any, model: nn.Module) -> list[Strategy]:
     return cut if reasons else possible
 
 
-def _described(engine: Any, model: nn.Module) -> Model:
+def _described(engine: Engine, model: nn.Module) -> Model:
     """The model, as it is moved and as it is held on the device."""
     config = engine._config
     zero = config.zero_config
@@ -119,13 +120,13 @@ def _same_everywhere(model: Model) -> Model:
     )
 
 
-def _reduced(numbers: list[float], op: Any) -> list[float]:
+def _reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Whole numbers, over all ranks."""
     found = reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in found.tolist()]
 
 
-def _measured_plan(config: Any, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
+def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
     dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
     rates = probe.measure(topology, dtype, config.zero_config.reduce_scatter)
     loco = getattr(config.zero_config, LOCO, None)
@@ -134,7 +135,7 @@ def _measured_plan(config: Any, topology: Topology, model: Model, allowed: list[
     return plan(topology.sizes, model, rates, budget, [settings], lambda row: row.name in names)
 
 
-def _budget(config: Any, model: nn.Module) -> float:
+def _budget(config: Config, model: nn.Module) -> float:
     """Bytes that the rank with the least memory has for model states."""
     given = config.zero_config.paro_memory_gb
     if given is not None:
@@ -149,7 +150,7 @@ def _budget(config: Any, model: nn.Module) -> float:
     return least
 
 
-def _inputs(config: Any, topology: Topology, model: Model, allowed: list[Strategy]) -> dict[str, Any]:
+def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Strategy]) -> dict[str, Any]:
     """What a decision is for: with other values it is made anew."""
     assert model.held is not None
     zero = config.zero_config

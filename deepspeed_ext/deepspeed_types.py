@@ -1,0 +1,179 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What we use of DeepSpeed's objects, for annotations: DeepSpeed itself is untyped. Imports nothing of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+
+class OffloadConfig(Protocol):
+    """A parsed ``offload_optimizer`` or ``offload_param``."""
+
+    device: str
+    pin_memory: bool
+
+
+class LeafModuleConfig(Protocol):
+    """A parsed ``leaf_module``."""
+
+    classes: list[str]
+
+
+class ZeroConfig(Protocol):
+    """A parsed ``zero_optimization`` with a strategy of ours."""
+
+    stage: int
+    reduce_scatter: bool
+    reduce_bucket_size: int
+    allgather_bucket_size: int
+    allgather_sequential: bool
+    overlap_comm: bool
+    max_live_parameters: int
+    max_reuse_distance: int
+    prefetch_bucket_size: int
+    param_persistence_threshold: int
+    module_granularity_threshold: int
+    leaf_module: LeafModuleConfig
+    offload_param: OffloadConfig | None
+    offload_optimizer: OffloadConfig | None
+    # Ours.
+    paro_strategy: str
+    paro_group_size: int | None
+    paro_memory_gb: float | None
+    paro_decision_file: str
+    stage3_leaf_bytes: bool | int | None
+    zeropp_loco_param: dict[str, Any] | None
+
+
+class Config(Protocol):
+    """A ``DeepSpeedConfig``."""
+
+    _param_dict: dict[str, Any]
+    zero_config: ZeroConfig
+    gradient_accumulation_steps: int
+
+
+class Timers(Protocol):
+    """The engine's timers, by name."""
+
+    def __call__(self, name: str) -> Any: ...
+    def log(self, names: Sequence[str]) -> None: ...
+
+
+class Monitor(Protocol):
+    """Writes (label, value, samples) to what the user watches a training with; on rank 0."""
+
+    enabled: bool
+
+    def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None: ...
+
+
+class Engine(Protocol):
+    """A ``DeepSpeedEngine``."""
+
+    module: nn.Module
+    optimizer: Any  # ours, or DeepSpeed's
+    client_optimizer: Any
+    _config: Config
+    mpu: Any
+    monitor: Monitor
+    timers: Timers
+    communication_data_type: torch.dtype
+    has_moe_layers: bool
+    pipeline_parallelism: bool
+    is_first_weights_partition_group: Callable[[], bool]
+    seq_data_parallel_group: ProcessGroup
+    seq_dp_world_size: int
+    mp_world_size: int
+    global_rank: int
+    local_rank: int
+    global_steps: int
+    global_samples: int
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]: ...
+    def optimizer_name(self) -> str | None: ...
+    def steps_per_print(self) -> int: ...
+    def wall_clock_breakdown(self) -> bool: ...
+    def zero_optimization_partition_gradients(self) -> bool: ...
+    def zero_optimization_partition_weights(self) -> bool: ...
+
+    # Checkpoints.
+    checkpoint_engine: Any
+    checkpoint_mp_rank: int
+    param_names: dict[nn.Parameter, str]
+
+    def load_universal_checkpoint(self) -> bool: ...
+    def use_node_local_storage(self) -> bool: ...
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]: ...
+    def _get_ckpt_name(self, checkpoints_path: str, tag: str) -> str: ...
+    def _get_zero_ckpt_name(self, checkpoints_path: str, tag: str) -> str: ...
+    def _get_rank_zero_ckpt_name(
+        self, checkpoints_path: str, tag: str, mp_rank: int, dp_rank: int, bf16_mode: bool
+    ) -> str: ...
+    def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]: ...
+    def _get_zero_frozen_param_attributes(self, attr_func: Callable[[nn.Parameter], Any]) -> dict[str, Any]: ...
+    def _get_param_shape_func(self, param: nn.Parameter) -> torch.Size: ...
+    def _get_param_fragment_func(self, param: nn.Parameter) -> Tensor: ...
+
+
+class MappedParameter(nn.Parameter):
+    """A trained parameter of stages 1 and 2, of which this rank's shard of the optimizer may have a part."""
+
+    _hp_mapping: Any
+    load_hp_checkpoint_state: Callable[[str, int, int], None]
+
+
+class ZeroChunk(Tensor):
+    """This rank's chunk of a parameter, 1D; padded."""
+
+    ds_numel: int
+
+
+class ZeroParameter(nn.Parameter):
+    """A parameter that ZeRO-3 has partitioned: any ``nn.Parameter``, to which it has given these attributes."""
+
+    ds_id: int
+    ds_numel: int
+    ds_shape: torch.Size
+    ds_tensor: ZeroChunk
+    ds_status: Any  # a ZeroParamStatus
+    ds_persist: bool
+    ds_active_sub_modules: set[int]
+    ds_process_group: ProcessGroup
+    ds_zero_partition_rank: int
+    ds_zero_partition_world_size: int
+    is_external_param: bool
+    all_gather: Callable[..., Any]
+    all_gather_coalesced: Callable[..., Any]
+    partition: Callable[..., None]
+    partition_numel: Callable[[], int]
+    ds_summary: Callable[..., dict[str, Any]]
+
+
+def is_partitioned(param: nn.Parameter) -> TypeGuard[ZeroParameter]:
+    """Whether ZeRO-3 has partitioned a parameter."""
+    return hasattr(param, "ds_id")
+
+
+class LeafOptimizer(Protocol):
+    """A stage-3 optimizer, as leaf modules see it."""
+
+    module: nn.Module
+    fp16_groups: list[list[ZeroParameter]]
+    ipg_buckets: dict[torch.dtype, Any]
+    leaf_parameters: dict[nn.Module, list[ZeroParameter]]
+    parameter_offload: Any
+    _leaf_module_hooks: list[Any]
+    _backward_hook_state: Any
+    _coalesce_grad_reduction: bool
+    _max_expected_hooks_seen: int
+    reduce_leaf: Callable[[Sequence[ZeroParameter]], None]
+
+    def reduce_ready_partitions_and_remove_grads(self, param: ZeroParameter) -> None: ...
+    def should_refresh_expected_hook_count(self) -> bool: ...
+    def reenter_backward_if_needed(self) -> None: ...
+    def update_hook_state_and_maybe_run_epilogue(self, expected: int) -> None: ...
