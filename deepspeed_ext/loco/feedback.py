@@ -90,7 +90,9 @@ class ErrorFeedback(ErrorState):
     _waiting: Stretches[_Waiting] = field(default_factory=Stretches)
     _on_the_way: bool = False  # whether something may still be copied to the host
 
-    def buffers(self, contents: Contents, splits: Sequence[int], device: torch.device) -> tuple[Tensor | None, Tensor]:
+    def buffers(
+        self, contents: Contents, splits: Sequence[int], device: str | torch.device
+    ) -> tuple[Tensor | None, Tensor]:
         """What is kept of a message, and where to write what is to be kept instead, which may be the same.
 
         Args:
@@ -105,7 +107,8 @@ class ErrorFeedback(ErrorState):
         if error is None or list(error.splits) != list(splits):  # parts of a checkpoint may have other padding
             error = self._know(contents, self._collect(contents, splits))
         old = error.kept if error.updated is None else error.updated
-        elsewhere = self.device is not None and torch.device(self.device).type != device.type
+        here = torch.device(device)
+        elsewhere = self.device is not None and torch.device(self.device).type != here.type
         if error.updated is None:
             error.updated = self._empty(splits, self.device or device, pinned=elsewhere and self.pinned)
         # All of what is to be kept is written anew.
