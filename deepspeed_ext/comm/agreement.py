@@ -7,51 +7,52 @@ All functions are collective over ``group``, a process group; None means all ran
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 _Result = TypeVar("_Result")
 
 
-def reduced(values: Tensor, operation: Any, group: Any = None) -> Tensor:
+def reduced(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
     """Return an all-reduce of values, of any shape, dtype and device; where they were."""
     found = values.to(get_accelerator().current_device_name(), copy=True)
     dist.all_reduce(found, op=operation, group=group)
     return found.to(values.device)
 
 
-def largest(values: Tensor, group: Any = None) -> Tensor:
+def largest(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the largest of all ranks' values, each by itself."""
     return reduced(values, dist.ReduceOp.MAX, group)
 
 
-def any_rank(found: bool, group: Any = None) -> bool:
+def any_rank(found: bool, group: ProcessGroup | None = None) -> bool:
     """Whether one of the ranks has found it."""
     return bool(largest(torch.tensor([float(found)]), group).item())
 
 
-def smallest(value: int, group: Any = None) -> int:
+def smallest(value: int, group: ProcessGroup | None = None) -> int:
     """Return the smallest of all ranks' values."""
     return int(reduced(torch.tensor([value]), dist.ReduceOp.MIN, group).item())
 
 
-def total(value: int, group: Any = None) -> int:
+def total(value: int, group: ProcessGroup | None = None) -> int:
     """Return the sum of all ranks' values."""
     return int(reduced(torch.tensor([value]), dist.ReduceOp.SUM, group).item())
 
 
-def bounds(values: Sequence[int], group: Any = None) -> list[tuple[int, int]]:
+def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tuple[int, int]]:
     """Return of each value the smallest and the largest among the ranks, by one all-reduce."""
     mine = torch.tensor(values, dtype=torch.int64)
     highest, lowest = largest(torch.stack([mine, -mine]), group).tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 
-def gathered(values: Sequence[int], group: Any = None) -> list[list[int]]:
+def gathered(values: Sequence[int], group: ProcessGroup | None = None) -> list[list[int]]:
     """Return the values of every rank, as many on each, in the order of the group."""
     mine = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
     everybody = mine.new_empty(dist.get_world_size(group=group) * mine.numel())

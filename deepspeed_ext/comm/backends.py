@@ -3,10 +3,10 @@
 """Exact reductions, one for each kind of backend."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from deepspeed import comm as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import Contents, GatherHop, Part, ReduceHop, Transfer
@@ -79,11 +79,11 @@ class AllReduceReduce(NativeReduce):
         return flat.split(list(splits))[self.rank].clone() if self.size > 1 else flat
 
 
-MakeReduce = Callable[[Any, str, bool], ReduceHop]  # arguments as those of ``make_reduce``
-MakeGather = Callable[[Any, str], GatherHop]  # process group and name
+MakeReduce = Callable[[ProcessGroup | None, str, bool], ReduceHop]  # arguments as those of ``make_reduce``
+MakeGather = Callable[[ProcessGroup | None, str], GatherHop]  # process group and name
 
 
-def make_reduce(group: Any, name: str, reduce_scatter: bool = True) -> ReduceHop:
+def make_reduce(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
     """Make the exact reduction for this group's backend; ``reduce_scatter`` is DeepSpeed's key of that name."""
     if not reduce_scatter:
         return AllReduceReduce(group, name)

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from deepspeed.comm.torch import get_coalescing_manager
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
 from deepspeed_ext.comm.bandwidth import counted_over
@@ -19,7 +20,7 @@ from deepspeed_ext.comm.packing import WIDEST_LOAD
 from deepspeed_ext.comm.pairwise import Handles, pairwise_all_to_all
 
 
-def backend_of(group: Any) -> str:
+def backend_of(group: ProcessGroup | None) -> str:
     """Return the backend for tensors of the accelerator; a group may have one for each kind of device."""
     device = get_accelerator().device_name().partition(":")[0]
     backends = dict(
@@ -42,7 +43,7 @@ class Collectives:
         multiple: elements; buckets travel fastest if their parts begin at multiples of it.
     """
 
-    def __init__(self, group: Any, name: str) -> None:
+    def __init__(self, group: ProcessGroup | None, name: str) -> None:
         self.group = dist.get_world_group() if group is None else group
         self.name = name
         self.size: int = dist.get_world_size(group=group)
@@ -106,6 +107,6 @@ class Collectives:
         return launch if together else Handles(handles)
 
 
-def _launches_together(group: Any, device: torch.device) -> bool:
+def _launches_together(group: ProcessGroup, device: torch.device) -> bool:
     """Whether the backend can start several collectives as one; not while DeepSpeed's comms logger times each."""
     return not comms_logger.enabled and group._get_backend(device).supports_coalescing

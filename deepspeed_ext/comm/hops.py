@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.packing import fill_up
@@ -93,7 +94,7 @@ class Hop:
         name: for the comms logger's records and profilers' traces: intra_all_gather, inter_reduce_scatter, ...
     """
 
-    def __init__(self, group: Any, name: str = "hop") -> None:
+    def __init__(self, group: ProcessGroup | None, name: str = "hop") -> None:
         self.collectives = Collectives(group, name)
         self.multiple = self.collectives.multiple
 
@@ -145,7 +146,7 @@ class ReduceHop(Hop, ABC):
 
     keeps_zeros = True
 
-    def __init__(self, group: Any, name: str = "hop") -> None:
+    def __init__(self, group: ProcessGroup | None, name: str = "hop") -> None:
         super().__init__(group, name)
         self.errors = ErrorState()
         self.scale: Callable[[], float] = lambda: 1.0

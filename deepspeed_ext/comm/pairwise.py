@@ -13,6 +13,7 @@ from typing import Any
 
 from deepspeed import comm as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class Handles:
@@ -29,13 +30,13 @@ class Handles:
 
 # A connection breaks if a message that was announced is not taken. So whoever drops a transfer does not drop its
 # messages: they are kept until somebody has waited for them, or the group is gone.
-_under_way: "weakref.WeakKeyDictionary[Any, set[PairwiseHandles]]" = weakref.WeakKeyDictionary()
+_under_way: "weakref.WeakKeyDictionary[ProcessGroup, set[PairwiseHandles]]" = weakref.WeakKeyDictionary()
 
 
 class PairwiseHandles(Handles):
     """The messages of a pairwise all-to-all."""
 
-    def __init__(self, group: Any, handles: Iterable[Any]) -> None:
+    def __init__(self, group: ProcessGroup, handles: Iterable[Any]) -> None:
         super().__init__(handles)
         self._others = _under_way.setdefault(group, set())
         self._others.add(self)
@@ -48,7 +49,7 @@ class PairwiseHandles(Handles):
 
 
 def pairwise_all_to_all(
-    group: Any, received: Sequence[Tensor], sent: Sequence[Tensor], log_name: str
+    group: ProcessGroup, received: Sequence[Tensor], sent: Sequence[Tensor], log_name: str
 ) -> PairwiseHandles:
     """Start an all-to-all of messages between pairs of ranks, and return its handle.
 

@@ -16,9 +16,12 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.strategy import GroupSizes, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Launchers tell a rank how many processes share its node: torchrun and Slurm wrappers, the DeepSpeed launcher.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
@@ -121,21 +124,21 @@ class Topology:
 
     sizes: GroupSizes
     rank: int
-    world: Any
-    intra: Any
-    inter: Any
-    alone: Any = None
+    world: "ProcessGroup"
+    intra: "ProcessGroup"
+    inter: "ProcessGroup"
+    alone: "ProcessGroup | None" = None
 
-    def shard_group(self, placement: Placement) -> Any:
+    def shard_group(self, placement: Placement) -> "ProcessGroup | None":
         """Return the process group over which a state in this placement is sharded."""
         return {Placement.N: self.alone, Placement.I: self.intra, Placement.G: self.world}[placement]
 
-    def replica_group(self, placement: Placement) -> Any:
+    def replica_group(self, placement: Placement) -> "ProcessGroup | None":
         """Return the group of the ranks that hold the same shard of a state in this placement; None if only one."""
         return {Placement.N: self.world, Placement.I: self.inter, Placement.G: None}[placement]
 
 
-def data_parallel_ranks(group: Any) -> list[int]:
+def data_parallel_ranks(group: "ProcessGroup | None") -> list[int]:
     """Return the global ranks of a process group (None: all ranks), in group order."""
     from deepspeed import comm as dist
 
@@ -144,11 +147,13 @@ def data_parallel_ranks(group: Any) -> list[int]:
 
 # Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
 # with it the threads and sockets of the groups inside. So an entry must not refer to its key, as a Topology does.
-_made: "weakref.WeakKeyDictionary[Any, dict[int | None, tuple[GroupSizes, Any, Any]]]" = weakref.WeakKeyDictionary()
-_made_alone: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+_made: "weakref.WeakKeyDictionary[ProcessGroup, dict[int | None, tuple[GroupSizes, ProcessGroup, ProcessGroup]]]" = (
+    weakref.WeakKeyDictionary()
+)
+_made_alone: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
-def get_topology(group: Any, group_size: int | None = None, alone: bool = False) -> Topology:
+def get_topology(group: "ProcessGroup | None", group_size: int | None = None, alone: bool = False) -> Topology:
     """Return the topology of a data-parallel group; its process groups are made once, and shared.
 
     Collective over all ranks, those of other data-parallel groups included.
@@ -227,7 +232,7 @@ def _warn_once(text: str) -> None:
         log_dist(text, ranks=[0], level=logging.WARNING)
 
 
-def _make_groups(all_ranks: list[list[int]]) -> Any:
+def _make_groups(all_ranks: list[list[int]]) -> "ProcessGroup":
     """Make a process group of each of these disjoint lists of ranks; returns the one that this rank is in.
 
     Every rank makes every group, in one order. A group made by its members alone (``use_local_synchronization``)
