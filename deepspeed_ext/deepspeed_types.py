@@ -143,10 +143,11 @@ class ZeroParameter(nn.Parameter):
     ds_status: Any  # a ZeroParamStatus
     ds_persist: bool
     ds_active_sub_modules: set[int]
-    ds_process_group: ProcessGroup
+    ds_process_group: ProcessGroup | None
     ds_zero_partition_rank: int
     ds_zero_partition_world_size: int
     is_external_param: bool
+    paro_originals: dict[str, Any]  # ours: DeepSpeed's methods, where ours stand in their place
     all_gather: Callable[..., Any]
     all_gather_coalesced: Callable[..., Any]
     partition: Callable[..., None]

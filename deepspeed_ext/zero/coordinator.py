@@ -25,11 +25,15 @@ from deepspeed.runtime import compiler
 from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
+from torch import nn
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
-from deepspeed_ext.leaf.chunks import WAITS, Block
+from deepspeed_ext.leaf.chunks import WAITS, Block, Chunk
 
-_comparing: ContextVar[Any] = ContextVar("process group whose ranks compare their records", default=None)
+_comparing: ContextVar[ProcessGroup | None] = ContextVar(
+    "process group whose ranks compare their records", default=None
+)
 
 
 class GroupCoordinator(PartitionedParameterCoordinator):
@@ -39,7 +43,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         group: the ranks that gather parameters together; None for all of the job. The others are the parent's.
     """
 
-    def __init__(self, *args: Any, group: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, group: ProcessGroup | None, **kwargs: Any) -> None:
         self._gathering_group = group
         self._blocks: dict[int, Block] = {}  # by id of the module
         self._chunk_of: dict[int, tuple[Block, int]] = {}  # of an expert, by its id
@@ -53,17 +57,17 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             for number, chunk in enumerate(block.chunks):
                 self._chunk_of.update((id(expert), (block, number)) for expert in chunk.experts)
 
-    def trace_prologue(self, sub_module: Any) -> None:
+    def trace_prologue(self, sub_module: nn.Module) -> None:
         """Check the module against the record; experts of chunks are not in it, their chunks are."""
         if id(sub_module) not in self._chunk_of:
             super().trace_prologue(sub_module)
 
-    def record_module(self, sub_module: Any) -> None:
+    def record_module(self, sub_module: nn.Module) -> None:
         """Add the module to the record; as above."""
         if id(sub_module) not in self._chunk_of:
             super().record_module(sub_module)
 
-    def fetch_sub_module(self, current_submodule: Any, forward: bool) -> None:
+    def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
         """Fetch what a module uses; for an expert the chunks up to its own."""
         expert = self._chunk_of.get(id(current_submodule))
         if expert is not None:
@@ -75,7 +79,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         if block_ is not None:
             block_.begin(forward)
 
-    def release_sub_module(self, submodule: Any, forward: bool = False) -> None:
+    def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
         """Release what a module has used, but for what persists; for a block with the chunks that are left."""
         if id(submodule) in self._chunk_of:
             return
@@ -84,13 +88,13 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             block.end(forward)
         self._release(submodule, forward)
 
-    def _fetch_chunk(self, chunk: Any, forward: bool) -> None:
+    def _fetch_chunk(self, chunk: Chunk, forward: bool) -> None:
         super().trace_prologue(chunk)
         if self.is_record_trace():
             super().record_module(chunk)
         super().fetch_sub_module(chunk, forward)
 
-    def _release(self, submodule: Any, forward: bool) -> None:
+    def _release(self, submodule: nn.Module, forward: bool) -> None:
         early = not self.is_complete_trace()
         entries = coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule))
         kept = [
@@ -128,7 +132,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
 
 @contextmanager
-def coordinator_of(group: Any) -> Iterator[None]:
+def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
     """Have a DeepSpeedZeRoOffload that is made in this context coordinate within the group.
 
     Args:
@@ -143,7 +147,7 @@ def coordinator_of(group: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _comparing_within(group: Any) -> Iterator[None]:
+def _comparing_within(group: ProcessGroup | None) -> Iterator[None]:
     token = _comparing.set(group)
     try:
         yield

@@ -18,19 +18,20 @@ Note [One order between groups]
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
 from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.deepspeed_types import ZeroParameter
 
 
 class _Piece(NamedTuple):
     """A parameter's part of what has arrived: ``numel`` columns of it, from ``start``."""
 
-    param: Any
+    param: ZeroParameter
     arrived: Tensor
     start: int
     numel: int
@@ -46,7 +47,7 @@ class Crossing:
         multiple: what the columns of a bucket are filled up to with zeros.
     """
 
-    def __init__(self, params: Iterable[Any], bucket: int, multiple: int = 1) -> None:
+    def __init__(self, params: Iterable[ZeroParameter], bucket: int, multiple: int = 1) -> None:
         self._order = sorted(params, key=lambda param: -param.ds_id)
         self._position = {param.ds_id: number for number, param in enumerate(self._order)}
         self._bucket = bucket
@@ -62,7 +63,7 @@ class Crossing:
         self._late: list[_Piece] = []
         self._open: dict[torch.dtype, list[_Piece]] = {}
 
-    def add(self, params: Sequence[Any], arrived: Tensor) -> None:
+    def add(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
         """Take parameters that have arrived.
 
         Args:
@@ -80,7 +81,7 @@ class Crossing:
             else:
                 self._late.append(piece)
 
-    def buckets(self, last: bool = False) -> Iterator[tuple[list[Any], Tensor]]:
+    def buckets(self, last: bool = False) -> Iterator[tuple[list[ZeroParameter], Tensor]]:
         """Return what can cross by now, in order: the parameters, and (rows, columns and padding).
 
         Args:
@@ -103,11 +104,11 @@ class Crossing:
                 self._expect([param for param in self._order if param.ds_id in self._used])
             self.clear()
 
-    def _expect(self, params: list[Any]) -> None:
+    def _expect(self, params: list[ZeroParameter]) -> None:
         self._expected = params
         self._expected_ids = {param.ds_id for param in params}
 
-    def _fill(self, piece: _Piece, after: int) -> Iterator[tuple[list[Any], Tensor]]:
+    def _fill(self, piece: _Piece, after: int) -> Iterator[tuple[list[ZeroParameter], Tensor]]:
         """Add a piece to the open bucket of its dtype; that is complete where neither it nor ``after`` elements more
         would fit."""
         dtype = piece.arrived.dtype
@@ -122,7 +123,7 @@ class Crossing:
             yield _packed(self._open.pop(dtype), self._multiple)
 
 
-def _packed(pieces: Sequence[_Piece], multiple: int) -> tuple[list[Any], Tensor]:
+def _packed(pieces: Sequence[_Piece], multiple: int) -> tuple[list[ZeroParameter], Tensor]:
     """Return pieces side by side, in the order of most buckets, so that neighbors are copied together."""
     pieces = sorted(pieces, key=lambda piece: piece.param.ds_id)
     stretches: list[_Piece] = []

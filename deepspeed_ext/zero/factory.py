@@ -16,10 +16,12 @@ import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
+from torch import nn
 
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, SECTION, STRATEGY
 from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
+from deepspeed_ext.deepspeed_types import Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
@@ -32,7 +34,7 @@ from deepspeed_ext.zero.stage12 import Stage12Optimizer
 
 
 def configure_with(
-    strategy: Strategy, slots: Slots, configure: Callable[..., Any], engine: Any, optimizer: Any
+    strategy: Strategy, slots: Slots, configure: Callable[..., Any], engine: Engine, optimizer: object
 ) -> Any:
     """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
 
@@ -80,7 +82,7 @@ def configure_with(
 
 
 def _replacements(
-    strategy: Strategy, topology: Topology, slots: Slots, config: Any
+    strategy: Strategy, topology: Topology, slots: Slots, config: ZeroConfig
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
     placed: dict[str, Any] = {"strategy": strategy, "topology": topology, "slots": slots}
@@ -102,7 +104,14 @@ def _replacements(
 
 
 def _inference(
-    module: Any, *, strategy: Strategy, topology: Topology, slots: Slots, bucket: int, sequential: bool, **kwargs: Any
+    module: nn.Module,
+    *,
+    strategy: Strategy,
+    topology: Topology,
+    slots: Slots,
+    bucket: int,
+    sequential: bool,
+    **kwargs: Any,
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
     with coordinator_of(topology.shard_group(strategy.p)):
@@ -112,7 +121,7 @@ def _inference(
     return offload
 
 
-def announce(strategy: Strategy, topology: Topology, engine: Any) -> None:
+def announce(strategy: Strategy, topology: Topology, engine: Engine) -> None:
     """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
 
     At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
@@ -145,7 +154,7 @@ def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
     return f": {groups}{comes_down_to}{nothing} {size}"
 
 
-def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Any) -> None:
+def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Engine) -> None:
     """Warn on rank 0 if the model states of a rank exceed its device's memory by the formula."""
     available = get_accelerator().total_memory()
     if get_accelerator().device_name() == "cpu":

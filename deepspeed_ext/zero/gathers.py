@@ -3,12 +3,12 @@
 """Handles of gathered parameters, which DeepSpeed's coordinator waits for."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.deepspeed_types import ZeroParameter
 
 
 class Gather:
@@ -25,7 +25,7 @@ class Gather:
 
     def __init__(
         self,
-        params: Sequence[Any],
+        params: Sequence[ZeroParameter],
         schedule: Schedule,
         started: Started,
         bucket: ParameterBucket,
@@ -57,7 +57,7 @@ class Gather:
 class Held:
     """Parameters that are replicated: one rank holds all of each, and what it holds is used as it is."""
 
-    def __init__(self, params: Sequence[Any]) -> None:
+    def __init__(self, params: Sequence[ZeroParameter]) -> None:
         self._params = params
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT

@@ -14,24 +14,26 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from deepspeed_ext.deepspeed_types import ZeroParameter
+
 OWNER = "paro_parameters"  # attribute of a parameter: the PartitionedParameters that holds it
 REPLICAS = "paro_replicas"  # attribute of a parameter that every group holds: the data-parallel group
 
 
-def listed(params: Any) -> Any:
+def listed(params: object) -> object:
     """Return what GatheredParameters is given, iterable more than once."""
     return list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else params
 
 
-def replicated(params: Any) -> list[Any]:
+def replicated(params: object) -> list[ZeroParameter]:
     """Return those of the parameters that every group holds, in order."""
-    some = params if isinstance(params, list) else [params]
+    some: list[Any] = params if isinstance(params, list) else [params]
     unique = {param.ds_id: param for param in some if hasattr(param, REPLICAS)}
     return [unique[ds_id] for ds_id in sorted(unique)]
 
 
 @contextmanager
-def cut_over_all(params: Sequence[Any]) -> Iterator[None]:
+def cut_over_all(params: Sequence[ZeroParameter]) -> Iterator[None]:
     """Meanwhile a modifier rank is a rank of all groups, as DeepSpeed finds it through the parameters' group."""
     groups = [param.ds_process_group for param in params]
     for param in params:
@@ -43,7 +45,7 @@ def cut_over_all(params: Sequence[Any]) -> Iterator[None]:
             param.ds_process_group = group
 
 
-def broadcast_to_replicas(params: Sequence[Any], source_ranks: dict[int, int]) -> None:
+def broadcast_to_replicas(params: Sequence[ZeroParameter], source_ranks: dict[int, int]) -> None:
     """Broadcast gathered parameters over all data-parallel ranks, before DeepSpeed does so inside each group.
 
     Args:
@@ -59,9 +61,11 @@ def broadcast_to_replicas(params: Sequence[Any], source_ranks: dict[int, int]) -
             dist.broadcast(param.data.view(torch.uint8), source_ranks[id(world)], group=world)
 
 
-def partition_by_owner(partition: Callable[..., None], params: Sequence[Any], has_been_updated: bool) -> None:
+def partition_by_owner(
+    partition: Callable[..., None], params: Sequence[ZeroParameter], has_been_updated: bool
+) -> None:
     """Partition parameters that several engines may hold; each knows how to write back its own."""
-    by_owner: dict[int, list[Any]] = {}
+    by_owner: dict[int, list[ZeroParameter]] = {}
     for param in params:
         by_owner.setdefault(id(getattr(param, OWNER, None)), []).append(param)
     for some in by_owner.values():

@@ -16,7 +16,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import any_rank, largest
 from deepspeed_ext.comm.hops import ErrorState
@@ -53,11 +53,11 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     # Where optimizer states and gradients are #########################################################
 
     @abstractmethod
-    def owned_span(self, param: Any) -> tuple[int, int]:
+    def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
         """Return the elements (start, end) of a trained parameter whose optimizer states this rank has, if any."""
 
     @abstractmethod
-    def owned_gradient(self, param: Any) -> Tensor:
+    def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of these elements, 1D, at the accumulation boundary; a view."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.set_gradient_accumulation_boundary(True)
         self._sync_gradients()
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Take DeepSpeed's step, and tell what keeps errors whether it was skipped."""
         self._stepping = True
         try:
@@ -188,14 +188,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             self._model_parallel_all_reduce(total, dist.ReduceOp.SUM)
         return torch.where(total[1] > 0, -1.0, total[0].sqrt()).to(norm.device)
 
-    def _model_parallel_all_reduce(self, tensor: Tensor, op: Any) -> None:
+    def _model_parallel_all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> None:
         if self._put_off is None:
             super()._model_parallel_all_reduce(tensor, op)
         else:
             self._put_off = True
 
 
-def is_replica(param: Any) -> bool:
+def is_replica(param: Tensor) -> bool:
     """Whether another stage of the pipeline has the parameter as well, and counts it."""
     return bool(getattr(param, PIPE_REPLICATED, False))
 

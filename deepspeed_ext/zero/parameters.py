@@ -8,20 +8,24 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
 from deepspeed.utils import get_z3_leaf_modules
+from torch import nn
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.packing import joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
 from deepspeed_ext.leaf.chunks import blocks_of
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, forget_units, make_units
 from deepspeed_ext.strategy import Placement, Strategy
@@ -48,13 +52,13 @@ class PartitionedParameters(Slices):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[ZeroParameter],
         strategy: Strategy,
         topology: Topology,
         reshard: ParameterReshard,
         bucket: int,
         sequential: bool = False,
-        leaves: Iterable[Any] = (),
+        leaves: Iterable[nn.Module] = (),
         written: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(params, strategy, topology, reshard, bucket, written)
@@ -100,13 +104,13 @@ class PartitionedParameters(Slices):
             param.all_gather_coalesced = self.all_gather_coalesced
             param.partition = functools.partial(self._partition, param, partition)
 
-    def _kind(self, param: Any) -> Any:
+    def _kind(self, param: ZeroParameter) -> Any:
         """Return the kind of a parameter: those of one kind may be in one unit."""
         if getattr(param, OWNER, None) is not self:
             return None
         return param.dtype, get_allgather_dtype(param, param.ds_tensor), param.ds_persist
 
-    def _make_unit(self, params: Sequence[Any]) -> Unit:
+    def _make_unit(self, params: Sequence[ZeroParameter]) -> Unit:
         return Unit(params, self.all_gather_coalesced, self._gone)
 
     def _live(self, numel: int) -> None:
@@ -138,7 +142,7 @@ class PartitionedParameters(Slices):
 
     # Gathering ########################################################################################
 
-    def _bucket_of(self, params: Sequence[Any], alone: bool) -> ParameterBucket:
+    def _bucket_of(self, params: Sequence[ZeroParameter], alone: bool) -> ParameterBucket:
         """Return where parameters are in a bucket; remembered for units, which are many parameters time and again."""
         if alone:
             return ParameterBucket([self.layout(param) for param in params], alone)
@@ -147,7 +151,7 @@ class PartitionedParameters(Slices):
             self._buckets[key] = ParameterBucket([self.layout(param) for param in params])
         return self._buckets[key]
 
-    def _start(self, params: Sequence[Any], dtype: torch.dtype, alone: bool = True) -> Gather:
+    def _start(self, params: Sequence[ZeroParameter], dtype: torch.dtype, alone: bool = True) -> Gather:
         """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
         self._wait_for_updates(params)
         device = get_accelerator().current_device_name()
@@ -161,7 +165,7 @@ class PartitionedParameters(Slices):
 
     @torch.no_grad()
     def all_gather_coalesced(
-        self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+        self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False
     ) -> MultipleAllGatherHandles:
         """Start to gather parameters, none of them available yet.
 
@@ -178,7 +182,7 @@ class PartitionedParameters(Slices):
                 raise RuntimeError(f"expected a parameter that is not available: {param.ds_summary()}")
         units = [param for param in ordered if isinstance(param, Unit)]
         handles: list[Any] = [self._start_unit(unit) for unit in units]
-        by_dtype: dict[torch.dtype, list[Any]] = {}
+        by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in ordered if not units else [param for param in ordered if not isinstance(param, Unit)]:
             by_dtype.setdefault(get_allgather_dtype(param, param.ds_tensor), []).append(param)
         for dtype in sort_dtypes(by_dtype):
@@ -197,8 +201,12 @@ class PartitionedParameters(Slices):
         return UnitGather(unit, Held(missing) if whole else self._start(missing, dtype, alone=False))
 
     def _all_gather(
-        self, param: Any, param_list: Sequence[Any] | None = None, async_op: bool = False, hierarchy: int = 0
-    ) -> list[Any] | None:
+        self,
+        param: ZeroParameter,
+        param_list: Sequence[ZeroParameter] | None = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
+    ) -> list[ZeroParameter] | None:
         """Gather, as DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches."""
         listed = list(dict.fromkeys([param] if param_list is None else param_list))
         mine = [p for p in listed if getattr(p, OWNER, None) is self]
@@ -214,9 +222,9 @@ class PartitionedParameters(Slices):
 
     def _partition(
         self,
-        param: Any,
-        partition: Any,
-        param_list: Sequence[Any] | None = None,
+        param: ZeroParameter,
+        partition: Callable[..., None],
+        param_list: Sequence[ZeroParameter] | None = None,
         hierarchy: int = 0,
         has_been_updated: bool = False,
         free_data: bool = True,
@@ -242,8 +250,8 @@ class PartitionedParameters(Slices):
 
 
 def partition(
-    module: Any,
-    offload: Any,
+    module: nn.Module,
+    offload: DeepSpeedZeRoOffload,
     strategy: Strategy,
     topology: Topology,
     reshard: ParameterReshard,
@@ -261,7 +269,7 @@ def partition(
     experts = {id(expert) for chunk in chunks for expert in chunk.experts}
     leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
     return PartitionedParameters(
-        module.parameters(),
+        cast(Iterable[ZeroParameter], module.parameters()),
         strategy,
         topology,
         reshard,
@@ -271,23 +279,23 @@ def partition(
     )
 
 
-def recut(param: Any, group: Any) -> None:
+def recut(param: ZeroParameter, group: ProcessGroup | None) -> None:
     """Cut a ZeRO parameter, which has DeepSpeed's own methods, over another process group. Collective over both."""
     param.all_gather()
     param.ds_process_group = group
     param.ds_zero_partition_rank = dist.get_rank(group=group)
     param.ds_zero_partition_world_size = dist.get_world_size(group=group)
-    param.ds_tensor = None
+    param.ds_tensor = None  # type: ignore[assignment] # as DeepSpeed marks a whole parameter
     param.partition()
 
 
-def recut_for_stock(module: Any) -> None:
+def recut_for_stock(module: nn.Module) -> None:
     """Shard what an engine of ours has sharded inside groups over all ranks again, for DeepSpeed's own ZeRO-3.
 
     It reduces each parameter over the group that the parameter is sharded over: that must be the one it was sharded
     over before ours, and not the group that its engine names, which with a mesh is a part of it.
     """
-    for param in module.parameters():
+    for param in filter(is_partitioned, module.parameters()):
         if hasattr(param, REPLICAS):
             recut(param, getattr(param, REPLICAS))
             delattr(param, REPLICAS)

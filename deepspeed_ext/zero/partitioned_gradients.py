@@ -26,6 +26,7 @@ from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing import Crossing
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
@@ -47,8 +48,8 @@ class PartitionedGradients(Gradients):
 
     def __init__(
         self,
-        params: Sequence[Any],
-        layout: Callable[[Any], FlatLayout],
+        params: Sequence[ZeroParameter],
+        layout: Callable[[ZeroParameter], FlatLayout],
         strategy: Strategy,
         ranks: int,
         reshard: GradientReshard,
@@ -83,11 +84,11 @@ class PartitionedGradients(Gradients):
         chunks = self.shard.split([param.ds_tensor.ds_numel for param in self._params])
         return dict(zip(self._starts, chunks, strict=True))
 
-    def make(self, dtype: torch.dtype, device: Any) -> Tensor:
+    def make(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
         """Return a tensor for ``place``, of zeros."""
         return torch.zeros(self.rows, self.numel, dtype=dtype, device=device)
 
-    def make_placeholder(self, dtype: torch.dtype, device: Any) -> Tensor:
+    def make_placeholder(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
         """One that takes no memory and can be read only."""
         return torch.zeros(1, 1, dtype=dtype, device=device).expand(self.rows, self.numel)
 
@@ -105,7 +106,7 @@ class PartitionedGradients(Gradients):
     def _own_row(self) -> int:
         return self._reshard.row if self.rows > 1 else 0
 
-    def crossing_spans(self, param: Any, name: str) -> Iterator[CrossingSpan]:
+    def crossing_spans(self, param: ZeroParameter, name: str) -> Iterator[CrossingSpan]:
         """Return where elements of a parameter are among those of this rank that cross between groups."""
         layout, col = self._layout(param), self._reshard.col
         return crossing_spans_of(name, param.ds_numel, layout, col, start=self._starts[param.ds_id])
@@ -119,7 +120,7 @@ class PartitionedGradients(Gradients):
 
     # In a micro-step: N -> g ##########################################################################
 
-    def keep(self, param: Any, gradient: Tensor, dtype: torch.dtype) -> None:
+    def keep(self, param: ZeroParameter, gradient: Tensor, dtype: torch.dtype) -> None:
         """Add to what stays until the boundary with g = N, in this dtype."""
         gradient = gradient.detach().to(dtype)
         if param.ds_id in self._whole:
@@ -185,7 +186,7 @@ class PartitionedGradients(Gradients):
                     self.held[row].zero_()
         self.begun, self._finished = True, False
 
-    def _arrive(self, params: Sequence[Any], transfer: Transfer) -> Transfer:
+    def _arrive(self, params: Sequence[ZeroParameter], transfer: Transfer) -> Transfer:
         """Hand over what a reshard to I brings; (rows, columns) of the parameters."""
         arrived = yield from transfer
         self._crossing.add(params, arrived.view(self._reshard.rows, -1))  # type: ignore[union-attr]
@@ -196,18 +197,18 @@ class PartitionedGradients(Gradients):
             for params, bucket in self._crossing.buckets(last):
                 self._crosses.submit(self._accumulate(params, self._reshard.reduce_rows(bucket, self._spans(params))))
 
-    def _accumulate(self, params: Sequence[Any], transfer: Transfer) -> Transfer:
+    def _accumulate(self, params: Sequence[ZeroParameter], transfer: Transfer) -> Transfer:
         """Add what a reshard of these parameters brings."""
         arrived = (yield from transfer).view(self.rows, -1)
         for start, offset, numel in self._runs(params):
             add_to(self.held[:, start : start + numel], arrived[:, offset : offset + numel])
         return arrived
 
-    def _spans(self, params: Sequence[Any]) -> list[tuple[int, int]]:
+    def _spans(self, params: Sequence[ZeroParameter]) -> list[tuple[int, int]]:
         """Return (column in ``held``, elements) of parameters, neighbors joined."""
         return [(start, numel) for start, _, numel in self._runs(params)]
 
-    def _runs(self, params: Sequence[Any]) -> list[tuple[int, int, int]]:
+    def _runs(self, params: Sequence[ZeroParameter]) -> list[tuple[int, int, int]]:
         """Return (column in ``held``, column in the bucket, elements) of parameters, neighbors in both joined."""
         runs: list[tuple[int, int, int]] = []
         offset = 0
@@ -222,7 +223,7 @@ class PartitionedGradients(Gradients):
 
     # At the accumulation boundary: g -> os ############################################################
 
-    def reduce_kept(self, dtype_of: Callable[[Any], torch.dtype], bucket: int) -> None:
+    def reduce_kept(self, dtype_of: Callable[[ZeroParameter], torch.dtype], bucket: int) -> None:
         """Reduce all parameters at the boundary, with g = N, used or not: ranks may have used different ones.
 
         Args:

@@ -27,6 +27,7 @@ from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
 
 
@@ -44,7 +45,7 @@ class Slices:
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[ZeroParameter],
         strategy: Strategy,
         topology: Topology,
         reshard: ParameterReshard,
@@ -69,7 +70,7 @@ class Slices:
         """Whether parameters are held as slices of several rows."""
         return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
 
-    def layout(self, param: Any) -> FlatLayout:
+    def layout(self, param: ZeroParameter) -> FlatLayout:
         """Return how the parameter is divided into cells."""
         return self._layouts[param.ds_id]
 
@@ -81,14 +82,14 @@ class Slices:
                 self._rows[param.ds_id] = list(slice_)
                 self._rows[param.ds_id][self._reshard.row] = param.ds_tensor
 
-    def _held(self, param: Any) -> list[Tensor]:
+    def _held(self, param: ZeroParameter) -> list[Tensor]:
         """Return what this rank holds of the parameter: one tensor or the rows of its slice; 1D each."""
         return self._rows[param.ds_id] if self.sliced else [param.ds_tensor]
 
-    def _batches(self, params: Iterable[Any]) -> list[list[Any]]:
+    def _batches(self, params: Iterable[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Return the parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
-        batches: list[list[Any]] = []
-        filled: dict[torch.dtype, tuple[list[Any], int]] = {}
+        batches: list[list[ZeroParameter]] = []
+        filled: dict[torch.dtype, tuple[list[ZeroParameter], float]] = {}
         for param in params:
             dtype = param.ds_tensor.dtype
             batch, numel = filled.get(dtype, ([], math.inf))
@@ -101,7 +102,7 @@ class Slices:
 
     # Blocks: the optimizer's side #####################################################################
 
-    def partitions(self, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
+    def partitions(self, sub_groups: Sequence[Sequence[ZeroParameter]]) -> list[Tensor]:
         """Return all that is held of the parameters, block after block, row after row, which are filled up."""
         partitions: list[Tensor] = []
         for sub_group in sub_groups:
@@ -112,12 +113,12 @@ class Slices:
                     partitions.append(partitions[-1].new_zeros(filled - width))
         return partitions
 
-    def _block_width(self, sub_group: Sequence[Any]) -> tuple[int, int]:
+    def _block_width(self, sub_group: Sequence[ZeroParameter]) -> tuple[int, int]:
         """Return the elements of a row of its block, and with padding: where rows begin hops like best."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
         return width, fill_up(width, self._reshard.multiple if self.sliced else 1)
 
-    def make_blocks(self, buffer: Tensor, sub_groups: Sequence[Sequence[Any]]) -> list[Tensor]:
+    def make_blocks(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]) -> list[Tensor]:
         """Take the flat buffer of ``partitions(sub_groups)`` as blocks.
 
         Returns:
@@ -151,7 +152,7 @@ class Slices:
                         row.copy_(gathered)
             self._written()
 
-    def _gather_slices(self, params: Sequence[Any]) -> list[tuple[Any, Tensor]]:
+    def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
         """Reshard their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
         chunks = joined_and_aligned([param.ds_tensor for param in params], self._reshard.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
@@ -182,7 +183,7 @@ class Slices:
 
     # Reading and writing ##############################################################################
 
-    def _wait_for_updates(self, params: Iterable[Any]) -> None:
+    def _wait_for_updates(self, params: Iterable[ZeroParameter]) -> None:
         for number in sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}):
             if number in self._update_of:
                 self._updates.finish(self._update_of[number])  # for each stream that reads the block
@@ -190,7 +191,7 @@ class Slices:
                     del self._update_of[number]
 
     @torch.no_grad()
-    def _write_rows(self, param: Any) -> None:
+    def _write_rows(self, param: ZeroParameter) -> None:
         layout, whole = self.layout(param), param.data.reshape(-1)
         for number, row in enumerate(self._held(param)):
             first = (number * layout.cols + self._reshard.col) * layout.chunk

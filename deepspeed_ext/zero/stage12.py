@@ -25,7 +25,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, get_norm_dtype
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout, Range, windows
@@ -81,7 +81,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         strategy: Strategy,
         topology: Topology,
         slots: Slots,
-        dp_process_group: Any = None,
+        dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
         self.strategy = strategy
@@ -259,20 +259,20 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
             )
         ]
 
-    def owned_span(self, param: Any) -> tuple[int, int]:
+    def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
         group, first, offset = self._in_shard(param)
         end = min(first + self.partition_size[group], offset + param.numel())
         start = min(max(first, offset), end)
         return start - offset, end - offset
 
-    def owned_gradient(self, param: Any) -> Tensor:
+    def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of these elements; see ``ParoOptimizer``."""
         group, first, offset = self._in_shard(param)
         start, end = self.owned_span(param)
         return self._shard(group)[max(0, start + offset - first) :][: end - start]
 
-    def _in_shard(self, param: Any) -> tuple[int, int, int]:
+    def _in_shard(self, param: nn.Parameter) -> tuple[int, int, int]:
         """Parameter group, and in its flat buffer the start of this rank's shard and of the parameter."""
         group = next(i for i, params in enumerate(self.bit16_groups) if any(p is param for p in params))
         first = dist.get_rank(group=self.dp_process_group) * self.partition_size[group]
@@ -285,7 +285,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
 
     # Optimizer offload ############################################################################
 
-    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+    def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
         """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``_sync_gradients``."""
         if self.cpu_offload:
             self._offload_accumulated_param_ids.add(self.get_param_id(param))

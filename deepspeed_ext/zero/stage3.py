@@ -28,6 +28,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
@@ -54,7 +55,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
 
     # The parent's.
     sub_group_size: int
-    persistent_parameters: list[Any]
+    persistent_parameters: list[ZeroParameter]
     grad_partitions_flat_buffer: Any  # a tensor, or None before it is made anew
     inf_or_nan_tracker: Tensor
 
@@ -66,7 +67,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         slots: Slots,
         bucket: int,
         sequential: bool = False,
-        dp_process_group: Any = None,
+        dp_process_group: object = None,
         reduce_scatter: bool = True,
         overlap_comm: bool = False,
         **kwargs: Any,
@@ -100,7 +101,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         )
         return offload
 
-    def _create_fp16_sub_groups(self, params_group: list[Any]) -> list[list[Any]]:
+    def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
         configured = self.sub_group_size
         if self.parameters.sliced:
@@ -201,7 +202,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype)
             param.grad = None
 
-    def reduce_leaf(self, params: Sequence[Any]) -> None:
+    def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
         if self._coalesce_grad_reduction:
             return
@@ -224,7 +225,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             bucket.elements += param.ds_numel
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
-        self, params_to_reduce: list[Any], communication_data_type: torch.dtype
+        self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[Tensor]:
         """Move a bucket from N to g. It arrives later: the parent gets no partitions here."""
         self.gradients.reduce([(param, param.grad) for param in params_to_reduce], communication_data_type)
@@ -239,7 +240,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.gradients.reduce(gradients, communication_data_type, self.sequence_parallel_size)
         return []
 
-    def partition_grads(self, params_to_release: list[Any], grad_partitions: list[Tensor]) -> None:
+    def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]) -> None:
         """Release the gradients of a bucket, which are packed by now."""
         for param in params_to_release:
             if param.grad is not None and not get_accelerator().is_synchronized_device():
@@ -319,12 +320,14 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         parents = super()._get_norm_groups
         return [self._global_norm(lambda: combine_grad_norm_groups(parents()))]
 
-    def get_grad_norm_direct(self, gradients: Sequence[Tensor], params: Sequence[Any], norm_type: int = 2) -> Tensor:
+    def get_grad_norm_direct(
+        self, gradients: Sequence[Tensor], params: Sequence[ZeroParameter], norm_type: int = 2
+    ) -> Tensor:
         """Return the parent's norm, without what another stage of a pipeline counts."""
         counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
         return super().get_grad_norm_direct(counted, params, norm_type)
 
-    def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[Any]) -> Tensor:
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[ZeroParameter]) -> Tensor:
         """Return the same norm with an offloaded optimizer."""
         for param in filter(is_replica, params):
             self.norm_for_param_grads.pop(self.get_param_id(param), None)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of a stage-3 optimizer of ours that leave the device: into checkpoints and to the host, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deepspeed import comm as dist
@@ -40,7 +40,7 @@ class Stage3States(ParoOptimizer):
             )
         check_groups(state, self._sub_group_numels())
 
-    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, state_dict_list: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
         """Also refuse states that are sharded otherwise, and cut sub-groups anew.
 
         Raises:
@@ -70,7 +70,11 @@ class Stage3States(ParoOptimizer):
         super().checkpoint_event_epilogue()
 
     def offload_states(
-        self, include: Any = None, device: Any = OffloadDeviceEnum.cpu, pin_memory: bool = True, **kwargs: Any
+        self,
+        include: Iterable[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Offload DeepSpeed's states, with parameters and gradients as we hold them."""
         self.parameters.drain()
