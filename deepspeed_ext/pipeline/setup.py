@@ -24,7 +24,6 @@ from deepspeed_ext.config.check import use_strategy_of_stage
 from deepspeed_ext.config.keys import FASTEST, GROUP_SIZE, LOCO, SECTION, STRATEGY
 from deepspeed_ext.config.refused import Unsupported, refuse_unsupported
 from deepspeed_ext.config.section import active_strategy, undecided
-from deepspeed_ext.deepspeed_types import is_partitioned
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 

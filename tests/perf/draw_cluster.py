@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster_rows import KEPT, LOCO, NATIVE, RESULTS, SETTINGS, Row, rate_name, read
 from matplotlib import figure
 
 from deepspeed_ext.planner.report import pareto
 from deepspeed_ext.strategy import STRATEGIES
+from tests.perf.lib.cluster_rows import KEPT, LOCO, NATIVE, SETTINGS, MethodRow, rate_name, read
+from tests.perf.lib.records import RESULTS
 
 OURS, COMPRESSED, PEER = "#d9622b", "#8c2d04", "#7a8ba6"
 SHOWN = ("NIG", "IIG", "NIG + LoCo", "ZeRO-1", "ZeRO-3", "hpZ", "DDP", "FSDP2", "HSDP")  # against the rate
@@ -25,7 +26,7 @@ def color(method: str) -> str:
     return COMPRESSED if method.endswith(LOCO) else PEER
 
 
-def draw_steps(rows: Sequence[Row], title: str) -> Any:
+def draw_steps(rows: Sequence[MethodRow], title: str) -> Any:
     """A bar for each method, with its spread and its floor."""
     rows = sorted(rows, key=lambda row: row.median)
     drawing = figure.Figure(figsize=(11, 5), layout="constrained")
@@ -42,7 +43,7 @@ def draw_steps(rows: Sequence[Row], title: str) -> Any:
     return drawing
 
 
-def draw_rates(rows: Sequence[Row], title: str) -> Any:
+def draw_rates(rows: Sequence[MethodRow], title: str) -> Any:
     """A line for each of some methods."""
     drawing = figure.Figure(figsize=(7, 5), layout="constrained")
     axes = drawing.subplots()
@@ -58,7 +59,7 @@ def draw_rates(rows: Sequence[Row], title: str) -> Any:
     return drawing
 
 
-def draw_memory(rows: Sequence[Row], title: str) -> Any:
+def draw_memory(rows: Sequence[MethodRow], title: str) -> Any:
     """A point for each method, and the front of what is best in both."""
     drawing = figure.Figure(figsize=(8, 5), layout="constrained")
     axes = drawing.subplots()

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All 14 strategies, with and without LoCo, beside their peers, on clusters that this machine emulates.
 
-A node is a network namespace with some CPU ranks (``scripts/cluster.py``); what it exchanges with others goes over a
+A node is a network namespace with some CPU ranks (``scripts/emulation``); what it exchanges with others goes over a
 link of a limited rate and is counted by the link's own interface. All methods train the same model on the same data
 from the same seed in the same processes, and take turns, a step each, in rounds whose order alternates: so whatever
 else this machine does falls on all of them. A step's time is that of the slowest rank.
@@ -34,20 +34,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import records
 import torch
 import torch.distributed as dist
-import verdict
-from cluster import collect
-from cluster_rows import LOCO, NATIVE, SETTINGS, SIZES, Row, Setting
-from launching import start_rank
-from network import Link
-from peers import ADAMW, PEERS, Batch, Method, Ours
-from peers import Setting as Job
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from deepspeed_ext.comm import hops
+from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner import probe
@@ -55,6 +47,12 @@ from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.strategy import STRATEGIES
+from scripts.emulation.cluster import collect
+from scripts.emulation.launching import start_rank
+from scripts.emulation.network import Link
+from tests.perf.lib import records, verdict
+from tests.perf.lib.cluster_rows import LOCO, NATIVE, SETTINGS, SIZES, MethodRow, Setting
+from tests.perf.lib.peers import ADAMW, PEERS, Batch, Method, Ours, Workload
 
 BLOCKS, ROWS = 4, 8
 WARM_UP_STEPS = 2
@@ -68,7 +66,7 @@ COMPUTE = "compute"
 # What runs in the ranks ###########################################################################
 
 
-class Block(nn.Module):
+class ShortcutBlock(nn.Module):
     """Two layers with a shortcut."""
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -85,7 +83,7 @@ class Blocks(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(ShortcutBlock(width, hidden) for _ in range(BLOCKS))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         inputs.requires_grad_()  # or DeepSpeed's own leaf modules crash: the first block has nothing to hook
@@ -97,9 +95,9 @@ class Blocks(nn.Module):
 class Compute(Method):
     """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, workload: Workload) -> None:
         super().__init__(COMPUTE, "no communication")
-        self._model, self._accumulation = job.make_model(), job.accumulation
+        self._model, self._accumulation = workload.make_model(), workload.accumulation
         flat = torch.cat([p.detach().flatten() for p in self._model.parameters()])
         self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
         self._share.grad = torch.zeros_like(self._share)
@@ -121,21 +119,21 @@ class Compute(Method):
         self._model = self._optimizer = None  # type: ignore[assignment]
 
 
-def methods(names: list[str], job: Job) -> Iterator[Method]:
+def methods(names: list[str], workload: Workload) -> Iterator[Method]:
     """What is asked for, in a fixed order."""
     for name, make in PEERS.items():
         if name in names:
-            yield make(job)
+            yield make(workload)
     for name in STRATEGIES:
-        zero: dict[str, Any] = {"paro_strategy": name, "paro_group_size": job.group_size}
+        zero: dict[str, Any] = {"paro_strategy": name, "paro_group_size": workload.group_size}
         if name in names:
-            yield Ours(job, zero, name)
+            yield Ours(workload, zero, name)
         if name + LOCO in names:
-            yield Ours(job, {**zero, "zeropp_loco_param": {}}, name + LOCO)
+            yield Ours(workload, {**zero, "zeropp_loco_param": {}}, name + LOCO)
         if name + NATIVE in names:
             # As on other backends: hops take the backend's own reduce-scatter and all-gather.
-            with mock.patch.object(hops, "_backend", lambda group: "native"):
-                yield Ours(job, zero, name + NATIVE)
+            with mock.patch.object(collectives, "backend_of", lambda group: "native"):
+                yield Ours(workload, zero, name + NATIVE)
 
 
 class Timed(NamedTuple):
@@ -162,12 +160,16 @@ class Worker:
         self._topology = get_topology(None, setting.ranks_per_node)
         width, hidden = SIZES[setting.size]
         self._width = width
-        job = Job(setting.accumulation, setting.ranks_per_node, functools.partial(self._model, width, hidden))
+        workload = Workload(
+            setting.accumulation, setting.ranks_per_node, functools.partial(self._model, width, hidden)
+        )
         self._link.limit(None)
         dist.barrier()
-        self._described = replace(describe(job.make_model(), accumulation=setting.accumulation), bucket=job.bucket)
-        self._compute = Compute(job)
-        self._methods = {method.name: method for method in methods(args.methods, job)}
+        self._described = replace(
+            describe(workload.make_model(), accumulation=setting.accumulation), bucket=workload.bucket
+        )
+        self._compute = Compute(workload)
+        self._methods = {method.name: method for method in methods(args.methods, workload)}
         self._steps = dict.fromkeys([COMPUTE, *self._methods], 0)
 
     @staticmethod
@@ -175,7 +177,7 @@ class Worker:
         torch.manual_seed(0)
         return Blocks(width, hidden)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MethodRow]:
         """All rates."""
         held = self._warm_up()
         differences = self._compare()
@@ -199,12 +201,14 @@ class Worker:
                 held[method.name] = tuple(_over_ranks(list(states.values()), dist.ReduceOp.MAX))
         return held
 
-    def _at(self, mbit: float | None, held: dict[str, Any], bar: Any) -> list[Row]:
+    def _at(self, mbit: float | None, held: dict[str, Any], bar: Any) -> list[MethodRow]:
         self._link.limit(mbit)
         dist.barrier()
         headers = self._headers()
         rates = probe.measure(self._topology)
-        rows = {name: Row(self._setting.name, mbit, name, method.setup) for name, method in self._methods.items()}
+        rows = {
+            name: MethodRow(self._setting.name, mbit, name, method.setup) for name, method in self._methods.items()
+        }
         compute: list[float] = []
         for number in range(self._rounds):
             bar.update()
@@ -232,7 +236,7 @@ class Worker:
             return False
         return len(seconds) < self._args.rounds or (sum(seconds) < SHORT and len(seconds) < MOST)
 
-    def _predict(self, rows: dict[str, Row], model: Model, rates: Any) -> None:
+    def _predict(self, rows: dict[str, MethodRow], model: Model, rates: Any) -> None:
         for suffix, loco in (("", None), (LOCO, LocoSettings())):
             for one in plan(self._setting.sizes, model, rates, None, [loco]).predictions:
                 row = rows.get(one.strategy + suffix)
@@ -348,8 +352,8 @@ def main() -> int:
     failed = False
     for name in args.settings:
         setting, more = SETTINGS[name], ["--setting", name]
-        found = collect(setting.nodes, setting.ranks_per_node, __file__, args.log, args.timeout, more)
-        rows = [Row(**values | {"held": tuple(values["held"])}) for values in found]
+        found = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
+        rows = [MethodRow(**values | {"held": tuple(values["held"])}) for values in found]
         wrong = verdict.print_all(rows, setting.sizes)
         failed |= wrong
         if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ZeRO-3 costs the host on a model of many small modules, with leaf modules chosen in several ways.
 
-    python tests/perf/leaf_overhead.py
+    python -m tests.perf.leaf_overhead
 
 Measured is a micro-step (forward and backward; no optimizer step ever comes) of a mixture of experts so small that
 hooks and books take most of the time, in fp32 on CPU ranks with gloo. Overhead is what it takes beyond plain PyTorch,
@@ -30,11 +30,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import records
 import torch
 import torch.distributed as dist
-from launching import exit_on_signals, start_rank
 from torch import Tensor, nn
+
+from scripts.emulation.launching import environment, exit_on_signals, free_port, start_rank
+from tests.perf.lib import records
 
 HIDDEN, TOKENS = 32, 8
 NEVER = 1_000_000  # micro-batches in a step
@@ -42,7 +43,7 @@ WARM_UP_STEPS = 3  # ZeRO-3 records its trace in the first, and decides by it in
 LOSS_BOUND = 1e-5
 STOCK_AIM, BY_HAND_AIM = 0.2, 0.6  # ours' overhead, in that of stock ZeRO-3 and of the best leaf modules by hand
 TIMEOUT = 1800  # seconds that a case may take
-RESULTS = Path(__file__).parent / "results" / "leaf_overhead.csv"
+RESULTS = records.RESULTS / "leaf_overhead.csv"
 LOG = Path(tempfile.gettempdir()) / "leaf_overhead.log"  # what the ranks of the last case print
 
 PLAIN, STOCK, OURS, PERSISTENT = "plain", "zero3", "ours", "zero3, persistent"
@@ -165,15 +166,13 @@ def run_case(name: str, ranks: int) -> list[dict[str, Any]]:
     Raises:
         RuntimeError: a rank failed, or they did not end in time. None is left.
     """
-    from compare import environment, free_port  # for the parent alone: drawing takes seconds to import
-
     env = environment() | {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env["DEEPSPEED_EXT_DISABLE"] = str(int(name in SWITCHED_OFF))
     processes: list[subprocess.Popen[bytes]] = []
     deadline = time.monotonic() + TIMEOUT
     with tempfile.TemporaryDirectory() as folder, LOG.open("wb") as log:
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", name, folder]
+        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--worker", name, folder]
         try:
             for rank in range(ranks):
                 own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

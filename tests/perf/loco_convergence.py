@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does training with LoCo end where training without it ends?
 
-Trains the byte-level GPT of scripts/train.py, small, with NIG on CPU ranks that count as groups: for each optimizer,
+Trains the byte-level GPT of scripts/examples, small, with NIG on CPU ranks that count as groups: for each optimizer,
 seed and way to send gradients between groups, from the same weights and on the same batches. The final loss is the
 mean over the last tenth of the steps, during which the learning rate goes to zero. Norms are those that the engine
 reports, before clipping: bounded is the ratio of their means over a run. The mean of the ratios of single steps is
@@ -18,7 +18,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,15 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import records
 import torch
 import torch.distributed as dist
-from launching import add_options, exit_on_signals, launch, parse, start_rank
 from tqdm import tqdm
-from train import Batches, ByteGPT, average, read_corpus, train_step
 
 from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
+from scripts.checks.steps import average, train_step
+from scripts.emulation.launching import add_options, collect, exit_on_signals, parse, start_rank
+from scripts.examples.gpt import Batches, ByteGPT, read_corpus
+from tests.perf.lib import records
 
 STRATEGY = "NIG"
 LOSS_BOUND = 0.005
@@ -59,7 +59,7 @@ CONTROL_NOISE = 1e-3  # of a weight
 
 
 @dataclass
-class Run:
+class SeedRun:
     """A training run."""
 
     optimizer: str
@@ -77,7 +77,7 @@ class Run:
 
 
 @dataclass
-class Row:
+class LocoRow:
     """All seeds of a method, held against the reference with the same seed."""
 
     optimizer: str
@@ -112,14 +112,14 @@ class Worker:
         self._args = args
         self._corpus = read_corpus(CORPUS_BYTES)
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[SeedRun]:
         """Each optimizer, seed and method."""
         for optimizer in self._args.optimizers:
             for seed in range(self._args.seeds):
                 for method in METHODS:
                     yield self._train(optimizer, method, seed)
 
-    def _train(self, optimizer: str, method: str, seed: int) -> Run:
+    def _train(self, optimizer: str, method: str, seed: int) -> SeedRun:
         begin = time.perf_counter()
         torch.manual_seed(seed)
         model = ByteGPT(**MODEL)
@@ -145,7 +145,7 @@ class Worker:
         received = meter.split(self._args.group_size).inter_mean / (self._args.steps - 1)
         count = sum(parameter.numel() for parameter in model.parameters())
         engine.destroy()
-        return Run(
+        return SeedRun(
             optimizer,
             method,
             seed,
@@ -206,21 +206,7 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-def train(args: argparse.Namespace) -> list[Run]:
-    """Train under the stock launcher; exits with status 2 if that fails."""
-    import compare
-
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        try:
-            launch(__file__, args.ranks, report, args.log, args.timeout, sys.argv[1:])
-        except compare.RunFailed as failure:
-            print(failure, file=sys.stderr)
-            sys.exit(2)
-        return [Run(**run) for run in json.loads(report.read_text())]
-
-
-def rows_of(runs: list[Run]) -> list[Row]:
+def rows_of(runs: list[SeedRun]) -> list[LocoRow]:
     """A row for each optimizer and method."""
     found = {(run.optimizer, run.method, run.seed): run for run in runs}
     rows = []
@@ -229,7 +215,7 @@ def rows_of(runs: list[Run]) -> list[Row]:
         pairs = [(run, found[optimizer, REFERENCE, run.seed]) for run in mine]
         losses = [run.final_loss for run in mine]
         rows.append(
-            Row(
+            LocoRow(
                 optimizer,
                 method,
                 statistics.fmean(losses),
@@ -247,7 +233,7 @@ def rows_of(runs: list[Run]) -> list[Row]:
     return rows
 
 
-def print_table(rows: list[Row], runs: list[Run], args: argparse.Namespace) -> None:
+def print_table(rows: list[LocoRow], runs: list[SeedRun], args: argparse.Namespace) -> None:
     """One line a row, then what follows from them."""
     cluster = GroupSizes(args.ranks, args.group_size)
     print(
@@ -267,7 +253,7 @@ def print_table(rows: list[Row], runs: list[Run], args: argparse.Namespace) -> N
         )
 
 
-def print_verdict(rows: list[Row]) -> bool:
+def print_verdict(rows: list[LocoRow]) -> bool:
     """Whether LoCo keeps its bounds; and whether the task shows what coarse quantization costs."""
     passed = True
     found = {(row.optimizer, row.method): row for row in rows}
@@ -291,7 +277,7 @@ def print_verdict(rows: list[Row]) -> bool:
     return passed
 
 
-def csv_row(row: Row, args: argparse.Namespace) -> dict[str, Any]:
+def csv_row(row: LocoRow, args: argparse.Namespace) -> dict[str, Any]:
     """What identifies a result, and the result."""
     return {
         "strategy": STRATEGY,
@@ -336,7 +322,7 @@ def main() -> int:
         return 0
     exit_on_signals()
     begin = time.perf_counter()
-    runs = train(args)
+    runs = [SeedRun(**run) for run in collect(__spec__.name, args)]
     rows = rows_of(runs)
     print_table(rows, runs, args)
     passed = print_verdict(rows)

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import records
 import torch
 
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.packing import Packing
+from tests.perf.lib import records
 
 BLOCK = 128
 PIECES = 4

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a step with and without LoCo where the network between groups is slow.
 
-Two network namespaces are two nodes, with two CPU ranks each; see ``scripts/network.py``. The rate of the link
+Two network namespaces are two nodes, with two CPU ranks each; see ``scripts/emulation``. The rate of the link
 between them is limited, what ranks of one node send one another is not. That it is so is measured: by a probe inside
 a node and between them, and by holding what the interfaces have sent against what the sockets have received from the
 other node.
@@ -29,19 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import records
 import torch
 import torch.distributed as dist
-from cluster import collect
-from launching import start_rank
-from network import Link
 from torch import Tensor, nn
 from tqdm import tqdm
-from train import record
 
 from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
+from scripts.checks.steps import record
+from scripts.emulation.cluster import collect
+from scripts.emulation.launching import start_rank
+from scripts.emulation.network import Link
+from tests.perf.lib import records
 
 STRATEGY = "NIG"
 NODES, RANKS_PER_NODE = 2, 2
@@ -80,7 +80,7 @@ class Steps:
 
 
 @dataclass
-class Result:
+class RateResult:
     """Both engines at one rate."""
 
     dtype: str
@@ -92,7 +92,7 @@ class Result:
     loco: Steps
 
     @classmethod
-    def of(cls, values: dict[str, Any]) -> "Result":
+    def of(cls, values: dict[str, Any]) -> "RateResult":
         """From JSON."""
         return cls(**values | {name: Steps(**values[name]) for name in ("plain", "loco")})
 
@@ -161,7 +161,7 @@ class Worker:
         self._meter = TrafficMeter()
         self._generator = torch.Generator().manual_seed(dist.get_rank())
 
-    def results(self) -> Iterator[Result]:
+    def results(self) -> Iterator[RateResult]:
         """A result for each dtype and rate."""
         for dtype in self._args.dtypes:
             engines = {method: self._engine(dtype, method) for method in METHODS}
@@ -171,7 +171,7 @@ class Worker:
                 dist.barrier()
                 between, within = (self._probe(other) for other in (RANKS_PER_NODE, 1))
                 steps = self._measure(engines)
-                yield Result(dtype, mbit, count, between, within, steps["plain"], steps["LoCo"])
+                yield RateResult(dtype, mbit, count, between, within, steps["plain"], steps["LoCo"])
             for engine in engines.values():
                 engine.destroy()
 
@@ -258,7 +258,7 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-def print_table(results: list[Result], args: argparse.Namespace) -> None:
+def print_table(results: list[RateResult], args: argparse.Namespace) -> None:
     """Two lines a result, and the ratio."""
     print(
         f"{STRATEGY}, {NODES} nodes of {RANKS_PER_NODE} CPU ranks, {results[0].parameters / 1e6:.2f} M parameters, "
@@ -288,7 +288,7 @@ def print_table(results: list[Result], args: argparse.Namespace) -> None:
             print(f"  FAIL: {', '.join(result.wrong)}")
 
 
-def csv_row(result: Result, args: argparse.Namespace) -> dict[str, Any]:
+def csv_row(result: RateResult, args: argparse.Namespace) -> dict[str, Any]:
     """What identifies a result, and the result."""
     row: dict[str, Any] = {
         "strategy": STRATEGY,
@@ -346,7 +346,9 @@ def main() -> int:
     if args.worker is not None:
         work(args)
         return 0
-    results = [Result.of(values) for values in collect(NODES, RANKS_PER_NODE, __file__, args.log, args.timeout)]
+    results = [
+        RateResult.of(values) for values in collect(NODES, RANKS_PER_NODE, __spec__.name, args.log, args.timeout)
+    ]
     print_table(results, args)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline with DeepSpeed's ZeRO-1 and with strategies, where the network between nodes is slow.
 
-    python tests/perf/pipelines.py
+    python -m tests.perf.pipelines
 
-Four network namespaces are four nodes, with two CPU ranks each; see ``scripts/network.py``. A byte-level GPT, with
+Four network namespaces are four nodes, with two CPU ranks each; see ``scripts/emulation``. A byte-level GPT, with
 embedding and head tied, is cut into two stages of two nodes each: four data-parallel ranks in two groups. All cases
 run in the same processes, on the same data, and take turns. Of each:
 
@@ -30,20 +30,19 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import records
 import torch
 import torch.distributed as dist
-from cluster import collect
 from deepspeed.runtime.pipe import schedule
-from launching import start_rank
-from network import Link
-from strategies import held, largest, whole_weights
 from tqdm import tqdm
-from train import Batches, read_corpus
-from train_pipeline import endless, pipeline
 
 from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from scripts.checks.model_states import held, largest, whole_weights
+from scripts.emulation.cluster import collect
+from scripts.emulation.launching import start_rank
+from scripts.emulation.network import Link
+from scripts.examples.gpt import Batches, pipeline, read_corpus
+from tests.perf.lib import records
 
 NODES, RANKS_PER_NODE, STAGES = 4, 2, 2
 CLUSTER = GroupSizes(NODES * RANKS_PER_NODE // STAGES, RANKS_PER_NODE)  # of a stage
@@ -65,11 +64,11 @@ SEED = 0
 WARM_UP_STEPS = 2
 PARITY_BOUND = 1e-5
 BYTES_BOUND = 0.05
-RESULTS = Path(__file__).parent / "results" / "pipelines.csv"
+RESULTS = records.RESULTS / "pipelines.csv"
 
 
 @dataclass
-class Row:
+class PipelineRow:
     """What one case took at one rate."""
 
     case: str
@@ -89,7 +88,7 @@ class Row:
         """Seconds."""
         return statistics.median(s for one in self.seconds for s in one)
 
-    def ratios(self, stock: "Row") -> list[float]:
+    def ratios(self, stock: "PipelineRow") -> list[float]:
         """To ZeRO-1, of each round."""
         pairs = zip(self.seconds, stock.seconds, strict=True)
         return [statistics.median(mine) / statistics.median(other) for mine, other in pairs]
@@ -124,7 +123,7 @@ class Case:
         }
         self.numels = {name: param.numel() for name, param in model.named_parameters()}
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        self._data = endless(Batches(read_corpus(CORPUS_BYTES), self.engine, SEQUENCE_LENGTH, SEED))
+        self._data = iter(Batches(read_corpus(CORPUS_BYTES), self.engine, SEQUENCE_LENGTH, SEED))
         self.bytes_held = (0, 0)  # parameters, gradients
         self._watch()
 
@@ -157,7 +156,7 @@ class Case:
         return time.perf_counter() - begin
 
 
-def rows_of(args: argparse.Namespace) -> Iterator[Row]:
+def rows_of(args: argparse.Namespace) -> Iterator[PipelineRow]:
     """A row for each rate and case."""
     link, meter = Link(), TrafficMeter()
     cases = {name: Case(name, args) for name in CASES}
@@ -167,7 +166,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
     for mbit in args.rates:
         link.limit(mbit)
         dist.barrier()
-        rows = {name: Row(name, mbit) for name in cases}
+        rows = {name: PipelineRow(name, mbit) for name in cases}
         for _ in tqdm(range(args.rounds), f"{mbit:g} Mbit/s", disable=dist.get_rank() != 0):
             for name, case in cases.items():
                 dist.barrier()
@@ -186,7 +185,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[Row]:
             yield row
 
 
-def _count(row: Row, received: list[list[int]], steps: int) -> None:
+def _count(row: PipelineRow, received: list[list[int]], steps: int) -> None:
     """Add what ranks received in a round of one case; of all steps, a step's."""
     ranks = len(received)
     for rank, by_sender in enumerate(received):
@@ -200,7 +199,7 @@ def _count(row: Row, received: list[list[int]], steps: int) -> None:
                 row.inter += share
 
 
-def _expect(row: Row, case: Case, micro_batches: int) -> None:
+def _expect(row: PipelineRow, case: Case, micro_batches: int) -> None:
     """What the strategy's formula says, the mean over stages."""
     if case.name == STOCK:
         return
@@ -223,7 +222,7 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-def print_table(rows: list[Row], args: argparse.Namespace) -> None:
+def print_table(rows: list[PipelineRow], args: argparse.Namespace) -> None:
     """A line a row."""
     print(
         f"{STAGES} stages of {CLUSTER.ranks} data-parallel ranks in {CLUSTER.groups} groups, a group a node; "
@@ -251,7 +250,7 @@ def print_table(rows: list[Row], args: argparse.Namespace) -> None:
             )
 
 
-def csv_row(row: Row, stock: Row, args: argparse.Namespace) -> dict[str, Any]:
+def csv_row(row: PipelineRow, stock: PipelineRow, args: argparse.Namespace) -> dict[str, Any]:
     """What identifies a row, and the row."""
     ratios = row.ratios(stock)
     values = asdict(row) | {"seconds_median": round(row.median, 4), "of_zero1_median": statistics.median(ratios)}
@@ -282,7 +281,7 @@ def main() -> int:
     if args.worker is not None:
         work(args)
         return 0
-    rows = [Row(**values) for values in collect(NODES, RANKS_PER_NODE, __file__, args.log, args.timeout)]
+    rows = [PipelineRow(**values) for values in collect(NODES, RANKS_PER_NODE, __spec__.name, args.log, args.timeout)]
     print_table(rows, args)
     stock = {row.mbit: row for row in rows if row.case == STOCK}
     records.append_rows(args.csv, [csv_row(row, stock[row.mbit], args) for row in rows])

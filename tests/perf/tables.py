@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import verdict
-from cluster_rows import KEPT, LOCO, NATIVE, SETTINGS, Row, rate_name, read
-
 from deepspeed_ext.strategy import STRATEGIES
+from tests.perf.lib import verdict
+from tests.perf.lib.cluster_rows import KEPT, LOCO, NATIVE, SETTINGS, MethodRow, rate_name, read
 
 README = Path(__file__).parent / "README.md"
 ALL = "all"
@@ -32,7 +31,7 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def setting_table(rows: Sequence[Row], setting: str) -> str:
+def setting_table(rows: Sequence[MethodRow], setting: str) -> str:
     """Seconds of a step of each method at each rate, the floor at the first one, and MB held; the fastest first."""
     rates = SETTINGS[setting].mbit
     rows = [row for row in rows if row.setting == setting and NATIVE not in row.method]
@@ -50,7 +49,7 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def all_table(rows: Sequence[Row]) -> str:
+def all_table(rows: Sequence[MethodRow]) -> str:
     """NIG against peers and its floor, and the planner's order and choice, in each setting at each rate."""
     header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
     header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
@@ -63,7 +62,7 @@ def all_table(rows: Sequence[Row]) -> str:
     return markdown(header, lines)
 
 
-def _figures(some: dict[str, Row]) -> Iterator[str]:
+def _figures(some: dict[str, MethodRow]) -> Iterator[str]:
     ours = some["NIG"]
     for peer in PEERS:
         yield f"{some[peer].median / ours.median:.2f}" if peer in some else ""
@@ -74,7 +73,7 @@ def _figures(some: dict[str, Row]) -> Iterator[str]:
             yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
 
 
-def write(readme: Path, rows: Sequence[Row]) -> None:
+def write(readme: Path, rows: Sequence[MethodRow]) -> None:
     """Put the tables where the file wants them."""
 
     def table(match: re.Match[str]) -> str:

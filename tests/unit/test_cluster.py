@@ -17,11 +17,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.append(str(SCRIPTS))
-
-import cluster  # noqa: E402
-import network  # noqa: E402
+from scripts.emulation import cluster, network
+from scripts.emulation.launching import environment
 
 PAYLOAD = 2_000_000
 MBIT = 80
@@ -29,8 +26,7 @@ BURST = 128 * 1024  # that a link passes at once
 
 TRANSFERS = f"""
 import json, os, socket, sys, time
-sys.path.append({str(SCRIPTS)!r})
-from network import Link, address
+from scripts.emulation.network import Link, address
 
 rank, link = int(os.environ["RANK"]), Link()
 mine = socket.create_server((address(rank // 2), 1000 + rank))
@@ -115,10 +111,10 @@ def start(emulation: None, tmp_path: Path) -> Iterator[Start]:
     def run(code: str, *options: str, arguments: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
         script = tmp_path / "script.py"
         script.write_text(code)
-        command = [sys.executable, str(SCRIPTS / "cluster.py"), *options, str(script), *arguments]
+        command = [sys.executable, "-m", "scripts.emulation.cluster", *options, str(script), *arguments]
         heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 - also where tests run under nohup
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        processes.append(subprocess.Popen(command, **pipes, text=True, preexec_fn=heard))
+        processes.append(subprocess.Popen(command, **pipes, env=environment(), text=True, preexec_fn=heard))
         return processes[-1]
 
     yield run

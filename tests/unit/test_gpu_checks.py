@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
-CHECKS = Path(__file__).resolve().parents[2] / "scripts" / "checks"
-INSIDE = CHECKS / "inside"
-sys.path += [str(CHECKS), str(INSIDE)]
-
-import gpu  # noqa: E402
-import gpu_runs  # noqa: E402
-from gpu_runs import Experiment, Outcome  # noqa: E402
+from scripts.checks.gpu import __main__ as gpu
+from scripts.checks.gpu import child
+from scripts.checks.gpu import runs as gpu_runs
+from scripts.checks.gpu.runs import Experiment, Outcome
 
 GOOD = 'r.check("holds", True); r.figure("bytes", {"a": 1.5}); r.done()'
 BODIES = {
@@ -51,7 +48,7 @@ WANTED = {
 
 def made(name: str, limit: float = 60.0) -> Experiment:
     """An experiment that does what ``BODIES`` says."""
-    begin = f"import sys; sys.path.insert(0, {str(CHECKS)!r}); from gpu_runs import Report; from pathlib import Path\n"
+    begin = "from scripts.checks.gpu.runs import Report; from pathlib import Path\n"
 
     def command(report: Path) -> Sequence[str]:
         return [sys.executable, "-c", f"{begin}r = Report(Path({str(report)!r}))\n{BODIES[name]}"]
@@ -103,8 +100,7 @@ def test_selection() -> None:
         gpu_runs.select(experiments, ["T1", "T99"])
     assert next(one for one in experiments if one.name == "T3").environment == {"TORCH_CUDA_SANITIZER": "1"}
     assert not any(one.environment for one in gpu.experiments("cpu", small=False))
-    functions = (INSIDE / "gpu_child.py").read_text()
-    assert all(f'"{one.name}": (' in functions for one in experiments)
+    assert child.FUNCTIONS.keys() == {one.name for one in experiments}
 
 
 def test_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,13 +135,7 @@ def test_without_a_gpu_it_says_so(
 
 def experiment_case(name: str, report: str) -> None:
     """Run an experiment on the CPU, in small."""
-    sys.path[:0] = [str(CHECKS), str(INSIDE), str(CHECKS.parents[1] / "tests" / "perf")]
-    import importlib
-
-    import gpu_child
-
-    module, function = gpu_child.FUNCTIONS[name]
-    getattr(importlib.import_module(module), function)(gpu_child.Place("cpu", True, gpu_runs.Report(Path(report))))
+    child.run(name, child.Place("cpu", True, gpu_runs.Report(Path(report))))
 
 
 @pytest.mark.parametrize("name", ["T1", "T3", "T4", "T5", "T7", "T9"])
@@ -165,12 +155,12 @@ def test_synchronizations_of_a_gpu_are_counted(ranks: Any) -> None:
 
 def counting_case() -> tuple[list[str], dict[str, int]]:
     """What is counted where torch's part is played; and the modes that torch was set to."""
-    sys.path[:0] = [str(CHECKS), str(INSIDE)]
     import warnings
     from unittest import mock
 
     import torch
-    from gpu_timeline import _counted_on_gpu
+
+    from scripts.checks.gpu.timeline import _counted_on_gpu
 
     modes: list[str] = []
     with (

@@ -2,22 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check that runs DeepSpeed's own tests with our classes: what it chooses, runs and compares. No checkout."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-CHECKS = Path(__file__).resolve().parents[2] / "scripts" / "checks"
-sys.path += [str(CHECKS), str(CHECKS / "inside")]
-
-import outcomes  # noqa: E402
-import suite as suites  # noqa: E402
-import upstream_forced  # noqa: E402
-from outcomes import Known, Outcome  # noqa: E402
-
-from deepspeed_ext.config.refused import refuse_beside  # noqa: E402
-from deepspeed_ext.strategy import STRATEGIES  # noqa: E402
+from deepspeed_ext.config.refused import refuse_beside
+from deepspeed_ext.strategy import STRATEGIES
+from scripts.checks.upstream import outcomes
+from scripts.checks.upstream import suite as suites
+from scripts.checks.upstream.inside import upstream_forced
+from scripts.checks.upstream.outcomes import Known, Outcome
 
 
 def test_a_sample_takes_from_all_files_alike() -> None:

@@ -6,20 +6,16 @@ kept. No measurement."""
 import csv
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deepspeed_ext.strategy import STRATEGIES
+from tests.perf import tables
+from tests.perf.lib import cluster_rows, verdict
+
 PERF = Path(__file__).resolve().parents[1] / "perf"
-sys.path.append(str(PERF))
-
-import cluster_rows  # noqa: E402
-import tables  # noqa: E402
-import verdict  # noqa: E402
-
-from deepspeed_ext.strategy import STRATEGIES  # noqa: E402
 
 SETTING = "2x2-large-4"
 
@@ -27,7 +23,7 @@ SETTING = "2x2-large-4"
 def row(method: str, seconds: float, predicted: float = 0.0, memory: float = 1.0, mbit: float | None = 100) -> object:
     """Of a strategy if a prediction is given, else of a peer; nothing is wrong with it."""
     ours = {"formula_bytes": 100.0, "parts": {"within": predicted / 2, "update": predicted / 2}} if predicted else {}
-    return cluster_rows.Row(
+    return cluster_rows.MethodRow(
         SETTING, mbit, method, "", [seconds], [0.0], link_bytes=102.0, headers=1.02, held=(memory, 0.0, 0.0), **ours
     )
 

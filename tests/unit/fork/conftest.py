@@ -2,17 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's source distribution, and a fork made of it."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-
-import base
-import series
-
 from deepspeed_ext.integration import fork as forks
+from scripts.fork import deepspeed_source, series
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +16,8 @@ def archive() -> Path:
     if forks.is_installed():
         pytest.skip("this is the fork")
     try:
-        return base.fetch(base.requirement().version)
-    except base.Failed as failed:
+        return deepspeed_source.fetch(deepspeed_source.requirement().version)
+    except deepspeed_source.Failed as failed:
         if "(from versions: none)" not in str(failed):  # as pip says where it reaches no index
             raise
         pytest.skip("DeepSpeed's source distribution cannot be fetched: no index can be reached")

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import base  # noqa: E402
-import mails  # noqa: E402
-import series  # noqa: E402
-import translation  # noqa: E402
-import trees  # noqa: E402
+from scripts import ROOT
+from scripts.fork import deepspeed_source, patch_mails, patched_tree, series, translated_sources
 
 MAIL = """From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
 From: somebody <somebody@example.com>
@@ -35,27 +29,31 @@ Signed-off-by: somebody <somebody@example.com>
 """
 
 
-def mail(tmp_path: Path, text: str = MAIL, trailers: str = TRAILERS) -> mails.Mail:
+def mail(tmp_path: Path, text: str = MAIL, trailers: str = TRAILERS) -> patch_mails.Mail:
     path = tmp_path / "0001-a.patch"
     path.write_text(text.format(trailers=trailers))
-    return mails.read(path)
+    return patch_mails.read(path)
 
 
 def test_the_series_holds(archive: Path) -> None:
     """It applies without fuzz, brings our files as they are, names all twins, and each tree can be imported."""
-    done = subprocess.run([sys.executable, str(SCRIPTS / "series.py"), "check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.fork.series", "check"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert len([line for line in lines if ".patch: " in line]) == len(mails.series())
+    assert len([line for line in lines if ".patch: " in line]) == len(patch_mails.series())
     total = next(line for line in lines if line.startswith("in all"))
     seam, symbols = (int(word) for word in total.split() if word.isdigit())
     assert seam / symbols < 3, total  # fewer is better
 
 
 def test_drift_is_none_on_base(archive: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "series.py"), "drift", base.requirement().version]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == f"DeepSpeed {base.requirement().version}: 0 symbols differ\n", done.stdout + done.stderr
+    command = [sys.executable, "-m", "scripts.fork.series", "drift", deepspeed_source.requirement().version]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == f"DeepSpeed {deepspeed_source.requirement().version}: 0 symbols differ\n", (
+        done.stdout + done.stderr
+    )
 
 
 def test_a_mail_is_read(tmp_path: Path) -> None:
@@ -64,7 +62,7 @@ def test_a_mail_is_read(tmp_path: Path) -> None:
     assert one.body.startswith("Because of") and "Signed-off" not in one.body
     assert one.values("Remove-When") == ["pigs fly"] and one.generated == ["deepspeed_ext/leaf/units.py"]
     assert one.problems() == []
-    assert mails.targets(one) == {"deepspeed/runtime/paro/zero/units.py": "deepspeed_ext/leaf/units.py"}
+    assert patch_mails.targets(one) == {"deepspeed/runtime/paro/zero/units.py": "deepspeed_ext/leaf/units.py"}
 
 
 @pytest.mark.parametrize(
@@ -87,43 +85,43 @@ def test_what_a_mail_lacks_is_said(tmp_path: Path, old: str, new: str, problem: 
 
 
 def test_what_is_no_mail_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(base.Failed, match="is not a mail of git format-patch"):
+    with pytest.raises(deepspeed_source.Failed, match="is not a mail of git format-patch"):
         mail(tmp_path, "diff --git a/x b/x\n")
-    with pytest.raises(base.Failed, match=r"deepspeed_ext/nothing\*.py matches no file"):
+    with pytest.raises(deepspeed_source.Failed, match=r"deepspeed_ext/nothing\*.py matches no file"):
         _ = mail(tmp_path, trailers="Generated-From: deepspeed_ext/nothing*.py\n").generated
 
 
 def test_every_file_of_ours_is_in_one_patch(tmp_path: Path) -> None:
-    found = mails.series()
-    assert mails.unplaced(found) == []
-    assert set(translation.sources()) == {name for one in found for name in one.generated}
-    assert any("units.py is in 2 patches" in line for line in mails.unplaced([*found, mail(tmp_path)]))
-    assert any("is in 0 patches" in line for line in mails.unplaced(found[:-1]))
+    found = patch_mails.series()
+    assert patch_mails.unplaced(found) == []
+    assert set(translated_sources.sources()) == {name for one in found for name in one.generated}
+    assert any("units.py is in 2 patches" in line for line in patch_mails.unplaced([*found, mail(tmp_path)]))
+    assert any("is in 0 patches" in line for line in patch_mails.unplaced(found[:-1]))
 
 
 def test_series_and_folder_must_agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "series").write_text("# a comment\n0001-a.patch\n0002-b.patch\n")
     mail(tmp_path)
-    monkeypatch.setattr(mails, "SERIES", tmp_path / "series")
-    monkeypatch.setattr(mails, "PATCHES", tmp_path)
-    with pytest.raises(base.Failed, match=r"lists \['0001-a.patch', '0002-b.patch'\], its folder has"):
-        mails.series()
+    monkeypatch.setattr(patch_mails, "SERIES", tmp_path / "series")
+    monkeypatch.setattr(patch_mails, "PATCHES", tmp_path)
+    with pytest.raises(deepspeed_source.Failed, match=r"lists \['0001-a.patch', '0002-b.patch'\], its folder has"):
+        patch_mails.series()
 
 
 def test_what_is_stale_is_named(tmp_path: Path) -> None:
     one = mail(tmp_path)
     place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
     place.parent.mkdir(parents=True)
-    assert "units.py is not what deepspeed_ext/leaf/units.py gives" in trees.stale(tmp_path, one)[0]
-    place.write_text(translation.translated("deepspeed_ext/leaf/units.py"))
-    assert trees.stale(tmp_path, one) == []
+    assert "units.py is not what deepspeed_ext/leaf/units.py gives" in patched_tree.stale(tmp_path, one)[0]
+    place.write_text(translated_sources.translated("deepspeed_ext/leaf/units.py"))
+    assert patched_tree.stale(tmp_path, one) == []
     place.write_text(place.read_text() + "\n")
-    assert trees.stale(tmp_path, one)
+    assert patched_tree.stale(tmp_path, one)
 
 
 def test_seams_and_twins_are_the_same(tmp_path: Path) -> None:
     symbols = [("keys.parse_our_keys", "get_zero_config"), ("strategies.make_our_optimizer", "_do_something_else")]
-    problems = trees.twin_problems([trees.Row("0001-a.patch", mail(tmp_path), [], 1, symbols)])
+    problems = patched_tree.twin_problems([patched_tree.PatchRow("0001-a.patch", mail(tmp_path), [], 1, symbols)])
     assert "strategies.make_our_optimizer replaces _do_something_else in a seam, and not at run time" in problems
     assert "strategies.make_our_optimizer replaces _configure_zero_optimizer at run time, and in no seam" in problems
     assert not any("parse_our_keys" in problem for problem in problems)
@@ -134,16 +132,16 @@ def test_what_is_imported_must_be_there(tmp_path: Path) -> None:
     one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/integration/seams/keys.py\n")
     package = tmp_path / "deepspeed/runtime/paro"
     for name, text in (
-        ("replacements/keys.py", translation.translated("deepspeed_ext/integration/seams/keys.py")),
+        ("replacements/keys.py", translated_sources.translated("deepspeed_ext/integration/seams/keys.py")),
         ("config.py", ""),
         ("frameworks.py", ""),
     ):
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         (package / name).write_text(text)
-    found = trees.missing(tmp_path, one)
+    found = patched_tree.missing(tmp_path, one)
     assert found and all("imports deepspeed.runtime.paro.support, which is not there" in line for line in found)
     (package / "support.py").touch()
-    assert trees.missing(tmp_path, one) == []
+    assert patched_tree.missing(tmp_path, one) == []
 
 
 def test_what_is_imported_late_from_a_package_must_be_there(tmp_path: Path) -> None:
@@ -151,57 +149,59 @@ def test_what_is_imported_late_from_a_package_must_be_there(tmp_path: Path) -> N
     place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
     place.parent.mkdir(parents=True)
     place.write_text("def late():\n    from deepspeed.runtime.paro.zero import modified\n")
-    assert "imports deepspeed.runtime.paro.zero.modified, which is not there" in trees.missing(tmp_path, one)[0]
+    assert "imports deepspeed.runtime.paro.zero.modified, which is not there" in patched_tree.missing(tmp_path, one)[0]
     place.with_name("modified.py").touch()
-    assert trees.missing(tmp_path, one) == []
+    assert patched_tree.missing(tmp_path, one) == []
 
 
 def test_a_tree_that_is_not_finished_is_not_taken(tmp_path: Path) -> None:
     """Or the seams of commits that are not there would be lost: they are nowhere else."""
     tree = tmp_path / "tree"
     tree.mkdir()
-    base.git(tree, "init", "--quiet")
-    base.git(tree, "commit", "--quiet", "--allow-empty", "-m", "base")
-    base.git(tree, "tag", "base")
-    with pytest.raises(base.Failed, match="has no commits after base"):
+    deepspeed_source.git(tree, "init", "--quiet")
+    deepspeed_source.git(tree, "commit", "--quiet", "--allow-empty", "-m", "base")
+    deepspeed_source.git(tree, "tag", "base")
+    with pytest.raises(deepspeed_source.Failed, match="has no commits after base"):
         series._finished(tree)
-    base.git(tree, "commit", "--quiet", "--allow-empty", "-m", "a seam")
+    deepspeed_source.git(tree, "commit", "--quiet", "--allow-empty", "-m", "a seam")
     assert series._finished(tree) == tree
     (tree / ".git" / "rebase-merge").mkdir()
-    with pytest.raises(base.Failed, match="in the middle of a rebase"):
+    with pytest.raises(deepspeed_source.Failed, match="in the middle of a rebase"):
         series._finished(tree)
     (tree / ".git" / "rebase-merge").rmdir()
     (tree / "file").touch()
-    with pytest.raises(base.Failed, match="changes that are not committed"):
+    with pytest.raises(deepspeed_source.Failed, match="changes that are not committed"):
         series._finished(tree)
 
 
 def test_modules_are_translated() -> None:
-    text = translation.translated("deepspeed_ext/op_builder.py")
+    text = translated_sources.translated("deepspeed_ext/op_builder.py")
     assert text.startswith(
         "# Copyright (c) deepspeed_ext contributors\n# SPDX-License-Identifier: Apache-2.0\n\n# DeepSpeed Team\n"
     )
     assert "from .builder import CUDAOpBuilder" in text and '"deepspeed.runtime.paro.loco._kernels"' in text
-    assert translation.target("deepspeed_ext/op_builder.py") == "op_builder/loco.py"
-    for source in translation.sources():
-        text = translation.translated(source)
+    assert translated_sources.target("deepspeed_ext/op_builder.py") == "op_builder/loco.py"
+    for source in translated_sources.sources():
+        text = translated_sources.translated(source)
         assert "deepspeed_ext" not in text.replace("deepspeed_ext contributors", ""), source
         assert "DeepSpeed Team" in text.splitlines()[3], source
         if source.endswith(".py"):
             compile(text, source, "exec")
-    assert "deepspeed.ops.op_builder.loco import LocoBuilder" in translation.translated("deepspeed_ext/loco/ops.py")
+    assert "deepspeed.ops.op_builder.loco import LocoBuilder" in translated_sources.translated(
+        "deepspeed_ext/loco/ops.py"
+    )
 
 
 @pytest.mark.parametrize("text", ["deepspeed==0.19.8\n", "deepspeed>=0.19.8 --hash=sha256:" + "0" * 64, ""])
 def test_base_names_a_version_and_its_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
-    monkeypatch.setattr(base, "BASE", tmp_path / "BASE")
-    base.BASE.write_text(text)
-    with pytest.raises(base.Failed, match=r"must have a line 'deepspeed==VERSION --hash=sha256"):
-        base.requirement()
+    monkeypatch.setattr(deepspeed_source, "BASE", tmp_path / "BASE")
+    deepspeed_source.BASE.write_text(text)
+    with pytest.raises(deepspeed_source.Failed, match=r"must have a line 'deepspeed==VERSION --hash=sha256"):
+        deepspeed_source.requirement()
 
 
 def test_another_archive_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(base, "WORK", tmp_path)
-    (tmp_path / f"deepspeed-{base.requirement().version}.tar.gz").write_bytes(b"something else")
-    with pytest.raises(base.Failed, match=r"has SHA-256 [0-9a-f]{64}, BASE says [0-9a-f]{64}: remove it"):
-        base.fetch(base.requirement().version)
+    monkeypatch.setattr(deepspeed_source, "WORK", tmp_path)
+    (tmp_path / f"deepspeed-{deepspeed_source.requirement().version}.tar.gz").write_bytes(b"something else")
+    with pytest.raises(deepspeed_source.Failed, match=r"has SHA-256 [0-9a-f]{64}, BASE says [0-9a-f]{64}: remove it"):
+        deepspeed_source.fetch(deepspeed_source.requirement().version)

@@ -55,17 +55,13 @@ def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
 
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     """Of each strategy: parameters of this stage; bytes received from each rank in a step; bytes held before it."""
-    import sys
-    from pathlib import Path
 
     import pipelines
     from deepspeed import comm as dist
     from deepspeed.runtime.pipe import schedule
 
-    sys.path.append(str(Path(__file__).parents[3] / "scripts"))
-    from strategies import held
-
     from deepspeed_ext.comm.traffic import TrafficMeter
+    from scripts.checks.model_states import held
 
     rows = []
     for name in names:

@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import __main__
-
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
-
-from launching import environment as cpu_environment
-from launching import free_port
+from scripts.emulation.launching import environment as cpu_environment
+from scripts.emulation.launching import free_port
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
 NODES = ["--nodes", "4", "--ranks-per-node", "8"]

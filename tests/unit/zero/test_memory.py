@@ -4,18 +4,14 @@
 
 import ctypes
 import gc
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from training import PARTITIONED, REPLICATED
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
-
-sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
 BYTES = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
 MIXED: dict[str, Any] = {  # bf16, gradients accumulated in fp32, Adam with an fp32 master copy
@@ -97,7 +93,7 @@ def memory_case(
     names: tuple[str, ...], group: int, frozen: tuple[int, ...]
 ) -> list[tuple[str, ModelStates, StateBytes, float]]:
     """Of each strategy the model states, what this rank holds in an accumulation, and of gradients after a step."""
-    import strategies
+    from scripts.checks.model_states import held
 
     rows = []
     for name in names:
@@ -105,9 +101,9 @@ def memory_case(
         micro_step(False)
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
         states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
-        between = strategies.held(engine)
+        between = held(engine)
         micro_step(True)
-        rows.append((name, states, between, strategies.held(engine).gradients))
+        rows.append((name, states, between, held(engine).gradients))
         engine.destroy()
     return rows
 
@@ -141,8 +137,9 @@ def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[s
 
 def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, float]]:
     """Most bytes beyond the formula's during a micro-step, and during one at the boundary with the optimizer step."""
-    import strategies
     from deepspeed import comm as dist
+
+    from scripts.checks.model_states import held
 
     cluster, states = GroupSizes(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
@@ -152,7 +149,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
         gc.collect()
         due = STRATEGIES[name].memory(cluster, states).total
         # All that is in use now, less the states that are held now, is not model states.
-        other = bytes_in_use() - strategies.held(engine).total
+        other = bytes_in_use() - held(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
         rows.append((name, *(peak - other - due for peak in peaks)))
         engine.destroy()

@@ -1,0 +1,214 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The patch series that gives a DeepSpeed the features of deepspeed_ext: check, apply, refresh, build and test it.
+
+What is the same in both forms is generated from ``deepspeed_ext/`` and ``csrc/``: the trailers ``Generated-From`` of a
+patch say which files it brings. What is written by hand, the seams, are lines in DeepSpeed's own files; they live in
+the patches. To change a seam: ``apply``, edit and commit there (``git commit --fixup`` and a rebase, or a new commit
+with its trailers), then ``refresh --tree`` that tree. After a change to ``deepspeed_ext/``: ``refresh``.
+
+Exit status: 0; 1 if something does not hold; 2 if it could not run.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from scripts import ROOT
+from scripts.fork import patch_mails, patched_tree
+from scripts.fork.deepspeed_source import WORK, Failed, git, importable, requirement, run, unpack
+
+# What ``test`` runs without arguments: parity, and what a user sees. Not what looks at the patching itself.
+TESTS = [
+    *("zero/test_parity.py", "zero/test_partitioned.py", "zero/test_units.py", "zero/test_states.py"),
+    *("zero/test_partitioned_states.py", "zero/test_bytes.py", "zero/test_leaf_modules.py", "zero/test_gathered.py"),
+    *("loco/test_training.py", "loco/test_kernels.py", "loco/test_qgz.py", "loco/test_residuals.py"),
+    *("pipeline", "checkpoint", "planner", "test_config.py"),
+]
+
+
+def check(args: argparse.Namespace) -> int:
+    """The series is complete, applies, and leaves each tree importable; what is generated is up to date."""
+    found = patch_mails.series()
+    problems = [problem for mail in found for problem in mail.problems()] + patch_mails.unplaced(found)
+    with tempfile.TemporaryDirectory() as folder:
+        tree = unpack(requirement().version, Path(folder) / "tree")
+        for mail in found:
+            patched_tree.apply(tree, mail)
+            problems += patched_tree.stale(tree, mail) + patched_tree.missing(tree, mail)
+            if not args.no_import:
+                problems += patched_tree.import_problems(importable(tree), mail)
+        # Once more, or a patch could change by hand what an earlier one has brought.
+        problems += [problem for mail in found for problem in patched_tree.stale(tree, mail)]
+        rows = patched_tree.table(tree, found)
+    problems += patched_tree.twin_problems(rows) + patched_tree.readme_problems(rows)
+    for row in rows:
+        print(
+            f"{row.name}: {row.seam} lines of seam, {len(row.symbols)} symbols, {len(row.generated)} generated files"
+        )
+    print(f"in all {sum(row.seam for row in rows)} lines for {sum(len(row.symbols) for row in rows)} symbols")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return int(bool(problems))
+
+
+def apply(args: argparse.Namespace) -> int:
+    """A tree of DeepSpeed with the series, a commit for each patch."""
+    if args.to.exists():
+        raise Failed(f"{args.to} exists")
+    print(patched_tree.applied(args.to))
+    return 0
+
+
+def _finished(tree: Path) -> Path:
+    """A tree that has all commits it will have: seams are nowhere else than in these, and in the patches.
+
+    Raises:
+        Failed: something is not committed, or commits are being moved.
+    """
+    if git(tree, "status", "--porcelain").strip():
+        raise Failed(f"{tree} has changes that are not committed")
+    going_on = [name for name in ("rebase-merge", "rebase-apply") if (tree / ".git" / name).exists()]
+    if going_on or not git(tree, "rev-list", "base..HEAD").strip():
+        raise Failed(f"{tree} " + ("is in the middle of a rebase" if going_on else "has no commits after base"))
+    return tree
+
+
+def refresh(args: argparse.Namespace) -> int:
+    """The patches again: what is generated from ours as it is; seams as they are, or as in the commits of a tree."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        if args.tree is None:
+            edited = patch_mails.series()
+        else:
+            patched_tree.export(_finished(args.tree), scratch / "mails")
+            edited = [patch_mails.read(path) for path in sorted((scratch / "mails").iterdir())]
+        tree = unpack(requirement().version, scratch / "tree")
+        earlier: list[str] = []  # what is there already: a patch that brought it before does so no more
+        for mail in edited:
+            patched_tree.apply(tree, mail, earlier)
+            patched_tree.regenerate(tree, mail)
+            earlier += patch_mails.targets(mail)
+        names = patched_tree.export(tree, scratch / "made")
+        for name in names:
+            shutil.copy(scratch / "made" / name, patch_mails.PATCHES)
+        for path in patch_mails.PATCHES.glob("*.patch"):  # not before the others are there
+            if path.name not in names:
+                path.unlink()
+        patch_mails.SERIES.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
+        patched_tree.write_table(patched_tree.table(tree, patch_mails.series()))
+    print(f"{len(names)} patches")
+    return 0
+
+
+def build(args: argparse.Namespace) -> int:
+    """A wheel of the fork."""
+    print(_wheel())
+    return 0
+
+
+def _wheel() -> Path:
+    from deepspeed_ext.version import __version__
+
+    tree, wheels = patched_tree.applied(WORK / "tree"), WORK / "dist"
+    shutil.rmtree(wheels, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    label = {"DS_BUILD_STRING": f"+ext.{__version__}"}
+    alone = {"DEEPSPEED_EXT_DISABLE": "1"}  # a build imports torch, and parts of DeepSpeed
+    run([*pip, "--no-build-isolation", "--wheel-dir", str(wheels), str(tree)], env=os.environ | label | alone)
+    (wheel,) = wheels.glob("*.whl")
+    return wheel
+
+
+def environment() -> Path:
+    """A virtual environment with the fork, and with all else from the active one; its Python."""
+    folder = WORK / "environment"
+    if Path(sys.prefix) == folder:
+        raise Failed(f"{folder} is in use by this process")
+    wheel = _wheel()
+    shutil.rmtree(folder, ignore_errors=True)
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    python = folder / "bin" / "python"
+    places = run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
+    # Behind its own packages, so the fork comes first. The extension is there, too, and stands down.
+    here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    lines = "".join(f"import site; site.addsitedir({place!r})\n" for place in here)
+    (Path(places) / "beside.pth").write_text(lines, encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "--no-deps", "--ignore-installed", "--no-index", str(wheel)])
+    return python
+
+
+def variables(python: Path) -> dict[str, str]:
+    """The environment variables of a process in that environment."""
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    folder = python.parents[1]
+    hidden = ("PYTHONPATH", "DEEPSPEED_EXT_DISABLE")  # which lead to another DeepSpeed, or to none of our features
+    apart = {"VIRTUAL_ENV": str(folder), "TORCH_EXTENSIONS_DIR": str(WORK / "torch_extensions"), "PATH": path}
+    return {key: value for key, value in os.environ.items() if key not in hidden} | apart
+
+
+def test(args: argparse.Namespace) -> int:
+    """Fetch, apply, build, and run tests against the wheel."""
+    python = environment()
+    chosen = args.pytest or [f"tests/unit/{name}" for name in TESTS]
+    command = [str(python), "-m", "pytest", *chosen]
+    return subprocess.run(command, cwd=ROOT, env=variables(python), check=False).returncode
+
+
+def drift(args: argparse.Namespace) -> int:
+    """Which symbols that we replace or rely on differ in other versions of DeepSpeed."""
+    ask = (
+        "import json, sys; from deepspeed_ext.integration import patches\n"
+        "print(json.dumps([problem for patch in patches.PATCHES if (problem := patch.problem())]))"
+    )
+    differ = False
+    for version in args.versions or dict.fromkeys([requirement().version, patched_tree.newest()]):
+        with tempfile.TemporaryDirectory() as folder:
+            library = importable(unpack(version, Path(folder) / "tree"))
+            there = os.environ | {"PYTHONPATH": str(library), "DS_ACCELERATOR": "cpu"}
+            printed = run([sys.executable, "-W", "ignore", "-c", ask], env=there)
+        problems = json.loads(printed.splitlines()[-1])
+        print(f"DeepSpeed {version}: {len(problems)} symbols differ", *problems, sep="\n  ")
+        differ = differ or bool(problems)
+    return int(differ)
+
+
+def parse_arguments() -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="scripts/patches", description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    added = {}
+    for command in (check, apply, refresh, build, test, drift):
+        name = {build: "build-fork"}.get(command, command.__name__)
+        summary = (command.__doc__ or "").rstrip(".")
+        added[command] = commands.add_parser(name, help=summary, description=command.__doc__)
+        added[command].set_defaults(run=command)
+    added[check].add_argument("--no-import", action="store_true", help="do not import each tree, which takes a while")
+    added[apply].add_argument("--to", type=Path, required=True, metavar="DIR", help="where there is nothing yet")
+    added[refresh].add_argument("--tree", type=Path, metavar="DIR", help="take the seams from this tree's commits")
+    added[drift].add_argument("versions", nargs="*", metavar="VERSION", help="default: that of BASE, and the newest")
+    added[test].epilog = "Other arguments go to pytest; by default all that concerns a fork."
+    args, args.pytest = parser.parse_known_args()
+    if args.pytest and args.run is not test:
+        parser.error(f"unrecognized arguments: {' '.join(args.pytest)}")
+    return args
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        return int(args.run(args))
+    except Failed as failed:
+        print(failed, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Modules of deepspeed_ext as modules of a DeepSpeed: other names, DeepSpeed's header, DeepSpeed's format."""
+
+import re
+from pathlib import PurePosixPath
+
+from deepspeed_ext.integration.fork import PACKAGE
+from scripts import ROOT
+
+# What patches DeepSpeed while it runs, what is said there, and what only our own tests and measurements use.
+STAYS = frozenset(
+    f"deepspeed_ext/{name}.py"
+    for name in (
+        "__init__",
+        "__main__",
+        "comm/traffic",
+        "integration/activation",
+        "integration/fork",
+        "integration/patcher",
+        "integration/patches",
+        "integration/relied_on",
+        "integration/seams/frameworks",
+        "integration/symbols",
+    )
+)
+# Of a fork's package, what has no twin.
+BY_HAND = frozenset(f"{PACKAGE.replace('.', '/')}/{name}.py" for name in ("__init__", "__main__"))
+
+_BUILDER = "op_builder/loco.py"
+_NAMES = (  # in this order
+    ("from deepspeed.ops.op_builder.builder import", "from .builder import"),  # that package has two names
+    ("deepspeed_ext.op_builder", "deepspeed.ops.op_builder.loco"),
+    ("deepspeed_ext/", f"{PACKAGE.replace('.', '/')}/"),
+    ("deepspeed_ext", PACKAGE),
+)
+_KEPT = "deepspeed_ext contributors"
+_HEADER = re.compile(
+    r"\A((?:#|//) )Copyright \(c\) deepspeed_ext contributors\n\1SPDX-License-Identifier: Apache-2.0\n"
+)
+_STYLE = "{based_on_style: pep8, column_limit: 119, split_penalty_after_opening_bracket: 600}"
+
+
+def sources() -> list[str]:
+    """All that a fork has of ours, relative to the repository."""
+    modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "deepspeed_ext").rglob("*.py")]
+    kernels = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc" / "loco").iterdir()]
+    return sorted([name for name in modules if name not in STAYS] + kernels)
+
+
+def target(source: str) -> str:
+    """Where a fork has it, relative to its root."""
+    if source == "deepspeed_ext/op_builder.py":
+        return _BUILDER
+    path = PurePosixPath(source)
+    if path.parts[0] == "csrc":
+        return source
+    return str(PurePosixPath(*PACKAGE.split("."), *path.parts[1:]))
+
+
+def translated(source: str) -> str:
+    """The text that a fork has of it."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    text = _HEADER.sub(lambda found: f"{found[0]}\n{found[1]}DeepSpeed Team\n", text)
+    head, kept, rest = text.partition(_KEPT)
+    for ours, theirs in _NAMES:
+        rest = rest.replace(ours, theirs)
+    text = head + kept + rest
+    if source.endswith(".py"):
+        from yapf.yapflib.yapf_api import FormatCode  # not where a fork is only built
+
+        text, _ = FormatCode(text, style_config=_STYLE)
+    return text
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file of a fork, relative to its root, is there because of ours, or was."""
+    generated = name.startswith((f"{PACKAGE.replace('.', '/')}/", "csrc/loco/")) or name == _BUILDER
+    return generated and name not in BY_HAND

@@ -1,0 +1,345 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Data-parallel training methods behind one interface, for benchmarks that run them side by side.
+
+Each rank is a process, a group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are
+what is gathered as one. All methods train with the same AdamW in fp32 and take the mean over micro-batches and ranks;
+each is set up as its documentation proposes for gradient accumulation, which ``Method.setup`` tells.
+
+``PEERS`` has the methods of others by name; ``Ours`` is any section ``zero_optimization`` with a strategy.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, cast
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # what set_custom_reduce_scatter takes
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from deepspeed_ext.comm.pairwise import pairwise_all_to_all
+from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
+from scripts.checks.model_states import held, storage_bytes, whole_weights
+
+ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
+# As a model that fills memory needs it: gathered for forward and again for backward, and nothing stays whole. Blocks
+# are leaf modules besides: each is gathered as one, as FSDP2 does it, which takes half of the time.
+LEAN = {f"stage3_{key}": 0 for key in ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")}
+# ZeRO-1 and ZeRO-2, what matters on gloo: with a reduce to each rank in place of an all-reduce, ranks receive 22 % and
+# 27 % less from other nodes. reduce_scatter, round_robin_gradients, overlap_comm and allgather_partitions change no
+# bytes, and no time beyond the noise. The norm of the gradients is there for clipping only.
+WHOLE = {"use_multi_rank_bucket_allreduce": False, "compute_grad_norm": False}
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and where.
+
+    Attributes:
+        accumulation: micro-batches in a step.
+        group_size: ranks in a node, m.
+        make_model: makes the same model on every call and every rank.
+        bucket: elements in a bucket of DeepSpeed's, gradients and parameters.
+        direct: FSDP2 reduce-scatters by an all-to-all. Gloo's own reduce-scatter is an all-reduce: twice the bytes.
+    """
+
+    accumulation: int
+    group_size: int
+    make_model: Callable[[], nn.Module]
+    bucket: int = 5_000_000
+    direct: bool = True
+
+
+class Method(ABC):
+    """One way to train; ``setup`` is its configuration in words."""
+
+    def __init__(self, name: str, setup: str) -> None:
+        self.name, self.setup = name, setup
+        self._most = StateBytes(0, 0, 0)
+
+    def step(self, batches: Sequence[Batch], watch: bool = False) -> None:
+        """Take one optimizer step over these micro-batches; with ``watch`` note what is held on the way."""
+        if watch:
+            self._most = StateBytes(0, 0, 0)
+        for number, (inputs, targets) in enumerate(batches, 1):
+            self._micro_step(inputs, targets, number == len(batches), self._look if watch else lambda: None)
+
+    def held(self) -> StateBytes:
+        """Bytes of model states on this rank, where they were most in the last step that was watched.
+
+        Looked at after each forward and each backward, before the optimizer's step: states of that moment, counted
+        from storages, each once. Buckets of messages are none of them. In the first step Adam has no moments yet.
+        """
+        return self._most
+
+    def finish(self) -> None:  # noqa: B027 (most have nothing to do)
+        """Wait for what the last step has left under way, and would end in the next one."""
+
+    @abstractmethod
+    def weights(self) -> Tensor:
+        """1D: all parameters, whole, in the model's order. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the model and its states."""
+
+    @abstractmethod
+    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
+        """One micro-batch; the last one ends with the optimizer's step."""
+
+    @abstractmethod
+    def _states(self) -> StateBytes:
+        """Bytes held now."""
+
+    def _look(self) -> None:
+        self._most = max(self._most, self._states(), key=lambda states: states.total)
+
+
+def _count(
+    parameters: Iterable[Any], gradients: Iterable[Any], optimizer: torch.optim.Optimizer, masters: Iterable[Any] = ()
+) -> StateBytes:
+    """Bytes of storages; what serves as two states counts as the first of them."""
+    seen: set[int] = set()
+    moments = [*masters, *(value for state in optimizer.state.values() for value in state.values())]
+    states = ([t.to_local() if isinstance(t, DTensor) else t for t in s] for s in (parameters, gradients, moments))
+    return StateBytes(*(storage_bytes(state, seen) for state in states))
+
+
+# PyTorch ##########################################################################################
+
+
+class TorchMethod(Method):
+    """A wrapped model with PyTorch's optimizer."""
+
+    def __init__(self, name: str, setup: str, workload: Workload, model: nn.Module) -> None:
+        super().__init__(name, setup)
+        self._accumulation = workload.accumulation
+        self._model: Any = model
+        self._optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    @abstractmethod
+    def _begin(self, last: bool) -> AbstractContextManager[Any]:
+        """For a micro-batch."""
+
+    def _end_step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
+        with self._begin(last):
+            loss = self._model(inputs, targets)
+            look()
+            (loss / self._accumulation).backward()
+        look()
+        if last:
+            self._end_step()
+
+    @torch.no_grad()
+    def weights(self) -> Tensor:
+        parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in self._model.parameters()]
+        return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+    def close(self) -> None:
+        self._model = self._optimizer = None
+
+
+class DDP(TorchMethod):
+    """DistributedDataParallel."""
+
+    def __init__(self, workload: Workload) -> None:
+        setup = "no_sync() until the last micro-batch, gradient_as_bucket_view; gradients are zeroed in their buckets"
+        model = DistributedDataParallel(workload.make_model(), gradient_as_bucket_view=True)
+        super().__init__("DDP", setup, workload, model)
+
+    def _begin(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else cast(AbstractContextManager[Any], self._model.no_sync())
+
+    def _end_step(self) -> None:
+        self._optimizer.step()
+        # Gradients that were set to None would be made beside the buckets, which DDP never frees, by no_sync().
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def _states(self) -> StateBytes:
+        parameters = list(self._model.parameters())
+        return _count(parameters, [p.grad for p in parameters], self._optimizer)
+
+
+class FSDP2(TorchMethod):
+    """``fully_shard`` on each block and on the root.
+
+    Args:
+        nodes: parameters are cut in the node only (HSDP).
+        between: how parameters are from forward to backward: "cut"; cut in the "node"; or "whole", and so are the
+            gradients until the last micro-batch.
+    """
+
+    def __init__(self, workload: Workload, name: str, nodes: bool = False, between: str = "cut") -> None:
+        reshard = {"cut": True, "node": workload.group_size, "whole": False}[between]
+        model, mesh = workload.make_model(), _mesh(workload.group_size if nodes else None)
+        for module in [*cast(nn.ModuleList, model.blocks), model]:
+            unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+            if workload.direct:
+                unit.set_custom_reduce_scatter(DirectReduceScatter())
+        self._kept, self._nodes = between == "whole", nodes
+        setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}; "
+        setup += "until the last micro-batch set_is_last_backward"
+        if self._kept:
+            setup += ", set_requires_gradient_sync, set_reshard_after_backward"
+        setup += ", set_requires_all_reduce False" if nodes and not self._kept else " False"
+        setup += "; set_custom_reduce_scatter: all-to-all" if workload.direct else ""
+        super().__init__(name, setup, workload, model)
+
+    def _begin(self, last: bool) -> AbstractContextManager[Any]:
+        self._model.set_is_last_backward(last)
+        if self._kept:
+            self._model.set_requires_gradient_sync(last)
+            self._model.set_reshard_after_backward(last)
+        elif self._nodes:
+            self._model.set_requires_all_reduce(last)
+        return nullcontext()
+
+    def _states(self) -> StateBytes:
+        # FSDP registers either whole or cut parameters with the module: the others are known to its internals only.
+        states = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
+        units = [unit for state in states for unit in state._fsdp_param_groups]
+        params = [param for unit in units for param in unit.fsdp_params]
+        cuts = [param.sharded_param for param in params]
+        wholes = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
+        in_node = [getattr(param, "_sharded_post_forward_param_data", None) for param in params]
+        gradients = [p.grad for p in (*cuts, *wholes)] + [param.unsharded_accumulated_grad for param in params]
+        gradients += [unit._partial_reduce_output for unit in units]
+        return _count([*cuts, *wholes, *in_node], gradients, self._optimizer)
+
+
+class DirectReduceScatter(ReduceScatter):
+    """Every rank sends each other rank that one's part, and adds up what it receives."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        parts, ranks = torch.empty_like(input_tensor), group.size()
+        received, sent = parts.chunk(ranks), input_tensor.chunk(ranks)
+        pairwise_all_to_all(group, received, sent, "peer_reduce_scatter").wait()  # as ours
+        add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
+        add(parts.view(group.size(), -1), 0, out=output_tensor)
+
+
+@cache
+def _mesh(group_size: int | None) -> DeviceMesh:
+    """Of all ranks, or 2D: (nodes, ranks of a node). Made once: a mesh has its own process groups."""
+    ranks = dist.get_world_size()
+    if group_size is None:
+        return init_device_mesh("cpu", (ranks,))
+    return init_device_mesh("cpu", (ranks // group_size, group_size), mesh_dim_names=("nodes", "ranks"))
+
+
+# DeepSpeed ########################################################################################
+
+
+class Engine(Method):
+    """DeepSpeed with any section ``zero_optimization``; it divides by the micro-batches itself."""
+
+    def __init__(self, workload: Workload, name: str, zero: dict[str, Any], lean: bool = False) -> None:
+        model = workload.make_model()
+        if lean:
+            leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
+            zero = {**LEAN, "leaf_module": {"classes": leaves}, **zero}
+        super().__init__(name, ", ".join(f"{key} {value}" for key, value in zero.items()))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,  # not known here; used for reports of throughput only
+            "gradient_accumulation_steps": workload.accumulation,
+            "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+            "gradient_clipping": 0.0,  # the default is 1.0, and the methods of PyTorch do not clip
+            "steps_per_print": 1_000_000,
+            "zero_optimization": {
+                **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket),
+                **zero,
+            },
+        }
+        before = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
+        try:
+            self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        finally:
+            # hpZ leaves its group here, where every later ZeRO-3 would take it for its own. Nothing reads it later.
+            groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = before
+
+    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
+        loss = self._engine(inputs, targets)
+        look()
+        self._engine.backward(loss)
+        look()
+        self._engine.step()
+
+    def _states(self) -> StateBytes:
+        optimizer, parameters = self._engine.optimizer, list(self._engine.module.parameters())
+        names = ("ds_tensor", "ds_secondary_tensor")  # cut by ZeRO-3, and in the node by hpZ
+        cut = [getattr(p, name, None) for p in parameters for name in names]
+        gradients = [getattr(p, name, None) for p in parameters for name in ("grad", "grad_accum")]
+        for name in ("averaged_gradients", "all_grad_tensors"):  # lists by parameter group
+            gradients += [grad for grads in getattr(optimizer, name, {}).values() for grad in grads or ()]
+        gradients.append(getattr(optimizer, "grad_partitions_flat_buffer", None))  # ZeRO-3
+        masters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+        masters += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # ZeRO-3 shows a sub-group at a time
+        gradients += [master.grad for master in masters]
+        return _count([*(p.data for p in parameters), *cut], gradients, optimizer.optimizer, masters)
+
+    def weights(self) -> Tensor:
+        return whole_weights(self._engine.module)
+
+    def close(self) -> None:
+        self._engine.destroy()
+        self._engine = None
+
+
+class Ours(Engine):
+    """A strategy, with any keys beside it."""
+
+    def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
+        lean = parse_strategy(zero["paro_strategy"]).p > Placement.N
+        zero = zero if lean else {"compute_grad_norm": False, **zero}
+        super().__init__(workload, name or zero["paro_strategy"], zero, lean)
+
+    def finish(self) -> None:
+        if hasattr(self._engine.optimizer, "parameters"):
+            self._engine.optimizer.parameters.drain()
+
+    def _states(self) -> StateBytes:
+        states, errors = held(self._engine), getattr(self._engine.optimizer.error_state, "nbytes", lambda: 0)
+        return replace(states, optimizer=states.optimizer + errors())  # LoCo's errors are kept from step to step, too
+
+
+# All of them ######################################################################################
+
+
+def _hpz(workload: Workload) -> Method:
+    return Engine(workload, "hpZ", {"stage": 3, "zero_hpz_partition_size": workload.group_size}, lean=True)
+
+
+PEERS: dict[str, Callable[[Workload], Method]] = {
+    "DDP": DDP,
+    "FSDP2": partial(FSDP2, name="FSDP2"),
+    "FSDP2 node": partial(FSDP2, name="FSDP2 node", between="node"),
+    "FSDP2 kept": partial(FSDP2, name="FSDP2 kept", between="whole"),
+    "HSDP": partial(FSDP2, name="HSDP", nodes=True),
+    "HSDP kept": partial(FSDP2, name="HSDP kept", nodes=True, between="whole"),
+    "ZeRO-1": partial(Engine, name="ZeRO-1", zero={"stage": 1, **WHOLE}),
+    "ZeRO-2": partial(Engine, name="ZeRO-2", zero={"stage": 2, **WHOLE}),
+    "ZeRO-3": partial(Engine, name="ZeRO-3", zero={"stage": 3}, lean=True),
+    "ZeRO-3 defaults": partial(Engine, name="ZeRO-3 defaults", zero={"stage": 3}),
+    "hpZ": _hpz,
+}
