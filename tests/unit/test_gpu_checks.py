@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from scripts import ROOT
 from scripts.checks.gpu import __main__ as gpu
 from scripts.checks.gpu import child
 from scripts.checks.gpu import runs as gpu_runs
 from scripts.checks.gpu.runs import Experiment, Outcome
 
+PLACE = {"PYTHONPATH": str(ROOT)}
 GOOD = 'r.check("holds", True); r.figure("bytes", {"a": 1.5}); r.done()'
 BODIES = {
     "GOOD": GOOD,
@@ -59,7 +61,7 @@ def made(name: str, limit: float = 60.0) -> Experiment:
 def test_one_that_crashes_or_hangs_does_not_end_the_others(tmp_path: Path) -> None:
     experiments = [made(name, limit=3.0 if name == "HANGS" else 60.0) for name in BODIES]
     noted: list[int] = []
-    outcomes = gpu_runs.run_all(experiments, 600, tmp_path, lambda found: noted.append(len(found)), {"PATH": "/bin"})
+    outcomes = gpu_runs.run_all(experiments, 600, tmp_path, lambda found: noted.append(len(found)), PLACE)
     assert {one.name: one.kind for one in outcomes} == WANTED
     assert noted == list(range(1, len(BODIES) + 1))
     found = {one.name: one for one in outcomes}
@@ -87,7 +89,7 @@ def running(pid: int) -> bool:
 
 
 def test_what_the_budget_leaves_no_time_for_is_not_run(tmp_path: Path) -> None:
-    outcomes = gpu_runs.run_all([made("GOOD"), made("LAST")], 5, tmp_path, lambda found: None, {})
+    outcomes = gpu_runs.run_all([made("GOOD"), made("LAST")], 5, tmp_path, lambda found: None, PLACE)
     assert [(one.kind, "of 5 s were left" in one.text) for one in outcomes] == [(gpu_runs.NOT_RUN, True)] * 2
     assert gpu_runs.status_of(outcomes) == 1
 

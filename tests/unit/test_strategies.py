@@ -51,7 +51,7 @@ def test_a_run_that_does_not_go_on_from_where_it_must_fails(ranks: Any) -> None:
 
 def kill_verdicts_case() -> list[bool]:
     """Of runs that were killed before and after their save was published, and of three that went wrong."""
-    import crashes
+    from scripts.checks import crashes
 
     ends = [(False, 2, True), (True, 4, True), (True, 2, True), (False, 4, True), (False, 2, False)]
     return [crashes.Kill(1, "NIG", "new", 0, 0.5, 2, 4, *end).passed for end in ends]

@@ -103,7 +103,7 @@ def circumstances(device: str) -> dict[str, str]:
 
     found = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "versions": ", ".join(f"{name} {_version(name)}" for name in ("deepspeed_ext", "deepspeed", "torch")),
         "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "python": platform.python_version(),

@@ -26,7 +26,7 @@ def circumstances() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "versions": "; ".join([*(f"{name} {metadata.version(name)}" for name in packages), f"commit {_commit()}"]),
         "hardware": f"{os.cpu_count()} cores of {_processor()}",
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
     }
 
 

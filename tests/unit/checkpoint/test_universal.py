@@ -59,7 +59,7 @@ def load_case(
 
 
 def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
-    """Each source with some of the others, of which each is a target as often; scripts/checkpoints.py runs them all.
+    """Each source with some of the others, each a target as often; scripts.checks.checkpoints runs all.
 
     DeepSpeed's own loads of what it has saved itself at the same stage are left as they are.
     """

@@ -261,7 +261,7 @@ def bytes_case(names: tuple[str, ...]) -> list[tuple[str, int, float]]:
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_16_convergence(ranks: Any, optimizer: str) -> None:
-    """A small regression; the table over a language model is tests/perf/loco_convergence.py."""
+    """A small regression; the table over a language model is tests.perf.loco_convergence."""
     losses = ranks(2).run(converge_case, optimizer)[0]
     for plain, loco, norms, _ in losses:
         assert loco == pytest.approx(plain, rel=0.005) and 0.97 < norms < 1.03, losses
