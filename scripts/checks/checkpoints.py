@@ -65,7 +65,7 @@ class CheckpointRow:
 
     @property
     def out_of_bounds(self) -> list[str]:
-        """What is out of bounds."""
+        """Return what is out of bounds."""
         wrong = [name for name in ("resumed", "zero_to_fp32", "save_16bit") if getattr(self, name) != 0]
         due = self.states / self.shards
         if self.files != self.shards:
@@ -104,7 +104,7 @@ class SavingPlan:
 
 
 def placed(name: str, group_size: int) -> dict[str, Any]:
-    """Keys of a strategy, or of a stage of DeepSpeed's own."""
+    """Return the keys of a strategy, or of a stage of DeepSpeed's own."""
     return {"stage": int(name)} if name in STOCK else {"paro_strategy": name, "paro_group_size": group_size}
 
 
@@ -117,7 +117,7 @@ def mark(training: Training, index: int) -> None:
 
 
 def snapshot(training: Training, client_state: dict[str, int]) -> Snapshot:
-    """All that is saved, by name; numbers as tensors. Collective."""
+    """Return all that is saved, by name; numbers as tensors. Collective."""
     seen = training.states()
     parameters = dict(training.model.named_parameters())
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
@@ -136,7 +136,7 @@ def snapshot(training: Training, client_state: dict[str, int]) -> Snapshot:
 
 
 def differences(one: Snapshot, two: Snapshot) -> dict[str, float]:
-    """Largest difference, over all ranks, of each thing that differs; infinite where it is missing. Collective."""
+    """Return the largest difference over all ranks of what differs; infinite where it is missing. Collective."""
     found = {}
     for name in one.keys() | two.keys():
         if name not in one or name not in two or one[name].shape != two[name].shape:
@@ -164,7 +164,7 @@ def convert(folder: Path) -> None:
 
 
 def rise_of_memory(act: Callable[[], Any]) -> float | None:
-    """MB that the act adds to what this process has in memory, at most; None where the kernel does not tell."""
+    """Return the MB that the act adds to this process's memory, at most; None where the kernel does not tell."""
     ctypes.CDLL(None).malloc_trim(0)  # what is free but not given back would serve the act unseen
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -240,7 +240,7 @@ class Worker:
         return Path(self._plan.folder, f"{cluster[0]}", name)
 
     def _exported(self, training: Training, folder: Path, saved: Snapshot) -> tuple[float, float]:
-        """How far from what was saved the weights are that zero_to_fp32 and save_16bit_model write."""
+        """Return how far the weights that zero_to_fp32 and save_16bit_model write are from what was saved."""
         training.engine.save_16bit_model(folder, "weights.bin")
         dist.barrier()
         model, buffers, fp32 = (
@@ -251,7 +251,7 @@ class Worker:
         return largest_of(found), largest_of(differences({**model, **buffers}, torch.load(folder / "weights.bin")))
 
     def _cost(self, name: str) -> dict[str, Any]:
-        """What a save of a larger model writes, and takes of memory."""
+        """Measure what a save of a larger model writes, and takes of memory."""
         training = Training(LARGE, {**LARGE_ZERO, **placed(name, self._plan.sizes[1])}, self._plan.dtype)
         training.run([0])
         folder = Path(self._plan.folder, "large")
@@ -273,7 +273,7 @@ class Worker:
 
 
 def work(path: Path) -> None:
-    """The life of a rank: do what the plan says, and report."""
+    """Live as a rank: do what the plan says, and report."""
     first = start_rank()
     plan = SavingPlan(**json.loads(path.read_text()))
     plan.loads = [UniversalLoad(**load) for load in plan.loads]
@@ -291,7 +291,7 @@ def work(path: Path) -> None:
 
 
 def matrix(cluster: tuple[int, int]) -> list[UniversalLoad]:
-    """All pairs, but DeepSpeed's own loads of what it has saved itself at stages that it takes for the same."""
+    """Return all pairs, but DeepSpeed's own loads of what it has saved at stages that it takes for the same."""
     own = [*itertools.product("12", "12"), ("3", "3")]
     # Each that loads begins with its own checkpoint: not all with the same.
     ordered = ((ALL[(i + j) % len(ALL)], loaded) for i, loaded in enumerate(ALL) for j in range(len(ALL)))
@@ -324,7 +324,7 @@ def run(args: argparse.Namespace) -> tuple[list[CheckpointRow], list[UniversalLo
 
 
 def print_rows(rows: Sequence[CheckpointRow], args: argparse.Namespace) -> None:
-    """One line a strategy."""
+    """Print a line for each strategy."""
     print(
         f"{args.ranks} ranks in groups of {args.group_size}, {args.dtype} with Adam: largest differences; of a larger "
         f"model the files of optimizer states,\nthe largest of them in MB, and MB that a save adds to a rank's memory"
@@ -341,7 +341,7 @@ def print_rows(rows: Sequence[CheckpointRow], args: argparse.Namespace) -> None:
 
 
 def print_loads(loads: Sequence[UniversalLoad]) -> None:
-    """A matrix of the loads at the same number of ranks, a table of the others, and what differs."""
+    """Print a matrix of the loads at the same number of ranks, a table of the others, and what differs."""
     print("universal checkpoints, from the rows to the columns; '.': DeepSpeed's own loads of its own")
     print(f"{'':<5}" + "".join(f"{name:>6}" for name in ALL))
     here = {(load.saved, load.loaded): load for load in loads if load.before[0] == load.after[0]}

@@ -59,18 +59,18 @@ class TrainingRun:
 
     @property
     def measured(self) -> Volume:
-        """Bytes that a rank received in a step, mean over steps and ranks."""
+        """Return the bytes that a rank received in a step, mean over steps and ranks."""
         summary = self.report["summary"]
         return Volume(summary["intra_bytes"], summary["inter_bytes"])
 
     @property
     def formula(self) -> Volume:
-        """Bytes that a rank must receive in a step, from the strategy's three letters."""
+        """Return the bytes that a rank must receive in a step, from the strategy's three letters."""
         return self.strategy.volume(self._cluster, self._states, self.report["gradient_accumulation_steps"])
 
     @property
     def optimizer_formula(self) -> float:
-        """Bytes of optimizer states that a rank must hold, from the strategy's three letters."""
+        """Return the bytes of optimizer states that a rank must hold, from the strategy's three letters."""
         return self.strategy.memory(self._cluster, self._states).optimizer
 
     @property
@@ -102,7 +102,7 @@ class Check:
 
 
 def strategy_of(config: dict[str, Any]) -> Strategy:
-    """The strategy that a configuration asks for; a stock ZeRO stage is one of the strategies, too."""
+    """Return the strategy that a configuration asks for; a stock ZeRO stage is one of the strategies, too."""
     section = config["zero_optimization"]
     return parse_strategy(section["paro_strategy"] if "paro_strategy" in section else _STAGES[section["stage"]])
 
@@ -160,7 +160,7 @@ def print_costs(runs: tuple[TrainingRun, TrainingRun]) -> None:
 
 
 def checks_of(a: TrainingRun, b: TrainingRun) -> list[Check]:
-    """What must hold: the same training, and B's traffic between groups and optimizer state as the formulas say."""
+    """Return what must hold: the same training; B's traffic between groups and optimizer state as the formulas say."""
     loss = max(abs(left - right) for left, right in zip(a.losses, b.losses, strict=True))
     deviation = abs(b.measured.inter / b.formula.inter - 1)
     held = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
@@ -223,7 +223,7 @@ def draw_seconds(axes: Axes, runs: tuple[TrainingRun, TrainingRun]) -> None:
 
 
 def draw(path: Path, a: TrainingRun, b: TrainingRun, checks: list[Check]) -> None:
-    """One picture of the comparison: losses, bytes between groups, seconds."""
+    """Draw one picture of the comparison: losses, bytes between groups, seconds."""
     report = a.report
     pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
@@ -242,7 +242,7 @@ def draw(path: Path, a: TrainingRun, b: TrainingRun, checks: list[Check]) -> Non
 
 
 def write_rows(path: Path, runs: tuple[TrainingRun, TrainingRun], checks: list[Check]) -> None:
-    """All numbers behind the table and the picture."""
+    """Write all numbers behind the table and the picture."""
     rows = {
         "runs": [
             {

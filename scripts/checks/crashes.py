@@ -163,7 +163,7 @@ class Worker:
 
 
 def _hash(training: Training) -> str:
-    """Of all weights and moments, on the first rank. Collective."""
+    """Hash all weights and moments, on the first rank. Collective."""
     states, digest = training.states(), hashlib.sha256()
     for name in sorted(states) if dist.get_rank() == 0 else ():
         digest.update(states[name].numpy())
@@ -171,12 +171,12 @@ def _hash(training: Training) -> str:
 
 
 def read_reports(path: Path) -> list[dict[str, Any]]:
-    """What ranks have reported in a file."""
+    """Return what ranks have reported in a file."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def work(path: Path) -> None:
-    """The life of a rank."""
+    """Live as a rank: do what the plan says."""
     start_rank()
     plan = CrashPlan(**json.loads(path.read_text()))
     worker = Worker(plan)
@@ -220,7 +220,7 @@ class Killing:
             yield from self._resumed(name)
 
     def _resumed(self, name: str) -> Iterator[Kill]:
-        """The kill before this launch, completed."""
+        """Complete and yield the kill before this launch."""
         kill = self._pending.pop(name, None)
         if kill is not None:
             (kill.resumed, _), *_ = verdicts = self._verdicts(name)
@@ -251,7 +251,7 @@ class Killing:
 
 
 def _published_step(folder: Path) -> int | None:
-    """Steps of the checkpoint that ``latest`` names; None if there is none."""
+    """Return the steps of the checkpoint that ``latest`` names; None if there is none."""
     latest = folder / "latest"
     files = sorted((folder / latest.read_text()).glob("*_model_states.pt")) if latest.exists() else []
     return torch.load(files[0], mmap=True, weights_only=False)["global_steps"] if files else None

@@ -52,7 +52,7 @@ class StrategyRow:
 
     @property
     def out_of_bounds(self) -> list[str]:
-        """What is out of bounds."""
+        """Return what is out of bounds."""
         wrong = [] if self.difference <= PARITY_BOUND else ["weights"]
         for column in COLUMNS:
             bound = BYTES_BOUND if column in ("intra", "inter") else MEMORY_BOUND
@@ -121,7 +121,7 @@ class Worker:
 
 
 def work(args: argparse.Namespace) -> None:
-    """The life of a rank."""
+    """Live as a rank: train and report."""
     first = start_rank()
     rows = list(tqdm(Worker(args).rows(), "strategies", len(args.strategies), disable=not first))
     if first:
@@ -133,7 +133,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def print_table(rows: list[StrategyRow], args: argparse.Namespace) -> None:
-    """One line a strategy; MB that a rank receives in a step or holds, counted / by the formula."""
+    """Print a line for each strategy; MB that a rank receives in a step or holds, counted / by the formula."""
     cluster = GroupSizes(args.ranks, args.group_size)
     print(
         f"{cluster.ranks} ranks in {cluster.groups} groups, {args.accumulation} micro-batches a step, fp32 with Adam; "

@@ -57,7 +57,7 @@ class Failure(NamedTuple):
 
 
 def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeProcess]:
-    """The ranks themselves, each with what a launcher sets."""
+    """Return the ranks themselves, each with what a launcher sets."""
     size = {"WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     master = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
     return [
@@ -71,7 +71,7 @@ def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[No
 
 
 def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeProcess]:
-    """A launcher for each node; with ``none`` its ranks, which begin seconds earlier."""
+    """Return a launcher for each node; with ``none`` its ranks, which begin seconds earlier."""
     if launcher == "none":
         return rank_jobs(nodes, ranks_per_node, script)
     if launcher == "torchrun":
@@ -218,14 +218,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def traffic_table(traffic: list[Traffic]) -> str:
-    """A line for each node."""
+    """Return a line for each node."""
     lines = [f"  node {node}: {sent} sent, {received} received" for node, (sent, received) in enumerate(traffic)]
     return "\n".join(["bytes between nodes, headers included:", *lines])
 
 
 @contextlib.contextmanager
 def _output_of_others(log: Path | None) -> Iterator[IO[bytes]]:
-    """Where nodes other than the first print."""
+    """Open where nodes other than the first print."""
     if log is None:
         yield sys.stdout.buffer
     else:
@@ -234,7 +234,7 @@ def _output_of_others(log: Path | None) -> Iterator[IO[bytes]]:
 
 
 def _reader(node: int, output: IO[bytes]) -> Callable[[IO[bytes]], None]:
-    """Passes on what a node prints, a line at a time, so that nodes do not cut one another's lines."""
+    """Return what passes on a node's output, a line at a time: nodes must not cut one another's lines."""
 
     def read(stream: IO[bytes]) -> None:
         for line in stream:
@@ -273,7 +273,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def _rate(text: str) -> float | None:
-    """Mbit/s; ``None`` for no limit."""
+    """Return Mbit/s; ``None`` for no limit."""
     try:
         mbit = 0.0 if text == "unlimited" else float(text)
     except ValueError:

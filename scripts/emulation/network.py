@@ -55,7 +55,7 @@ class Traffic(NamedTuple):
 
 
 def missing() -> list[str]:
-    """What this needs and this machine does not give."""
+    """Return what this needs and this machine does not give."""
     found = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
     return found + [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
 
@@ -104,11 +104,11 @@ class Network:
             _remove([*self.names, self.switch])
 
     def environment(self, node: int) -> dict[str, str]:
-        """What a rank of this node needs in its environment: for gloo, and for its ``Link``."""
+        """Return what a rank of this node needs in its environment: for gloo, and for its ``Link``."""
         return {"GLOO_SOCKET_IFNAME": LINK, _SWITCH: self.switch, _NODE: str(node)}
 
     def traffic(self) -> list[Traffic]:
-        """Of each node, all processes that ever ran in it together."""
+        """Return the traffic of each node, of all processes that ever ran in it together."""
         return [_traffic(name) for name in self.names]
 
     def kill(self) -> None:
@@ -130,16 +130,16 @@ class Link:
                 _run(command)
 
     def sent(self) -> int:
-        """Bytes that this node has sent to others so far, see ``Traffic``; 0 on its other ranks."""
+        """Return the bytes that this node has sent to others so far, see ``Traffic``; 0 on its other ranks."""
         return _traffic("").sent if self._first else 0
 
     def received(self) -> int:
-        """Bytes that others have sent it, likewise."""
+        """Return the bytes that others have sent it, likewise."""
         return _traffic("").received if self._first else 0
 
 
 def address(node: int) -> str:
-    """A node's own on the link."""
+    """Return a node's own on the link."""
     return f"10.213.0.{node + 1}"
 
 
@@ -196,7 +196,7 @@ def _pids(names: Sequence[str]) -> list[int]:
 
 
 def _limits(name: str, switch: str, node: int, mbit: float | None) -> list[list[str]]:
-    """The commands that limit what a node sends and what it is sent; without a name, run inside its namespace."""
+    """Return the commands that limit what a node sends and is sent; without a name, run inside its namespace."""
     tbf = ["tbf", "rate", f"{mbit:g}mbit", "burst", _BURST, "latency", _LATENCY] if mbit is not None else []
     shape = tbf or ["noqueue"]  # what a veth begins with; a tbf of a huge rate would cost time
     return [
@@ -206,7 +206,7 @@ def _limits(name: str, switch: str, node: int, mbit: float | None) -> list[list[
 
 
 def _traffic(name: str) -> Traffic:
-    """Without a name, of the namespace that this runs in."""
+    """Read the counters of a namespace; without a name, of that that this runs in."""
     shown = json.loads(_run(["ip", *_within(name), "-s", "-j", "link", "show", "dev", LINK]))
     counters = shown[0]["stats64"]
     return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"])
@@ -225,7 +225,7 @@ def _ip(*arguments: str) -> None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """What a command prints.
+    """Run a command, and return what it prints.
 
     Raises:
         RuntimeError: with what it said.

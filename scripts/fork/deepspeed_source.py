@@ -34,7 +34,7 @@ class Failed(Exception):
 
 
 def requirement() -> Requirement:
-    """What ``patches/BASE`` says, which pip reads as well."""
+    """Return what ``patches/BASE`` says, which pip reads as well."""
     found = re.search(
         r"^deepspeed==(\S+) --hash=sha256:([0-9a-f]{64})$", BASE.read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -44,7 +44,7 @@ def requirement() -> Requirement:
 
 
 def run(command: list[str], **kwargs: object) -> str:
-    """Run a program; what it prints.
+    """Run a program, and return what it prints.
 
     Raises:
         Failed: it failed; with what it printed.
@@ -59,7 +59,7 @@ def run(command: list[str], **kwargs: object) -> str:
 
 
 def fetch(version: str) -> Path:
-    """The archive of DeepSpeed's source distribution, downloaded once; that of BASE is verified."""
+    """Return the archive of DeepSpeed's source distribution, downloaded once; that of BASE is verified."""
     base = requirement()
     archive = WORK / f"deepspeed-{version}.tar.gz"
     if not archive.is_file():
@@ -74,7 +74,7 @@ def fetch(version: str) -> Path:
 
 
 def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) -> str:
-    """Run git in a tree, whatever the user has configured; what it prints."""
+    """Run git in a tree, whatever the user has configured; return what it prints."""
     name, email = _IDENTITY
     environment = {
         # Of a hook, those of the repository that it belongs to.
@@ -90,7 +90,7 @@ def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) 
 
 
 def unpack(version: str, tree: Path) -> Path:
-    """A fresh tree of a version, as a git repository with one commit, tagged ``base``."""
+    """Make a fresh tree of a version, as a git repository with one commit, tagged ``base``."""
     archive = fetch(version)
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def unpack(version: str, tree: Path) -> Path:
 
 
 def importable(tree: Path) -> Path:
-    """A folder with nothing but the package of a tree, for a search path: beside it lie packages that hide others."""
+    """Return a folder, for a search path, with nothing but the package of a tree: others beside it would hide ours."""
     folder = tree.parent / "lib"
     folder.mkdir(exist_ok=True)
     link = folder / "deepspeed"

@@ -38,12 +38,12 @@ class Mail(NamedTuple):
     trailers: tuple[tuple[str, str], ...]
 
     def values(self, name: str) -> list[str]:
-        """Of all trailers with this name."""
+        """Return the values of all trailers with this name."""
         return [value for found, value in self.trailers if found == name]
 
     @property
     def generated(self) -> list[str]:
-        """Our files that it brings.
+        """Return our files that it brings.
 
         Raises:
             Failed: a glob matches none.
@@ -58,7 +58,7 @@ class Mail(NamedTuple):
         return found
 
     def problems(self) -> list[str]:
-        """What its header lacks."""
+        """Return what its header lacks."""
         found = [f"no trailer {name}" for name in REQUIRED if not self.values(name)]
         found += [
             f"Upstream-Status {value!r}, expected one of {', '.join(STATUSES)}"
@@ -78,7 +78,7 @@ class Mail(NamedTuple):
 
 
 def read(path: Path) -> Mail:
-    """A patch.
+    """Read a patch.
 
     Raises:
         Failed: it is not such a mail.
@@ -97,7 +97,7 @@ def read(path: Path) -> Mail:
 
 
 def series() -> list[Mail]:
-    """All of them, in order.
+    """Read all patches, in order.
 
     Raises:
         Failed: ``series`` and the patches in its folder differ.
@@ -111,7 +111,7 @@ def series() -> list[Mail]:
 
 
 def unplaced(mails: list[Mail]) -> list[str]:
-    """Files of ours that are in no patch, or in several."""
+    """Return files of ours that are in no patch, or in several."""
     counts = dict.fromkeys(sources(), 0)
     for mail in mails:
         for name in mail.generated:
@@ -120,5 +120,5 @@ def unplaced(mails: list[Mail]) -> list[str]:
 
 
 def targets(mail: Mail) -> dict[str, str]:
-    """Of the files that it brings: where a fork has each, and ours."""
+    """Return, of the files that it brings, where a fork has each, and ours."""
     return {target(source): source for source in mail.generated}

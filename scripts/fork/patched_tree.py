@@ -35,7 +35,7 @@ def apply(tree: Path, mail: Mail, but: Iterable[str] = ()) -> None:
 
 
 def applied(folder: Path) -> Path:
-    """A tree with all patches, in a folder that is emptied before."""
+    """Make a tree with all patches, in a folder that is emptied before."""
     tree = unpack(requirement().version, folder)
     for mail in series():
         apply(tree, mail)
@@ -57,7 +57,7 @@ def regenerate(tree: Path, mail: Mail) -> None:
 
 
 def stale(tree: Path, mail: Mail) -> list[str]:
-    """Our files that the patch, which is the last commit, does not bring as they are now."""
+    """Return our files that the patch, which is the last commit, does not bring as they are now."""
     found = []
     for name, source in targets(mail).items():
         path = tree / name
@@ -67,7 +67,7 @@ def stale(tree: Path, mail: Mail) -> list[str]:
 
 
 def missing(tree: Path, mail: Mail) -> list[str]:
-    """What the files of the patch import of the fork's package, now or when they run, and is not there yet."""
+    """Return what the files of the patch import of the fork's package, at any time, and is not there yet."""
     found = []
     for name in targets(mail):
         if not name.endswith(".py"):
@@ -81,7 +81,7 @@ def missing(tree: Path, mail: Mail) -> list[str]:
 
 
 def _imported(tree: Path, node: ast.AST) -> list[str]:
-    """Modules; of a package, what is imported from it: none of ours has anything but modules."""
+    """Return modules; of a package, what is imported from it: none of ours has anything but modules."""
     if isinstance(node, ast.Import):
         return [one.name for one in node.names]
     if not isinstance(node, ast.ImportFrom) or node.level:
@@ -92,7 +92,7 @@ def _imported(tree: Path, node: ast.AST) -> list[str]:
 
 
 def export(tree: Path, folder: Path) -> list[str]:
-    """The commits of a tree as mails; their names."""
+    """Write the commits of a tree as mails; return their names."""
     form = ["--zero-commit", "--no-signature", "--no-numbered", "--no-renames", "--full-index"]
     lines = git(tree, "format-patch", *form, "--output-directory", str(folder), "base..HEAD").splitlines()
     return [Path(line).name for line in lines]
@@ -102,7 +102,7 @@ def export(tree: Path, folder: Path) -> list[str]:
 
 
 def _import_all(library: str, names: list[str]) -> None:
-    """In a process of its own, forked from one that has torch: that takes most of the time."""
+    """Import all in a process of its own, forked from one that has torch: that takes most of the time."""
     import importlib
 
     sys.dont_write_bytecode = True
@@ -122,7 +122,7 @@ def _import_all(library: str, names: list[str]) -> None:
 
 
 def import_problems(library: Path, mail: Mail) -> list[str]:
-    """Modules that cannot be imported when this patch is the last one."""
+    """Return modules that cannot be imported when this patch is the last one."""
     os.environ["DEEPSPEED_EXT_DISABLE"] = "1"  # or the trees would be patched on top of their seams
     import torch  # noqa: F401
 
@@ -159,7 +159,7 @@ class PatchRow(NamedTuple):
 
 
 def table(tree: Path, mails: Iterable[Mail]) -> list[PatchRow]:
-    """All patches that have been applied to a tree."""
+    """Return a row for all patches that have been applied to a tree."""
     commits = git(tree, "rev-list", "--reverse", "base..HEAD").split()
     rows = []
     for commit, mail in zip(commits, mails, strict=True):
@@ -177,7 +177,7 @@ def table(tree: Path, mails: Iterable[Mail]) -> list[PatchRow]:
 
 
 def twin_problems(rows: list[PatchRow]) -> list[str]:
-    """Where seams and what is patched at run time differ."""
+    """Return where seams and what is patched at run time differ."""
     from deepspeed_ext.integration.patches import PATCHES as TWINS
 
     made = [(patch.replace, patch.path.rpartition(".")[2]) for patch in TWINS if patch.replace]
@@ -216,7 +216,7 @@ def readme_problems(rows: list[PatchRow]) -> list[str]:
 
 
 def newest() -> str:
-    """The newest DeepSpeed on the index that pip uses.
+    """Return the newest DeepSpeed on the index that pip uses.
 
     Raises:
         Failed: pip does not say.

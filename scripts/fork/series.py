@@ -34,7 +34,7 @@ TESTS = [
 
 
 def check(args: argparse.Namespace) -> int:
-    """The series is complete, applies, and leaves each tree importable; what is generated is up to date."""
+    """Check that the series is complete, applies, is up to date, and leaves each tree importable."""
     found = patch_mails.series()
     problems = [problem for mail in found for problem in mail.problems()] + patch_mails.unplaced(found)
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def apply(args: argparse.Namespace) -> int:
-    """A tree of DeepSpeed with the series, a commit for each patch."""
+    """Make a tree of DeepSpeed with the series, a commit for each patch."""
     if args.to.exists():
         raise Failed(f"{args.to} exists")
     print(patched_tree.applied(args.to))
@@ -67,7 +67,7 @@ def apply(args: argparse.Namespace) -> int:
 
 
 def _finished(tree: Path) -> Path:
-    """A tree that has all commits it will have: seams are nowhere else than in these, and in the patches.
+    """Return a tree that has all the commits it will have: seams are nowhere else but there, and in the patches.
 
     Raises:
         Failed: something is not committed, or commits are being moved.
@@ -81,7 +81,7 @@ def _finished(tree: Path) -> Path:
 
 
 def refresh(args: argparse.Namespace) -> int:
-    """The patches again: what is generated from ours as it is; seams as they are, or as in the commits of a tree."""
+    """Make the patches again: what is generated as ours is now; seams as they are, or as in a tree's commits."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if args.tree is None:
@@ -108,7 +108,7 @@ def refresh(args: argparse.Namespace) -> int:
 
 
 def build(args: argparse.Namespace) -> int:
-    """A wheel of the fork."""
+    """Build a wheel of the fork."""
     print(_wheel())
     return 0
 
@@ -127,7 +127,7 @@ def _wheel() -> Path:
 
 
 def environment() -> Path:
-    """A virtual environment with the fork, and with all else from the active one; its Python."""
+    """Make a virtual environment with the fork, and all else from the active one; return its Python."""
     folder = WORK / "environment"
     if Path(sys.prefix) == folder:
         raise Failed(f"{folder} is in use by this process")
@@ -146,7 +146,7 @@ def environment() -> Path:
 
 
 def variables(python: Path) -> dict[str, str]:
-    """The environment variables of a process in that environment."""
+    """Return the environment variables of a process in that environment."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     folder = python.parents[1]
     hidden = ("PYTHONPATH", "DEEPSPEED_EXT_DISABLE")  # which lead to another DeepSpeed, or to none of our features
@@ -163,7 +163,7 @@ def test(args: argparse.Namespace) -> int:
 
 
 def drift(args: argparse.Namespace) -> int:
-    """Which symbols that we replace or rely on differ in other versions of DeepSpeed."""
+    """Print which symbols that we replace or rely on differ in other versions of DeepSpeed."""
     ask = (
         "import json, sys; from deepspeed_ext.integration import patches\n"
         "print(json.dumps([problem for patch in patches.PATCHES if (problem := patch.problem())]))"

@@ -42,14 +42,14 @@ _STYLE = "{based_on_style: pep8, column_limit: 119, split_penalty_after_opening_
 
 
 def sources() -> list[str]:
-    """All that a fork has of ours, relative to the repository."""
+    """Return all that a fork has of ours, relative to the repository."""
     modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "deepspeed_ext").rglob("*.py")]
     kernels = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc" / "loco").iterdir()]
     return sorted([name for name in modules if name not in STAYS] + kernels)
 
 
 def target(source: str) -> str:
-    """Where a fork has it, relative to its root."""
+    """Return where a fork has it, relative to its root."""
     if source == "deepspeed_ext/op_builder.py":
         return _BUILDER
     path = PurePosixPath(source)
@@ -59,7 +59,7 @@ def target(source: str) -> str:
 
 
 def translated(source: str) -> str:
-    """The text that a fork has of it."""
+    """Return the text that a fork has of it."""
     text = (ROOT / source).read_text(encoding="utf-8")
     text = _HEADER.sub(lambda found: f"{found[0]}\n{found[1]}DeepSpeed Team\n", text)
     head, kept, rest = text.partition(_KEPT)

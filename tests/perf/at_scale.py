@@ -22,7 +22,7 @@ FLOPS_PER_TOKEN = 6  # for each parameter, forward and backward; recomputation i
 
 
 def table(parameters: int, share: float, args: argparse.Namespace) -> list[str]:
-    """Lines of a table: a row a strategy, a column a number of ranks."""
+    """Return the lines of a table: a row a strategy, a column a number of ranks."""
     count = int(parameters * share)
     compute = (4 + 2 * share) / 6 * FLOPS_PER_TOKEN * parameters * args.tokens / (args.tflops * 1e12)
     cells: dict[str, list[str]] = {name: [] for name in STRATEGIES}

@@ -20,14 +20,14 @@ SHOWN = ("NIG", "IIG", "NIG + LoCo", "ZeRO-1", "ZeRO-3", "hpZ", "DDP", "FSDP2", 
 
 
 def color(method: str) -> str:
-    """Of a strategy, one with LoCo, or a peer."""
+    """Return the color of a strategy, one with LoCo, or a peer."""
     if method in STRATEGIES:
         return OURS
     return COMPRESSED if method.endswith(LOCO) else PEER
 
 
 def draw_steps(rows: Sequence[MethodRow], title: str) -> Any:
-    """A bar for each method, with its spread and its floor."""
+    """Draw a bar for each method, with its spread and its floor."""
     rows = sorted(rows, key=lambda row: row.median)
     drawing = figure.Figure(figsize=(11, 5), layout="constrained")
     axes = drawing.subplots()
@@ -44,7 +44,7 @@ def draw_steps(rows: Sequence[MethodRow], title: str) -> Any:
 
 
 def draw_rates(rows: Sequence[MethodRow], title: str) -> Any:
-    """A line for each of some methods."""
+    """Draw a line for each of some methods."""
     drawing = figure.Figure(figsize=(7, 5), layout="constrained")
     axes = drawing.subplots()
     rates = sorted({row.mbit for row in rows}, key=lambda rate: rate or math.inf)
@@ -60,7 +60,7 @@ def draw_rates(rows: Sequence[MethodRow], title: str) -> Any:
 
 
 def draw_memory(rows: Sequence[MethodRow], title: str) -> Any:
-    """A point for each method, and the front of what is best in both."""
+    """Draw a point for each method, and the front of what is best in both."""
     drawing = figure.Figure(figsize=(8, 5), layout="constrained")
     axes = drawing.subplots()
     for name, shade in (("strategies", OURS), ("with LoCo", COMPRESSED), ("others", PEER)):

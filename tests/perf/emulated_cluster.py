@@ -120,7 +120,7 @@ class Compute(Method):
 
 
 def methods(names: list[str], workload: Workload) -> Iterator[Method]:
-    """What is asked for, in a fixed order."""
+    """Yield what is asked for, in a fixed order."""
     for name, make in PEERS.items():
         if name in names:
             yield make(workload)
@@ -145,7 +145,7 @@ class Timed(NamedTuple):
 
 
 def cpu_times() -> tuple[int, int]:
-    """Of this machine since it was started: stolen by its host, and in all; in ticks. See proc(5)."""
+    """Return CPU ticks of this machine since its start: stolen by its host, and in all. See proc(5)."""
     _, *ticks = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     return int(ticks[7]), sum(map(int, ticks[:8]))
 
@@ -178,7 +178,7 @@ class Worker:
         return Blocks(width, hidden)
 
     def rows(self) -> list[MethodRow]:
-        """All rates."""
+        """Measure at all rates."""
         held = self._warm_up()
         differences = self._compare()
         rows = []
@@ -190,7 +190,7 @@ class Worker:
         return rows
 
     def _warm_up(self) -> dict[str, tuple[float, float, float]]:
-        """Connections are opened, modules recorded, moments made; what is held."""
+        """Open connections, record modules, make moments; return what is held."""
         held = {}
         for method in [self._compute, *self._methods.values()]:
             for number in range(WARM_UP_STEPS):
@@ -248,7 +248,7 @@ class Worker:
                 rows[name + NATIVE].formula_bytes = rows[name].formula_bytes
 
     def _undisturbed(self, method: Method) -> Timed:
-        """A step from which the host of this machine has taken little: the best of some, none of which is long."""
+        """Time a step from which the host of this machine has taken little: the best of some, none of them long."""
         tried: list[Timed] = []
         while len(tried) < TRIES:
             tried.append(self._timed(method))
@@ -273,7 +273,7 @@ class Worker:
         return Timed(share, seconds, sent / self._setting.nodes)
 
     def _headers(self) -> float:
-        """Bytes that the interfaces count for each of a known transfer."""
+        """Return the bytes that the interfaces count for each of a known transfer."""
         shard = torch.zeros(CALIBRATION)
         gathered = shard.new_empty(shard.numel() * self._setting.nodes)
         dist.barrier()
@@ -285,7 +285,7 @@ class Worker:
         return sent / (4 * CALIBRATION * (self._setting.nodes - 1) * dist.get_world_size())
 
     def _batches(self, method: Method) -> list[Batch]:
-        """Of a method's next step: those that every other method has in that step."""
+        """Make the batches of a method's next step: those that every other method has in that step."""
         step = self._steps[method.name]
         self._steps[method.name] += 1
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
@@ -293,7 +293,7 @@ class Worker:
         return [(inputs, targets) for inputs, targets in rows]
 
     def _compare(self) -> dict[str, float]:
-        """Of each method's weights to those of the first, relative to the largest. Collective."""
+        """Return the difference of each method's weights to the first one's, relative to the largest. Collective."""
         first = next(iter(self._methods.values())).weights()
         found = {}
         for name, method in self._methods.items():
@@ -309,7 +309,7 @@ def _over_ranks(values: list[float], op: Any) -> list[float]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """The life of a rank."""
+    """Live as a rank: measure and report."""
     first = start_rank()
     rows = Worker(SETTINGS[args.setting], args).rows()
     if first:

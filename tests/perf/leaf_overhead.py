@@ -111,7 +111,7 @@ class Layer(nn.Module):
 
 
 def make_engine(name: str, model: nn.Module) -> Any:
-    """A DeepSpeed engine; an error if it is ours where it must be stock, or the other way around."""
+    """Make a DeepSpeed engine; an error if it is ours where it must be stock, or the other way around."""
     import deepspeed  # plain PyTorch's ranks must not
 
     config = {
@@ -128,7 +128,7 @@ def make_engine(name: str, model: nn.Module) -> Any:
 
 
 def work(name: str, folder: Path, args: argparse.Namespace) -> None:
-    """The life of a rank."""
+    """Live as a rank: train and report."""
     torch.manual_seed(0)
     layers = (Layer(args.experts) for _ in range(args.layers))
     model, engine = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, 1)), None
@@ -161,7 +161,7 @@ def work(name: str, folder: Path, args: argparse.Namespace) -> None:
 
 
 def run_case(name: str, ranks: int) -> list[dict[str, Any]]:
-    """What each rank reports. Not with torchrun: its ranks live on if it is killed.
+    """Run a case, and return what each rank reports. Not with torchrun: its ranks live on if it is killed.
 
     Raises:
         RuntimeError: a rank failed, or they did not end in time. None is left.
@@ -211,7 +211,7 @@ def measure(args: argparse.Namespace) -> Found:
 
 
 def rows_of(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each number of ranks and case; a ratio is empty where there is nothing to hold against."""
+    """Return a row for each number of ranks and case; a ratio is empty where there is nothing to hold against."""
     times = {key: [s * 1e3 for one in found[key] for s in one["seconds"][WARM_UP_STEPS:]] for key in found}
     over = {key: statistics.median(times[key]) - statistics.median(times[key[0], PLAIN]) for key in found}
     rows = []

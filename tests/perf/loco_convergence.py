@@ -72,7 +72,7 @@ class SeedRun:
 
     @property
     def final_loss(self) -> float:
-        """Mean over the last steps."""
+        """Return the mean over the last steps."""
         return statistics.fmean(self.losses[-max(1, round(FINAL * len(self.losses))) :])
 
 
@@ -96,7 +96,7 @@ class LocoRow:
 
     @property
     def out_of_bounds(self) -> list[str]:
-        """What LoCo must keep, with every seed."""
+        """Return what LoCo does not keep and must, with every seed."""
         low, high = NORM_BOUNDS
         wrong = ["loss"] if max(map(abs, self.differences)) > LOSS_BOUND else []
         return wrong + ([] if all(low <= ratio <= high for ratio in self.ratios_of_means) else ["norm"])
@@ -113,7 +113,7 @@ class Worker:
         self._corpus = read_corpus(CORPUS_BYTES)
 
     def runs(self) -> Iterator[SeedRun]:
-        """Each optimizer, seed and method."""
+        """Train with each optimizer, seed and method."""
         for optimizer in self._args.optimizers:
             for seed in range(self._args.seeds):
                 for method in METHODS:
@@ -156,7 +156,7 @@ class Worker:
         )
 
     def _compression(self, count: int, received: float) -> float:
-        """Bytes that gradients have by the formula, over those that a rank received besides parameters."""
+        """Return the bytes that gradients have by the formula, over those that a rank received besides parameters."""
         cluster = GroupSizes(self._args.ranks, self._args.group_size)
         states = ModelStates.of(count, parameter_bytes=4, gradient_bytes=4)
         strategy = parse_strategy(STRATEGY)
@@ -188,7 +188,7 @@ class Worker:
 
 
 def work(args: argparse.Namespace) -> None:
-    """The life of a rank."""
+    """Live as a rank: train and report."""
     first = start_rank()
     total = len(args.optimizers) * args.seeds * len(METHODS)
     runs = []
@@ -207,7 +207,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def rows_of(runs: list[SeedRun]) -> list[LocoRow]:
-    """A row for each optimizer and method."""
+    """Return a row for each optimizer and method."""
     found = {(run.optimizer, run.method, run.seed): run for run in runs}
     rows = []
     for optimizer, method in dict.fromkeys((run.optimizer, run.method) for run in runs):
@@ -234,7 +234,7 @@ def rows_of(runs: list[SeedRun]) -> list[LocoRow]:
 
 
 def print_table(rows: list[LocoRow], runs: list[SeedRun], args: argparse.Namespace) -> None:
-    """One line a row, then what follows from them."""
+    """Print a line for each row, then what follows from them."""
     cluster = GroupSizes(args.ranks, args.group_size)
     print(
         f"{STRATEGY}, {cluster.ranks} ranks in {cluster.groups} groups, fp32, {args.seeds} seeds, {args.steps} steps "
@@ -278,7 +278,7 @@ def print_verdict(rows: list[LocoRow]) -> bool:
 
 
 def csv_row(row: LocoRow, args: argparse.Namespace) -> dict[str, Any]:
-    """What identifies a result, and the result."""
+    """Return what identifies a result, and the result."""
     return {
         "strategy": STRATEGY,
         "ranks": args.ranks,

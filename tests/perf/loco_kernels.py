@@ -61,7 +61,7 @@ class Case:
         return f"{self.operator} {str(self.dtype).removeprefix('torch.')} int{self.bits}{options}"
 
     def floor(self, numel: int) -> int:
-        """Bytes that must be moved, see above; with what fills the last block and the row."""
+        """Return the bytes that must be moved, see above; with what fills the last block and the row."""
         own, wire = numel * self.dtype.itemsize, self.packing.row_bytes(numel)
         return own + wire + 2 * ERROR.row_bytes(numel) if self.operator == "compress" else PIECES * wire + own
 
@@ -81,7 +81,7 @@ CASES = (
 
 
 def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]]:
-    """What is timed: the operator, plain PyTorch on the same arguments, and the copy."""
+    """Return what is timed: the operator, plain PyTorch on the same arguments, and the copy."""
     packing, rotate = case.packing, case.hadamard
     half = torch.empty(case.floor(numel) // 2, dtype=torch.uint8, device=device).zero_()
     other_half = half.clone()
@@ -103,7 +103,7 @@ def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]
 
 
 def seconds_of(call: Callable[[], Any], device: str) -> float:
-    """One sample."""
+    """Take one sample."""
     if device == "cpu":
         start = time.perf_counter()
         call()
@@ -119,7 +119,7 @@ def seconds_of(call: Callable[[], Any], device: str) -> float:
 
 
 def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, Any]:
-    """One row of the table: the three take turns."""
+    """Measure one row of the table: the three take turns."""
     numel = mib * MIB // case.dtype.itemsize
     calls = calls_of(case, numel, device)
     for call in calls.values():
@@ -159,7 +159,7 @@ def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, An
 
 
 def hardware(device: str) -> str:
-    """Where it ran."""
+    """Return where it ran."""
     return torch.cuda.get_device_name() if device == "cuda" else records.circumstances()["hardware"]
 
 
@@ -170,7 +170,7 @@ HEADER = (
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     spread = f"{row['seconds'] * 1e3:.3f} ({row['seconds_min'] * 1e3:.3f}..{row['seconds_max'] * 1e3:.3f})"
     former = row["former_kernels_seconds_derived_not_run"]
     return (

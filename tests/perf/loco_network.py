@@ -93,22 +93,22 @@ class RateResult:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "RateResult":
-        """From JSON."""
+        """Make one from JSON."""
         return cls(**values | {name: Steps(**values[name]) for name in ("plain", "loco")})
 
     @property
     def ratio(self) -> float:
-        """LoCo to plain, of the medians."""
+        """Return the ratio of LoCo to plain, of the medians."""
         return self.loco.median / self.plain.median
 
     @property
     def ratios(self) -> list[float]:
-        """The same for each pair of blocks."""
+        """Return the same for each pair of blocks."""
         pairs = zip(self.loco.blocks, self.plain.blocks, strict=True)
         return [statistics.median(loco) / statistics.median(plain) for loco, plain in pairs]
 
     def formula(self, method: str) -> tuple[float, float]:
-        """Bytes that a rank must receive from the other node in a step: of parameters, and of gradients."""
+        """Return the bytes that a rank must receive from the other node in a step: of parameters, and of gradients."""
         width = WIDTHS[self.dtype]
         states = ModelStates.of(self.parameters, parameter_bytes=width, gradient_bytes=width)
         strategy = parse_strategy(STRATEGY)
@@ -118,12 +118,12 @@ class RateResult:
         return sent["gather updates"], sent["reduce at the boundary"] * ratio
 
     def floor(self, method: str) -> float:
-        """Seconds that the link takes for these bytes alone; all ranks of a node share it."""
+        """Return the seconds that the link takes for these bytes alone; all ranks of a node share it."""
         return sum(self.formula(method)) * RANKS_PER_NODE * 8 / (self.mbit * 1e6)
 
     @property
     def wrong(self) -> list[str]:
-        """What shows that this did not measure what it claims to."""
+        """Return what shows that this did not measure what it claims to."""
         found = []
         for method, steps in (("plain", self.plain), ("LoCo", self.loco)):
             due = sum(self.formula(method))
@@ -162,7 +162,7 @@ class Worker:
         self._generator = torch.Generator().manual_seed(dist.get_rank())
 
     def results(self) -> Iterator[RateResult]:
-        """A result for each dtype and rate."""
+        """Yield a result for each dtype and rate."""
         for dtype in self._args.dtypes:
             engines = {method: self._engine(dtype, method) for method in METHODS}
             count = sum(parameter.numel() for parameter in engines["plain"].module.parameters())
@@ -194,7 +194,7 @@ class Worker:
         return engine
 
     def _probe(self, other: int) -> float:
-        """Mbit/s at which the first rank sends to another one; the best of three."""
+        """Return the Mbit/s at which the first rank sends to another one; the best of three."""
         payload, best = torch.zeros(PROBE_BYTES, dtype=torch.uint8), 0.0
         for _ in range(3):
             dist.barrier()
@@ -210,7 +210,7 @@ class Worker:
         return best
 
     def _measure(self, engines: dict[str, Any]) -> dict[str, Steps]:
-        """Blocks of steps in turns, so that whatever else this machine does falls on both engines."""
+        """Measure blocks of steps in turns, so that whatever else this machine does falls on both engines."""
         for engine in engines.values():
             for _ in range(WARM_UP_STEPS):
                 self._step(engine)
@@ -224,7 +224,7 @@ class Worker:
         return found
 
     def _block(self, engine: Any) -> tuple[list[float], float, float]:
-        """Seconds of each step; bytes of a step for a rank: received from the other node, and on the link."""
+        """Return each step's seconds, and a rank's bytes in a step: from the other node, and on the link."""
         dist.barrier()
         self._meter.start()
         sent = self._link.sent()
@@ -239,14 +239,14 @@ class Worker:
         return seconds, sum(received) / per_rank_step, carried.item() / per_rank_step
 
     def _step(self, engine: Any) -> float:
-        """Its seconds."""
+        """Take a step, and return its seconds."""
         dtype, _ = engine.get_data_types()
         rows = torch.randn(ACCUMULATION, 2, 1, WIDTH, generator=self._generator)
         return record(engine, [(inputs.to(dtype), targets) for inputs, targets in rows]).seconds
 
 
 def work(args: argparse.Namespace) -> None:
-    """The life of a rank."""
+    """Live as a rank: measure and report."""
     first = start_rank()
     total = len(args.dtypes) * len(args.rates)
     results = list(tqdm(Worker(args).results(), "rates", total, disable=not first))
@@ -259,7 +259,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def print_table(results: list[RateResult], args: argparse.Namespace) -> None:
-    """Two lines a result, and the ratio."""
+    """Print two lines for each result, and the ratio."""
     print(
         f"{STRATEGY}, {NODES} nodes of {RANKS_PER_NODE} CPU ranks, {results[0].parameters / 1e6:.2f} M parameters, "
         f"{ACCUMULATION} micro-batches a step, {args.blocks} blocks of {args.block_steps} steps each, in turns.\n"
@@ -289,7 +289,7 @@ def print_table(results: list[RateResult], args: argparse.Namespace) -> None:
 
 
 def csv_row(result: RateResult, args: argparse.Namespace) -> dict[str, Any]:
-    """What identifies a result, and the result."""
+    """Return what identifies a result, and the result."""
     row: dict[str, Any] = {
         "strategy": STRATEGY,
         "nodes": NODES,

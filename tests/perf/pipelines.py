@@ -85,16 +85,16 @@ class PipelineRow:
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Return the median of the seconds."""
         return statistics.median(s for one in self.seconds for s in one)
 
     def ratios(self, stock: "PipelineRow") -> list[float]:
-        """To ZeRO-1, of each round."""
+        """Return the ratio to ZeRO-1 of each round."""
         pairs = zip(self.seconds, stock.seconds, strict=True)
         return [statistics.median(mine) / statistics.median(other) for mine, other in pairs]
 
     def wrong(self) -> list[str]:
-        """What is out of bounds."""
+        """Return what is out of bounds."""
         found = [] if self.difference <= PARITY_BOUND else ["weights"]
         if self.case != STOCK:
             for name in ("intra", "inter"):
@@ -157,7 +157,7 @@ class Case:
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[PipelineRow]:
-    """A row for each rate and case."""
+    """Return a row for each rate and case."""
     link, meter = Link(), TrafficMeter()
     cases = {name: Case(name, args) for name in CASES}
     for case in tqdm(cases.values(), "warm-up", disable=dist.get_rank() != 0):
@@ -200,7 +200,7 @@ def _count(row: PipelineRow, received: list[list[int]], steps: int) -> None:
 
 
 def _expect(row: PipelineRow, case: Case, micro_batches: int) -> None:
-    """What the strategy's formula says, the mean over stages."""
+    """Set what the strategy's formula says, the mean over stages."""
     if case.name == STOCK:
         return
     states = ModelStates.of(sum(case.numels.values()), parameter_bytes=4, gradient_bytes=4)
@@ -211,7 +211,7 @@ def _expect(row: PipelineRow, case: Case, micro_batches: int) -> None:
 
 
 def work(args: argparse.Namespace) -> None:
-    """The life of a rank."""
+    """Live as a rank: measure and report."""
     first = start_rank()
     rows = list(rows_of(args))
     if first:
@@ -223,7 +223,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def print_table(rows: list[PipelineRow], args: argparse.Namespace) -> None:
-    """A line a row."""
+    """Print a line for each row."""
     print(
         f"{STAGES} stages of {CLUSTER.ranks} data-parallel ranks in {CLUSTER.groups} groups, a group a node; "
         f"{args.micro_batches} micro-batches a step, fp32 with Adam, embedding and head tied. MB a rank: held before "
@@ -251,7 +251,7 @@ def print_table(rows: list[PipelineRow], args: argparse.Namespace) -> None:
 
 
 def csv_row(row: PipelineRow, stock: PipelineRow, args: argparse.Namespace) -> dict[str, Any]:
-    """What identifies a row, and the row."""
+    """Return what identifies a row, and the row."""
     ratios = row.ratios(stock)
     values = asdict(row) | {"seconds_median": round(row.median, 4), "of_zero1_median": statistics.median(ratios)}
     del values["seconds"]

@@ -22,7 +22,7 @@ _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end 
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a table."""
     rule = "|" + "---|" * len(header)
     return "\n".join([_line(header), rule, *map(_line, lines), ""])
 
@@ -32,7 +32,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def setting_table(rows: Sequence[MethodRow], setting: str) -> str:
-    """Seconds of a step of each method at each rate, the floor at the first one, and MB held; the fastest first."""
+    """Return a step's seconds of each method at each rate, the floor at the first, and MB held; the fastest first."""
     rates = SETTINGS[setting].mbit
     rows = [row for row in rows if row.setting == setting and NATIVE not in row.method]
     header = ["", *(f"{rate_name(rate)} Mbit/s" if rate else rate_name(rate) for rate in rates), "MB held"]
@@ -50,7 +50,7 @@ def _seconds(value: float) -> str:
 
 
 def all_table(rows: Sequence[MethodRow]) -> str:
-    """NIG against peers and its floor, and the planner's order and choice, in each setting at each rate."""
+    """Return NIG against peers and its floor, and the planner's order and choice, in each setting at each rate."""
     header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
     header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
     lines = []

@@ -24,7 +24,7 @@ RANKS, GROUP = 6, 3
 
 
 def bits(place: Any) -> None:
-    """T8A: the CUDA kernels give the bits of the reference."""
+    """T8A: see that the CUDA kernels give the bits of the reference."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         tests = [str(ROOT / "tests" / "unit" / "loco" / "test_cuda_kernels.py"), f"--junitxml={results}"]
@@ -48,7 +48,7 @@ def counts_of(results: Path) -> dict[str, int]:
 
 
 def bandwidth(place: Any) -> None:
-    """T8B: how close the kernels come to a copy of as many bytes."""
+    """T8B: measure how close the kernels come to a copy of as many bytes."""
     if place.cuda:
         ops.load_kernels()
         place.report.check("there are CUDA kernels", ops.has_kernels("CUDA"))
@@ -63,7 +63,7 @@ def bandwidth(place: Any) -> None:
 
 
 def memory(place: Any) -> None:
-    """T9: the most memory that training takes with default buckets, beside the formula of the model states."""
+    """T9: measure the most memory that training takes with default buckets, beside the formula of the model states."""
     enter_virtual_world(RANKS)
     width = 64 if place.small else 4096
     job = dataclasses.replace(
@@ -84,7 +84,7 @@ def memory(place: Any) -> None:
 
 
 def memory_of(place: Any, job: Any, name: str, more: dict[str, Any]) -> dict[str, float]:
-    """GB: the formula of the model states, and the most that was allocated and reserved."""
+    """Return GB: the formula of the model states, and the most that was allocated and reserved."""
     numel = sum(a * b + b * (i % 2 == 0) for i, (a, b) in enumerate(zip(job.sizes, job.sizes[1:], strict=False))) + 11
     states = ModelStates.of(numel, optimizer_bytes=8)  # SGD: master weights and momentum
     figures = {"formula": STRATEGIES[name].memory(GroupSizes(RANKS, GROUP), states).total / 1e9}

@@ -37,7 +37,7 @@ def enter_alone(place: Any) -> None:
 
 @contextlib.contextmanager
 def spoiled_memory() -> Iterator[None]:
-    """In this context torch fills memory that it hands out uninitialized with NaN."""
+    """Have torch fill memory that it hands out uninitialized with NaN, in this context."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -47,7 +47,7 @@ def spoiled_memory() -> Iterator[None]:
 
 
 def slow_step(place: Any) -> None:
-    """T1: parameters that are gathered for the next forward are those that a slow step has written."""
+    """T1: see that the parameters gathered for the next forward are those that a slow step has written."""
     enter_alone(place)
     names = ["III", "GGG", "IIG"] if not place.small else ["GGG"]
     for name in names:
@@ -87,7 +87,7 @@ def _train_slowly(place: Any, name: str, synchronized: bool) -> torch.Tensor:
 
 
 def late_results(place: Any) -> None:
-    """T2: training over a late wire ends with the bits of training over a prompt one."""
+    """T2: see that training over a late wire ends with the bits of training over a prompt one."""
     enter_virtual_world(6)
     names = ["NGG", "IGG"] if place.small else [*REPLICATED, *PARTITIONED]
     for overlap in (True, False):
@@ -117,7 +117,7 @@ def compare(place: Any, name: str, more: dict[str, Any], job: Job = JOB, what: s
 
 
 def sanitizer(place: Any) -> None:
-    """T3: torch's sanitizer, which TORCH_CUDA_SANITIZER=1 has switched on, finds no access without an order."""
+    """T3: see that torch's sanitizer, which TORCH_CUDA_SANITIZER=1 switches on, finds no access out of order."""
     found: dict[str, str] = {}
 
     def watch(name: str, run: Callable[[], Any]) -> None:

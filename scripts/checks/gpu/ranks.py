@@ -36,7 +36,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def gloo_ranks(place: Any) -> None:
-    """T6: all strategies beside stock DeepSpeed, with ranks that have the GPU in common.
+    """T6: train all strategies beside stock DeepSpeed, with ranks that have the GPU in common.
 
     Collectives go through the host on streams of their own, so waits mean what they mean with NCCL, which refuses two
     ranks on one GPU. This process is rank 0.
@@ -142,7 +142,7 @@ def _within(row: Difference, bounds: dict[str, float]) -> bool:
 
 @contextlib.contextmanager
 def batches_on(place: Any) -> Iterator[None]:
-    """In this context ``training`` has its batches on the device."""
+    """Have ``training`` put its batches on the device, in this context."""
     made = training.batches
 
     def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -154,7 +154,7 @@ def batches_on(place: Any) -> Iterator[None]:
 
 
 def as_on_nccl() -> Any:
-    """A context in which hops are as on NCCL; gloo has the collectives that they need."""
+    """Return a context in which hops are as on NCCL; gloo has the collectives that they need."""
     return mock.patch.object(collectives, "backend_of", lambda group: "nccl")
 
 
@@ -172,7 +172,7 @@ class Unshortened(int):
 
 @contextlib.contextmanager
 def without_short_cuts() -> Iterator[None]:
-    """In this context hops of one rank communicate."""
+    """Have hops of one rank communicate, in this context."""
     init = Collectives.__init__
 
     def unshortened(made: Collectives, *args: Any, **kwargs: Any) -> None:
@@ -185,7 +185,7 @@ def without_short_cuts() -> Iterator[None]:
 
 
 def nccl_alone(place: Any) -> None:
-    """T7: NCCL's interface at one rank: each collective that hops are made of, and all strategies."""
+    """T7: use NCCL's interface at one rank: each collective that hops are made of, and all strategies."""
     enter_alone(place)
     with without_short_cuts(), as_on_nccl():
         _hops_alone(place)

@@ -64,7 +64,7 @@ class MarkedTraining:
             pause(self.place, LAYER)
 
     def mark(self) -> Any:
-        """Now, on the current stream."""
+        """Mark the present, on the current stream."""
         if not self.place.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -72,7 +72,7 @@ class MarkedTraining:
         return event
 
     def micro_step(self, job: Job) -> None:
-        """Forward, backward and step."""
+        """Run forward, backward and step."""
         self.forward.clear()
         self.backward.clear()
         batch = [torch.randn(2, width, generator=self._generator) for width in (job.sizes[0], job.sizes[-1])]
@@ -90,7 +90,7 @@ class MarkedTraining:
 
 @contextlib.contextmanager
 def running(place: Any, zero: dict[str, Any], delay: float = HOP, **changed: Any) -> Iterator[MarkedTraining]:
-    """A run of a job of ``JOB``, changed so; destroyed afterwards."""
+    """Train a job of ``JOB``, changed so; destroyed afterwards."""
     run = None
     with Wire(place.device).connected():
         run = MarkedTraining(place, dataclasses.replace(JOB, **changed), zero, delay)
@@ -105,7 +105,7 @@ def running(place: Any, zero: dict[str, Any], delay: float = HOP, **changed: Any
 
 
 def timeline(place: Any) -> None:
-    """T4: booleans, as figures; nothing here is wrong if they are false, only slow."""
+    """T4: note what overlaps, as booleans; nothing here is wrong if they are false, only slow."""
     enter_virtual_world(RANKS)
     place.report.figure("ms of a hop", HOP)
     for groups in (1, 2):
@@ -121,7 +121,7 @@ def timeline(place: Any) -> None:
 
 
 def updates_under_forward(place: Any, groups: int) -> None:
-    """(a), (b): the gather between groups after a step, and the next forward."""
+    """Note (a) and (b): the gather between groups after a step, and the next forward."""
     with running(place, placed("IIG", GROUP), groups=groups, accumulation=1, config={}) as run:
         for _ in range(4):
             run.micro_step(JOB)
@@ -138,7 +138,7 @@ def updates_under_forward(place: Any, groups: int) -> None:
 
 
 def under_backward(place: Any, zero: dict[str, Any], accumulation: int) -> dict[str, bool]:
-    """Which reductions are under way when layers begin their backward, in the last micro-step of a step."""
+    """Return which reductions are under way when layers begin their backward, in the last micro-step of a step."""
     with running(place, zero, accumulation=accumulation) as run:
         for _ in range(3 * accumulation):
             run.wire.sent.clear()
@@ -154,7 +154,7 @@ def under_backward(place: Any, zero: dict[str, Any], accumulation: int) -> dict[
 
 
 def synchronizations(place: Any) -> None:
-    """T5: how often the host waits for the device in six micro-steps, and where."""
+    """T5: count how often the host waits for the device in six micro-steps, and where."""
     enter_virtual_world(RANKS)
     names = ["NIG", "IIG"] if place.small else [*REPLICATED, *PARTITIONED]
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [(name, placed(name, GROUP), {}) for name in names]
@@ -184,7 +184,7 @@ def _synchronizations_of(place: Any, zero: dict[str, Any], changed: dict[str, An
 
 @contextlib.contextmanager
 def counter_of(place: Any) -> Iterator[Any]:
-    """What counts synchronizations of the host, by place; without a GPU of a simulated device, by kind."""
+    """Yield what counts synchronizations of the host, by place; without a GPU of a simulated device, by kind."""
     if place.cuda:
         yield _counted_on_gpu
         return
@@ -233,7 +233,7 @@ def _counted_on_gpu() -> Iterator[Counter[str]]:
 
 
 def _where() -> str:
-    """The innermost line of ours or of DeepSpeed's."""
+    """Return the innermost line of ours or of DeepSpeed's."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename

@@ -52,7 +52,7 @@ class Outcome:
 
     @property
     def cause(self) -> str:
-        """The last line of the traceback that names an exception; of other texts the first line."""
+        """Return the last line of the traceback that names an exception; of other texts the first line."""
         lines = [line.strip().removeprefix("E ").strip() for line in self.text.splitlines() if line.strip()]
         named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Failed)\b", line)]
         return (named[-1] if named else lines[0] if lines else self.kind)[:300]
@@ -153,5 +153,5 @@ def sample(tests: Sequence[str], number: int | None, seed: int) -> list[str]:
 
 
 def _literal(pattern: str) -> str:
-    """A pattern in which brackets, which test ids are full of, stand for themselves."""
+    """Return a pattern in which brackets, which test ids are full of, stand for themselves."""
     return pattern.replace("[", "[[]")

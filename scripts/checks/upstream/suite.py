@@ -69,7 +69,7 @@ class Side:
 
     @property
     def name(self) -> str:
-        """A name for files."""
+        """Return a name for files."""
         return "-".join(self.strategies) or "stock"
 
 
@@ -327,7 +327,7 @@ class _Job:
 
 
 def _lines(record: Path) -> list[dict[str, Any]]:
-    """What a recorder has written; the last line may be a part of one."""
+    """Return what a recorder has written; the last line may be a part of one."""
     if not record.is_file():
         return []
     whole = record.read_text(encoding="utf-8").split("\n")[:-1]
@@ -335,7 +335,7 @@ def _lines(record: Path) -> list[dict[str, Any]]:
 
 
 def _outcomes(record: Path) -> tuple[dict[str, Outcome], str | None]:
-    """What tests came to, and the one that has started and not ended."""
+    """Return what tests came to, and the one that has started and not ended."""
     outcomes: dict[str, Outcome] = {}
     begun, before = None, 0
     for line in _lines(record):

@@ -96,7 +96,7 @@ class MethodRow:
 
     @property
     def bytes_between(self) -> float:
-        """Payload that a node received from others in a step."""
+        """Return the payload that a node received from others in a step."""
         return self.link_bytes / self.headers
 
     @property

@@ -77,7 +77,7 @@ class Method(ABC):
             self._micro_step(inputs, targets, number == len(batches), self._look if watch else lambda: None)
 
     def held(self) -> StateBytes:
-        """Bytes of model states on this rank, where they were most in the last step that was watched.
+        """Return the bytes of model states on this rank, where they were most in the last step that was watched.
 
         Looked at after each forward and each backward, before the optimizer's step: states of that moment, counted
         from storages, each once. Buckets of messages are none of them. In the first step Adam has no moments yet.
@@ -89,7 +89,7 @@ class Method(ABC):
 
     @abstractmethod
     def weights(self) -> Tensor:
-        """1D: all parameters, whole, in the model's order. Collective."""
+        """Return all parameters, whole, in the model's order, as one 1D tensor. Collective."""
 
     @abstractmethod
     def close(self) -> None:
@@ -97,11 +97,11 @@ class Method(ABC):
 
     @abstractmethod
     def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
-        """One micro-batch; the last one ends with the optimizer's step."""
+        """Train on one micro-batch; the last one ends with the optimizer's step."""
 
     @abstractmethod
     def _states(self) -> StateBytes:
-        """Bytes held now."""
+        """Return the bytes held now."""
 
     def _look(self) -> None:
         self._most = max(self._most, self._states(), key=lambda states: states.total)
@@ -110,7 +110,7 @@ class Method(ABC):
 def _count(
     parameters: Iterable[Any], gradients: Iterable[Any], optimizer: torch.optim.Optimizer, masters: Iterable[Any] = ()
 ) -> StateBytes:
-    """Bytes of storages; what serves as two states counts as the first of them."""
+    """Return the bytes of storages; what serves as two states counts as the first of them."""
     seen: set[int] = set()
     moments = [*masters, *(value for state in optimizer.state.values() for value in state.values())]
     states = ([t.to_local() if isinstance(t, DTensor) else t for t in s] for s in (parameters, gradients, moments))
@@ -131,7 +131,7 @@ class TorchMethod(Method):
 
     @abstractmethod
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
-        """For a micro-batch."""
+        """Return the context of a micro-batch."""
 
     def _end_step(self) -> None:
         self._optimizer.step()
@@ -241,7 +241,7 @@ class DirectReduceScatter(ReduceScatter):
 
 @cache
 def _mesh(group_size: int | None) -> DeviceMesh:
-    """Of all ranks, or 2D: (nodes, ranks of a node). Made once: a mesh has its own process groups."""
+    """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Made once: it has its own process groups."""
     ranks = dist.get_world_size()
     if group_size is None:
         return init_device_mesh("cpu", (ranks,))

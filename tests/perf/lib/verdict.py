@@ -29,7 +29,7 @@ def print_all(rows: Sequence[MethodRow], cluster: GroupSizes) -> bool:
 
 
 def problems(rows: Sequence[MethodRow]) -> list[str]:
-    """What shows that methods did not train the same, or sent other bytes than they must."""
+    """Return what shows that methods did not train the same, or sent other bytes than they must."""
     found = []
     for row in rows:
         if LOCO not in row.method and not row.difference <= PARITY_BOUND:  # NaN is not
@@ -70,7 +70,7 @@ def _print_table(rows: Sequence[MethodRow], cluster: GroupSizes) -> None:
 
 
 def _print_ratios(rows: Sequence[MethodRow]) -> None:
-    """What users would switch for."""
+    """Print what users would switch for."""
     by_name = {row.method: row for row in rows}
     ours = by_name.get("NIG")
     if ours is None:
@@ -115,7 +115,7 @@ def _print_planner(rows: Sequence[MethodRow]) -> None:
 
 
 def regret(rows: Sequence[MethodRow]) -> float:
-    """The worst, over all limits of memory, of the chosen strategy's measured time over that of the best that fits."""
+    """Return the worst ratio, over all limits of memory, of the choice's time to that of the best that fits."""
     worst = 1.0
     for limit in (row.memory for row in rows):
         fitting = [row for row in rows if row.memory <= limit]
@@ -125,12 +125,12 @@ def regret(rows: Sequence[MethodRow]) -> float:
 
 
 def order(rows: Sequence[MethodRow]) -> float:
-    """Rank correlation of predicted and measured seconds."""
+    """Return the rank correlation of predicted and measured seconds."""
     return spearman([row.predicted or 0.0 for row in rows], [row.median for row in rows])
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:
-    """Rank correlation; equal values share the mean of their ranks."""
+    """Return the rank correlation; equal values share the mean of their ranks."""
     return statistics.correlation(_ranks(one), _ranks(other))
 
 
