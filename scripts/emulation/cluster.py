@@ -41,7 +41,7 @@ _GRACE_SECONDS = 3  # that processes get to end by themselves when another one h
 _POLL_SECONDS = 0.05
 
 
-class NodeProcess(NamedTuple):
+class NodeJob(NamedTuple):
     """A process to start in a node."""
 
     node: int
@@ -50,18 +50,18 @@ class NodeProcess(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Of the first process that failed."""
+    """The first process that failed: its node, and its status."""
 
     node: int
     status: int
 
 
-def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeProcess]:
+def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeJob]:
     """Return the ranks themselves, each with what a launcher sets."""
     size = {"WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     master = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
     return [
-        NodeProcess(
+        NodeJob(
             rank // ranks_per_node,
             [sys.executable, *script],
             {"RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node), **size, **master},
@@ -70,7 +70,7 @@ def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[No
     ]
 
 
-def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeProcess]:
+def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeJob]:
     """Return a launcher for each node; with ``none`` its ranks, which begin seconds earlier."""
     if launcher == "none":
         return rank_jobs(nodes, ranks_per_node, script)
@@ -85,7 +85,7 @@ def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequen
         options += [f"--master_addr={address(0)}", f"--master_port={PORT}"]
         rank_option = "--node_rank"
     command = [sys.executable, "-m", *options]
-    return [NodeProcess(node, [*command, f"{rank_option}={node}", *script], {}) for node in range(nodes)]
+    return [NodeJob(node, [*command, f"{rank_option}={node}", *script], {}) for node in range(nodes)]
 
 
 class Processes:
@@ -114,9 +114,7 @@ class Processes:
             for reader in self._readers:
                 reader.join(_GRACE_SECONDS)  # all that could write has ended
 
-    def start(
-        self, job: NodeProcess, output: IO[bytes] | None, read: Callable[[IO[bytes]], None] | None = None
-    ) -> None:
+    def start(self, job: NodeJob, output: IO[bytes] | None, read: Callable[[IO[bytes]], None] | None = None) -> None:
         """Start a process with this output, by default ours; or have another thread read its output."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self._network.names[job.node], *job.command],
@@ -181,7 +179,7 @@ def collect(nodes: int, ranks_per_node: int, module: str, log: Path, timeout: fl
         return json.loads(report.read_text())
 
 
-def _run_logged(network: Network, jobs: list[NodeProcess], log: Path, timeout: float) -> None:
+def _run_logged(network: Network, jobs: list[NodeJob], log: Path, timeout: float) -> None:
     """Run the jobs until all have ended; the first one's bar is for the terminal, all else for the log.
 
     Raises:

@@ -62,7 +62,7 @@ def test_a_mail_is_read(tmp_path: Path) -> None:
     assert one.body.startswith("Because of") and "Signed-off" not in one.body
     assert one.values("Remove-When") == ["pigs fly"] and one.generated == ["deepspeed_ext/leaf/units.py"]
     assert one.problems() == []
-    assert patch_mails.targets(one) == {"deepspeed/runtime/paro/zero/units.py": "deepspeed_ext/leaf/units.py"}
+    assert patch_mails.targets(one) == {"deepspeed/runtime/paro/leaf/units.py": "deepspeed_ext/leaf/units.py"}
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_series_and_folder_must_agree(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 def test_what_is_stale_is_named(tmp_path: Path) -> None:
     one = mail(tmp_path)
-    place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
+    place = tmp_path / "deepspeed/runtime/paro/leaf/units.py"
     place.parent.mkdir(parents=True)
     assert "units.py is not what deepspeed_ext/leaf/units.py gives" in patched_tree.stale(tmp_path, one)[0]
     place.write_text(translated_sources.translated("deepspeed_ext/leaf/units.py"))
@@ -130,26 +130,25 @@ def test_seams_and_twins_are_the_same(tmp_path: Path) -> None:
 def test_what_is_imported_must_be_there(tmp_path: Path) -> None:
     """Also what is imported late, for that is not seen when a tree is imported."""
     one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/integration/seams/keys.py\n")
-    package = tmp_path / "deepspeed/runtime/paro"
-    for name, text in (
-        ("replacements/keys.py", translated_sources.translated("deepspeed_ext/integration/seams/keys.py")),
-        ("config.py", ""),
-        ("frameworks.py", ""),
-    ):
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(text)
+    place = tmp_path / "deepspeed/runtime/paro/integration/seams/keys.py"
+    place.parent.mkdir(parents=True)
+    place.write_text(translated_sources.translated("deepspeed_ext/integration/seams/keys.py"))
     found = patched_tree.missing(tmp_path, one)
-    assert found and all("imports deepspeed.runtime.paro.support, which is not there" in line for line in found)
-    (package / "support.py").touch()
+    modules = [line.partition("imports ")[2].removesuffix(", which is not there") for line in found]
+    assert "deepspeed.runtime.paro.config.section" in modules
+    for module in modules:
+        path = tmp_path / f"{module.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     assert patched_tree.missing(tmp_path, one) == []
 
 
 def test_what_is_imported_late_from_a_package_must_be_there(tmp_path: Path) -> None:
     one = mail(tmp_path, trailers="Generated-From: deepspeed_ext/leaf/units.py\n")
-    place = tmp_path / "deepspeed/runtime/paro/zero/units.py"
+    place = tmp_path / "deepspeed/runtime/paro/leaf/units.py"
     place.parent.mkdir(parents=True)
-    place.write_text("def late():\n    from deepspeed.runtime.paro.zero import modified\n")
-    assert "imports deepspeed.runtime.paro.zero.modified, which is not there" in patched_tree.missing(tmp_path, one)[0]
+    place.write_text("def late():\n    from deepspeed.runtime.paro.leaf import modified\n")
+    assert "imports deepspeed.runtime.paro.leaf.modified, which is not there" in patched_tree.missing(tmp_path, one)[0]
     place.with_name("modified.py").touch()
     assert patched_tree.missing(tmp_path, one) == []
 
