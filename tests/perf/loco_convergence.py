@@ -60,7 +60,7 @@ CONTROL_NOISE = 1e-3  # of a weight
 
 @dataclass
 class SeedRun:
-    """A training run."""
+    """The training run of one seed."""
 
     optimizer: str
     method: str

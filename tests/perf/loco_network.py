@@ -140,7 +140,7 @@ class RateResult:
 
 
 class Perceptron(nn.Module):
-    """Two layers, which return their own loss, as ``train.record`` expects."""
+    """Two layers, which return their own loss, as ``steps.record`` expects."""
 
     def __init__(self) -> None:
         super().__init__()

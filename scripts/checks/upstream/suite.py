@@ -222,7 +222,7 @@ class Suite:
                 outcomes |= {test: Outcome(ERROR, text or f"not run: {why}\n{_tail(job.log)}") for test in left}
         return outcomes
 
-    def _wait(self, process: subprocess.Popen[bytes], job: "_Job") -> str:
+    def _wait(self, process: subprocess.Popen[bytes], job: "_PytestRun") -> str:
         """Wait until pytest has ended, or a test takes too long; how that was."""
         seen, since = -1, time.monotonic()
         while True:
@@ -242,11 +242,11 @@ class Suite:
                 process.wait()
                 return f"no end after {limit:.0f} s"
 
-    def _job(self, side: Side, tests: list[str] | None) -> "_Job":
+    def _job(self, side: Side, tests: list[str] | None) -> "_PytestRun":
         folder = self.work / "jobs" / f"{side.name}-{os.getpid()}-{next(self._numbers)}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        job = _Job(folder, side)
+        job = _PytestRun(folder, side)
         entry = job.library / "upstream_everywhere-0.dist-info" / "entry_points.txt"
         entry.parent.mkdir(parents=True)
         entry.write_text("[torch.backends]\nupstream_everywhere = upstream_everywhere:autoload\n", encoding="utf-8")
@@ -256,7 +256,7 @@ class Suite:
         job.file.write_text(json.dumps(content), encoding="utf-8")
         return job
 
-    def _start(self, job: "_Job", arguments: list[str], log: Any, slot: int) -> subprocess.Popen[bytes]:
+    def _start(self, job: "_PytestRun", arguments: list[str], log: Any, slot: int) -> subprocess.Popen[bytes]:
         pytest = [sys.executable, "-m", "pytest", "-p", "upstream_recorder", "-p", "no:cacheprovider"]
         # Upstream's limit ends the whole session: ours comes before it.
         pytest += ["--basetemp", str(job.temporary), "-c", "pytest.ini"]
@@ -270,7 +270,7 @@ class Suite:
             start_new_session=True,
         )
 
-    def _environment(self, job: "_Job", slot: int) -> dict[str, str]:
+    def _environment(self, job: "_PytestRun", slot: int) -> dict[str, str]:
         path = [INSIDE, job.library, *([self.extra] if self.extra else [])]
         added = {
             "UPSTREAM_JOB": str(job.file),
@@ -295,7 +295,7 @@ class Suite:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _PytestRun:
     """One run of pytest, and its files."""
 
     folder: Path
