@@ -24,7 +24,7 @@ from training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, plac
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.collectives import Collectives
-from deepspeed_ext.comm.hops import GatherHop
+from deepspeed_ext.comm.hops import GatherHop, Transfer
 from deepspeed_ext.comm.pairwise import Handles
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
@@ -210,61 +210,60 @@ def _hops_alone(place: Any) -> None:
     group = dist.new_group([0])
     others = [dist.new_group([0]) for _ in range(3)]
     numbers = torch.arange(1000, dtype=torch.float32, device=place.device)
-
-    def finished(transfer: Any, waits: int = 1) -> torch.Tensor:
-        started = 0
-        while True:
-            try:
-                handle = next(transfer)
-            except StopIteration as done:
-                place.report.check(f"{title}: communicates", started > 0)
-                return done.value
-            started += 1
-            for _ in range(waits):
-                handle.wait()
-
     gather, reduce = GatherHop(group, "alone"), make_reduce(group, "alone")
+    whole = make_reduce(group, "alone", False)
     cases = {
         "all-gather": lambda: gather.all_gather(numbers.clone()),
         "reduce-scatter": lambda: reduce.reduce_scatter(numbers.clone(), [1000]),
         "all-reduce": lambda: reduce.all_reduce(numbers.clone()),
-        "all-reduce that keeps a part": lambda: make_reduce(group, "alone", False).reduce_scatter(
-            numbers.clone(), [1000]
-        ),
+        "all-reduce that keeps a part": lambda: whole.reduce_scatter(numbers.clone(), [1000]),
     }
     for title, start in cases.items():
         before = _peak(place)
         for waits in (1, 3):
-            place.report.check(f"{title}, waits {waits}", torch.equal(finished(start(), waits), numbers))
+            place.report.check(
+                f"{title}, waits {waits}", torch.equal(_finished(place, title, start(), waits), numbers)
+            )
         place.report.figure(f"{title}: peak bytes", _peak(place) - before)
-    title = "all-gather in place"
-    out = numbers.clone()
-    place.report.check(title, torch.equal(finished(gather.all_gather(out, out=out), 2), numbers))
-    title = "several reduces as one handle"
-    parts = list(numbers.clone().split([300, 0, 700]))
-    reduces = [
-        reduce.collectives.start("reduce", dist.reduce, part, dist.get_global_rank(group, 0))
-        for part in parts
-        if part.numel()
-    ]
-    handle = Handles(reduces)
-    handle.wait()
-    handle.wait()
-    place.report.check(title, torch.equal(torch.cat(parts), numbers))
-    title = "all-to-all of bytes, with empty parts"
-    sent = torch.arange(100, device=place.device).to(torch.uint8)
-    received, nothing = torch.zeros_like(sent), sent[:0]
-    reduce.collectives.all_to_all(received, sent, [100], "exchange").wait()
-    reduce.collectives.all_to_all(nothing.clone(), nothing, [0], "exchange").wait()
-    place.report.check(title, torch.equal(received, sent))
-    title = "a reduction in four bits"
-    coarse = finished(LocoHop(group, "alone", LocoSettings()).reduce_scatter(numbers.clone(), [1000]))
-    place.report.check(title, bool((coarse - numbers).abs().max() < 100))
+    title, out = "all-gather in place", numbers.clone()
+    place.report.check(title, torch.equal(_finished(place, title, gather.all_gather(out, out=out), 2), numbers))
+    _collectives_alone(place, reduce.collectives, numbers)
+    title, coarse = "a reduction in four bits", LocoHop(group, "alone", LocoSettings())
+    found = _finished(place, title, coarse.reduce_scatter(numbers.clone(), [1000]))
+    place.report.check(title, bool((found - numbers).abs().max() < 100))
     for other in others:
         next(make_reduce(other, "dropped").all_reduce(torch.ones(10, device=place.device)))  # and nobody waits
     if place.cuda:
         torch.cuda.synchronize()
     place.report.check("handles that nobody waits for", True)
+
+
+def _finished(place: Any, title: str, transfer: Transfer, waits: int = 1) -> torch.Tensor:
+    """Finish a transfer, which must communicate, and wait so often for each handle."""
+    started = 0
+    while True:
+        try:
+            handle = next(transfer)
+        except StopIteration as done:
+            place.report.check(f"{title}: communicates", started > 0)
+            return done.value
+        started += 1
+        for _ in range(waits):
+            handle.wait()
+
+
+def _collectives_alone(place: Any, alone: Collectives, numbers: torch.Tensor) -> None:
+    parts = list(numbers.clone().split([300, 0, 700]))
+    root = dist.get_global_rank(alone.group, 0)
+    handle = Handles([alone.start("reduce", dist.reduce, part, root) for part in parts if part.numel()])
+    handle.wait()
+    handle.wait()
+    place.report.check("several reduces as one handle", torch.equal(torch.cat(parts), numbers))
+    sent = torch.arange(100, device=place.device).to(torch.uint8)
+    received, nothing = torch.zeros_like(sent), sent[:0]
+    alone.all_to_all(received, sent, [100], "exchange").wait()
+    alone.all_to_all(nothing.clone(), nothing, [0], "exchange").wait()
+    place.report.check("all-to-all of bytes, with empty parts", torch.equal(received, sent))
 
 
 def _peak(place: Any) -> int:
