@@ -94,7 +94,7 @@ class SavingPlan:
 
     folder: str
     dtype: str
-    cluster: tuple[int, int]  # ranks and ranks of a group, for what is saved
+    sizes: tuple[int, int]  # ranks and ranks of a group, for what is saved
     rows: Sequence[str] = ()
     sources: Sequence[str] = ()
     loads: Sequence[UniversalLoad] = ()
@@ -236,8 +236,8 @@ class Worker:
         zero = {**SMALL_ZERO, **placed(name, group_size)}
         return Training(SMALL, zero, self._plan.dtype, universal, ALL.index(name))
 
-    def _folder(self, name: str, cluster: Sequence[int]) -> Path:
-        return Path(self._plan.folder, f"{cluster[0]}", name)
+    def _folder(self, name: str, sizes: Sequence[int]) -> Path:
+        return Path(self._plan.folder, f"{sizes[0]}", name)
 
     def _exported(self, training: Training, folder: Path, saved: Snapshot) -> tuple[float, float]:
         """Return how far the weights that zero_to_fp32 and save_16bit_model write are from what was saved."""
@@ -258,15 +258,15 @@ class Worker:
         peak = rise_of_memory(lambda: training.engine.save_checkpoint(folder))
         peaks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(peaks, peak)
-        sizes = [path.stat().st_size / 1e6 for path in folder.glob("*/*_optim_states.pt")]
+        written = [path.stat().st_size / 1e6 for path in folder.glob("*/*_optim_states.pt")]
         training.engine.destroy()
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(folder)
         return {
-            "files": len(sizes),
+            "files": len(written),
             "shards": GroupSizes(*self._plan.sizes).shards(STRATEGIES[name].os),
-            "written": max(sizes),
+            "written": max(written),
             "peak": None if None in peaks else max(peaks),
             "states": 12 * training.trained / 1e6,
         }
@@ -290,16 +290,16 @@ def work(path: Path) -> None:
 # What starts them #################################################################################
 
 
-def matrix(cluster: tuple[int, int]) -> list[UniversalLoad]:
+def matrix(sizes: tuple[int, int]) -> list[UniversalLoad]:
     """Return all pairs, but DeepSpeed's own loads of what it has saved at stages that it takes for the same."""
     own = [*itertools.product("12", "12"), ("3", "3")]
     # Each that loads begins with its own checkpoint: not all with the same.
     ordered = ((ALL[(i + j) % len(ALL)], loaded) for i, loaded in enumerate(ALL) for j in range(len(ALL)))
-    return [UniversalLoad(saved, loaded, cluster, cluster) for saved, loaded in ordered if (saved, loaded) not in own]
+    return [UniversalLoad(saved, loaded, sizes, sizes) for saved, loaded in ordered if (saved, loaded) not in own]
 
 
 def pairs(before: tuple[int, int], *after: tuple[int, int]) -> list[UniversalLoad]:
-    return [UniversalLoad(saved, loaded, before, cluster) for cluster in after for saved, loaded in PAIRS]
+    return [UniversalLoad(saved, loaded, before, sizes) for sizes in after for saved, loaded in PAIRS]
 
 
 def run(args: argparse.Namespace) -> tuple[list[CheckpointRow], list[UniversalLoad]]:

@@ -66,15 +66,15 @@ class TrainingRun:
     @property
     def formula(self) -> Volume:
         """Return the bytes that a rank must receive in a step, from the strategy's three letters."""
-        return self.strategy.volume(self._cluster, self._states, self.report["gradient_accumulation_steps"])
+        return self.strategy.volume(self._sizes, self._states, self.report["gradient_accumulation_steps"])
 
     @property
     def optimizer_formula(self) -> float:
         """Return the bytes of optimizer states that a rank must hold, from the strategy's three letters."""
-        return self.strategy.memory(self._cluster, self._states).optimizer
+        return self.strategy.memory(self._sizes, self._states).optimizer
 
     @property
-    def _cluster(self) -> GroupSizes:
+    def _sizes(self) -> GroupSizes:
         return GroupSizes(self.report["world_size"], self.report["group_size"])
 
     @property

@@ -74,7 +74,7 @@ class Worker:
 
     def rows(self) -> Iterator[StrategyRow]:
         """Train with each strategy."""
-        cluster = GroupSizes(self._args.ranks, self._args.group_size)
+        sizes = GroupSizes(self._args.ranks, self._args.group_size)
         for name in self._args.strategies:
             strategy = STRATEGIES[name]
             oracle = 3 if strategy.stage == 3 else 2
@@ -82,15 +82,15 @@ class Worker:
                 engine, _ = self._train({"stage": oracle})
                 self._stock[oracle] = whole_weights(engine.module)
                 engine.destroy()
-            engine, counted = self._train({"paro_strategy": name, "paro_group_size": cluster.group_size})
+            engine, counted = self._train({"paro_strategy": name, "paro_group_size": sizes.group_size})
             stock = self._stock[oracle]
             difference = largest(((whole_weights(engine.module) - stock).abs().max() / stock.abs().max()).item())
             self._micro_step(engine, STEPS * self._args.accumulation)
             counted |= {state: largest(nbytes) for state, nbytes in asdict(held(engine)).items()}
             count = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
             states = ModelStates.of(count, parameter_bytes=4, gradient_bytes=4)
-            volume = strategy.volume(cluster, states, self._args.accumulation)
-            formula = asdict(volume) | asdict(strategy.memory(cluster, states))
+            volume = strategy.volume(sizes, states, self._args.accumulation)
+            formula = asdict(volume) | asdict(strategy.memory(sizes, states))
             yield StrategyRow(name, difference, counted, formula)
             engine.destroy()
 
@@ -134,9 +134,9 @@ def work(args: argparse.Namespace) -> None:
 
 def print_table(rows: list[StrategyRow], args: argparse.Namespace) -> None:
     """Print a line for each strategy; MB that a rank receives in a step or holds, counted / by the formula."""
-    cluster = GroupSizes(args.ranks, args.group_size)
+    sizes = GroupSizes(args.ranks, args.group_size)
     print(
-        f"{cluster.ranks} ranks in {cluster.groups} groups, {args.accumulation} micro-batches a step, fp32 with Adam; "
+        f"{sizes.ranks} ranks in {sizes.groups} groups, {args.accumulation} micro-batches a step, fp32 with Adam; "
         f"MB a rank, counted / formula"
     )
     titles = ("received in group", "between groups", "parameters", "gradients", "optimizer")

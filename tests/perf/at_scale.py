@@ -28,9 +28,9 @@ def table(parameters: int, share: float, args: argparse.Namespace) -> list[str]:
     cells: dict[str, list[str]] = {name: [] for name in STRATEGIES}
     choices = []
     for ranks in RANKS:
-        cluster = GroupSizes(ranks, args.ranks_per_node)
+        sizes = GroupSizes(ranks, args.ranks_per_node)
         rates = Rates.of_links(
-            cluster,
+            sizes,
             args.ranks_per_node,
             args.intra_gbps,
             args.inter_gbps,
@@ -38,7 +38,7 @@ def table(parameters: int, share: float, args: argparse.Namespace) -> list[str]:
             args.memory_gbps * 1e9,
         )
         model = Model(ModelStates.of(parameters, count), 2, args.accumulation, compute, fetches=parameters // 10**8)
-        found = plan(cluster, model, rates, args.memory_gb * 1e9)
+        found = plan(sizes, model, rates, args.memory_gb * 1e9)
         by_name = {one.strategy: one for one in found.predictions}
         for name in STRATEGIES:
             one = by_name[name]

@@ -157,10 +157,10 @@ class Worker:
 
     def _compression(self, count: int, received: float) -> float:
         """Return the bytes that gradients have by the formula, over those that a rank received besides parameters."""
-        cluster = GroupSizes(self._args.ranks, self._args.group_size)
+        sizes = GroupSizes(self._args.ranks, self._args.group_size)
         states = ModelStates.of(count, parameter_bytes=4, gradient_bytes=4)
         strategy = parse_strategy(STRATEGY)
-        sent = {phase.name: phase.volume.inter for phase in strategy.phases(cluster, states)}
+        sent = {phase.name: phase.volume.inter for phase in strategy.phases(sizes, states)}
         return sent["reduce at the boundary"] / (received - sent["gather updates"])
 
     def _configuration(self, optimizer: str, method: str) -> dict[str, Any]:
@@ -235,9 +235,9 @@ def rows_of(runs: list[SeedRun]) -> list[LocoRow]:
 
 def print_table(rows: list[LocoRow], runs: list[SeedRun], args: argparse.Namespace) -> None:
     """Print a line for each row, then what follows from them."""
-    cluster = GroupSizes(args.ranks, args.group_size)
+    sizes = GroupSizes(args.ranks, args.group_size)
     print(
-        f"{STRATEGY}, {cluster.ranks} ranks in {cluster.groups} groups, fp32, {args.seeds} seeds, {args.steps} steps "
+        f"{STRATEGY}, {sizes.ranks} ranks in {sizes.groups} groups, fp32, {args.seeds} seeds, {args.steps} steps "
         f"of {args.accumulation} micro-batches; first loss {statistics.fmean(run.losses[0] for run in runs):.3f}"
     )
     print(

@@ -45,7 +45,7 @@ from tests.perf.lib import records
 
 STRATEGY = "NIG"
 NODES, RANKS_PER_NODE = 2, 2
-CLUSTER = GroupSizes(NODES * RANKS_PER_NODE, RANKS_PER_NODE)
+SIZES = GroupSizes(NODES * RANKS_PER_NODE, RANKS_PER_NODE)
 METHODS: dict[str, dict[str, Any] | None] = {"plain": None, "LoCo": {"bits": 4, "block_size": 128}}
 WIDTHS = {"bf16": 2, "fp32": 4}  # bytes of a parameter, and of a gradient
 WIDTH, HIDDEN = 1024, 2048  # of the model: many parameters, on which this machine computes for a short time
@@ -112,7 +112,7 @@ class RateResult:
         width = WIDTHS[self.dtype]
         states = ModelStates.of(self.parameters, parameter_bytes=width, gradient_bytes=width)
         strategy = parse_strategy(STRATEGY)
-        sent = {phase.name: phase.volume.inter for phase in strategy.phases(CLUSTER, states)}
+        sent = {phase.name: phase.volume.inter for phase in strategy.phases(SIZES, states)}
         loco = METHODS[method]
         ratio = 1.0 if loco is None else LocoSettings(**loco).wire_bits / (8 * width)
         return sent["gather updates"], sent["reduce at the boundary"] * ratio
@@ -234,7 +234,7 @@ class Worker:
         self._meter.stop()
         carried = torch.tensor(float(self._link.sent() - sent), dtype=torch.float64)
         dist.all_reduce(carried)
-        per_rank_step = self._args.block_steps * CLUSTER.ranks
+        per_rank_step = self._args.block_steps * SIZES.ranks
         received = self._meter.split(RANKS_PER_NODE).inter
         return seconds, sum(received) / per_rank_step, carried.item() / per_rank_step
 

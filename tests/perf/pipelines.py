@@ -45,7 +45,7 @@ from scripts.examples.gpt import Batches, pipeline, read_corpus
 from tests.perf.lib import records
 
 NODES, RANKS_PER_NODE, STAGES = 4, 2, 2
-CLUSTER = GroupSizes(NODES * RANKS_PER_NODE // STAGES, RANKS_PER_NODE)  # of a stage
+SIZES = GroupSizes(NODES * RANKS_PER_NODE // STAGES, RANKS_PER_NODE)  # of a stage
 STOCK = "ZeRO-1"
 CASES: dict[str, dict[str, Any]] = {STOCK: {"stage": 1}}
 for _name in ("NNG", "NIG", "NGG", "IIG", "GGG"):
@@ -204,7 +204,7 @@ def _expect(row: PipelineRow, case: Case, micro_batches: int) -> None:
     if case.name == STOCK:
         return
     states = ModelStates.of(sum(case.numels.values()), parameter_bytes=4, gradient_bytes=4)
-    volume = STRATEGIES[case.name].volume(CLUSTER, states, micro_batches)
+    volume = STRATEGIES[case.name].volume(SIZES, states, micro_batches)
     found = torch.tensor([volume.intra, volume.inter], dtype=torch.float64)
     dist.all_reduce(found)
     row.intra_formula, row.inter_formula = (found / dist.get_world_size()).tolist()
@@ -225,7 +225,7 @@ def work(args: argparse.Namespace) -> None:
 def print_table(rows: list[PipelineRow], args: argparse.Namespace) -> None:
     """Print a line for each row."""
     print(
-        f"{STAGES} stages of {CLUSTER.ranks} data-parallel ranks in {CLUSTER.groups} groups, a group a node; "
+        f"{STAGES} stages of {SIZES.ranks} data-parallel ranks in {SIZES.groups} groups, a group a node; "
         f"{args.micro_batches} micro-batches a step, fp32 with Adam, embedding and head tied. MB a rank: held before "
         f"the flush (largest), received a step (mean; counted / formula)."
     )

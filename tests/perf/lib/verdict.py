@@ -14,12 +14,12 @@ PARITY_BOUND = 1e-4  # of the largest weight
 NEAR = 1.10  # of the best measured time, for a choice to be right
 
 
-def print_all(rows: Sequence[MethodRow], cluster: GroupSizes) -> bool:
+def print_all(rows: Sequence[MethodRow], sizes: GroupSizes) -> bool:
     """Print a table a rate; whether something is wrong."""
     failed = False
     for mbit in dict.fromkeys(row.mbit for row in rows):
         some = sorted((row for row in rows if row.mbit == mbit), key=lambda row: row.median)
-        _print_table(some, cluster)
+        _print_table(some, sizes)
         _print_ratios(some)
         _print_planner(some)
         for problem in problems(some):
@@ -43,12 +43,12 @@ def problems(rows: Sequence[MethodRow]) -> list[str]:
     return found
 
 
-def _print_table(rows: Sequence[MethodRow], cluster: GroupSizes) -> None:
+def _print_table(rows: Sequence[MethodRow], sizes: GroupSizes) -> None:
     first = rows[0]
     rate = "unlimited links" if first.mbit is None else f"{first.mbit:g} Mbit/s"
     stolen = [share for row in rows for share in row.stolen]
     print(
-        f"\n{first.setting}: {cluster.groups} nodes of {cluster.group_size} ranks, {rate}; compute alone "
+        f"\n{first.setting}: {sizes.groups} nodes of {sizes.group_size} ranks, {rate}; compute alone "
         f"{first.compute:.3f} s; the interface counts {first.headers:.4f} bytes for each of a known transfer; "
         f"{sum(share > 0.1 for share in stolen)} of {len(stolen)} steps lost over 10 % of the CPU to the host.\n"
         f"MB of a node's interface a step without headers (of the formula), MB of model states on a rank."
