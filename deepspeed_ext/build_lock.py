@@ -114,7 +114,7 @@ def _note(ours: TextIO, alone: bool) -> None:
 
 
 def _boot_id() -> str:
-    """What tells one run of a kernel from all others, in containers, too; empty where only Linux could tell."""
+    """Return what tells one boot of a machine from all others, in containers, too; empty where Linux is not there."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -26,30 +26,30 @@ class LocoBuilder(CUDAOpBuilder):
         super().__init__(name=self.NAME if name is None else name)
 
     def absolute_name(self) -> str:
-        """Of the module that is built ahead of time."""
+        """Return the name of the module that is built ahead of time."""
         return "deepspeed_ext.loco._kernels"
 
     def sources(self) -> list[str]:
-        """Source files."""
+        """Return the source files."""
         names = ["loco_cpu.cpp"] if self.build_for_cpu else ["loco_cpu.cpp", "loco_cuda.cu"]
         return [str(source_folder() / name) for name in names]
 
     def include_paths(self) -> list[str]:
-        """Folders of headers."""
+        """Return the folders of headers."""
         return [str(source_folder())]
 
     def cxx_args(self) -> list[str]:
-        """As DeepSpeed's; the stable ABI of torch, and exact arithmetic."""
+        """Return DeepSpeed's, with the stable ABI of torch and exact arithmetic."""
         cuda = [] if self.build_for_cpu else ["-DUSE_CUDA"]
         return [*super().cxx_args(), _STABLE_ABI, *_EXACT, *cuda]
 
     def nvcc_args(self) -> list[str]:
-        """As DeepSpeed's, but with exact arithmetic."""
+        """Return DeepSpeed's, with exact arithmetic."""
         args = [arg for arg in super().nvcc_args() if arg != "--use_fast_math"]
         return [*args, "-fmad=false", "-DUSE_CUDA", _STABLE_ABI] if args else args
 
     def builder(self) -> Any:
-        """The extension, for a ``setup.py``: with sources relative to the current directory, as setuptools wants."""
+        """Return the extension, for a ``setup.py``: with relative sources, as setuptools wants."""
         extension = super().builder()
         extension.sources = [os.path.relpath(source) for source in extension.sources]
         return extension
@@ -71,7 +71,7 @@ class LocoBuilder(CUDAOpBuilder):
 
 
 def source_folder() -> Path:
-    """``csrc/loco``: beside the package in a clone, inside it where it was installed."""
+    """Return ``csrc/loco``: beside the package in a clone, inside it where it was installed."""
     package = Path(__file__).resolve().parent
     installed = package / "csrc" / "loco"
     return installed if installed.is_dir() else package.parent / "csrc" / "loco"

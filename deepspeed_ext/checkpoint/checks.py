@@ -23,7 +23,7 @@ _MODULE = "module"
 
 
 class Check:
-    """Of one load, before it.
+    """The checks of one load, before it.
 
     Args:
         engine: that will load.
@@ -63,7 +63,7 @@ class Check:
                     self._check_layers(strict)
             if self.states:
                 self._check_order(file, module)
-            # DeepSpeed refuses another number of ranks. What counts is over how many the states are cut.
+            # DeepSpeed refuses another number of ranks. What counts is over how many ranks the states are sharded.
             self._files.amendments[file] = {"dp_world_size": self._engine.seq_dp_world_size}
         if self.states:
             self._check_states()
@@ -73,7 +73,7 @@ class Check:
     # The module #######################################################################################
 
     def _check_module(self, file: str, state: Mapping[str, Any], strict: bool) -> None:
-        """torch says what is missing or has another shape when it has copied the rest.
+        """Compare names and shapes before torch does, which says what is wrong when it has copied the rest.
 
         Modules that load in their own way are left to it.
         """
@@ -109,7 +109,7 @@ class Check:
             )
 
     def _check_layers(self, strict: bool) -> None:
-        """A pipeline's module is in files of its layers."""
+        """Compare a pipeline's module with the files of its layers."""
         pipeline: PipelineModule = self._engine.module
         for index, layer in enumerate(pipeline.forward_funcs):
             if not isinstance(layer, nn.Module) or any(_loads_itself(part) for part in layer.modules()):
@@ -125,7 +125,7 @@ class Check:
                 self._compare(files[0], layer, own, shapes, strict, saved[0].keys())
 
     def _check_order(self, file: str, state: Mapping[str, Any]) -> None:
-        """DeepSpeed saves what was flattened in this order, and takes it back in the order of now."""
+        """Compare the order in which DeepSpeed has flattened parameters with that in which it will take them back."""
         saved, wanted = (
             [(name, tuple(shape)) for group in groups for name, shape in group.items()]
             for groups in (state.get(PARAM_SHAPES) or (), self._engine._get_zero_param_shapes())
@@ -155,7 +155,7 @@ class Check:
             ) from error
 
     def _check_all_shards(self) -> None:
-        """Weights without optimizer states come from all shards; each rank checks some."""
+        """Check some of the shards: weights without optimizer states come from all of them."""
         names = sorted(self._folder.glob("*_optim_states.pt"))
         if not names:
             raise CheckpointError(f"{self._folder} has no files *_optim_states.pt, which hold the weights.")
@@ -182,7 +182,7 @@ class Check:
     # Advice ###########################################################################################
 
     def _other_precision(self, file: Path) -> str:
-        """Where the file is there under the name that it has with bf16, or without."""
+        """Return the advice where the file is there under the name that it has with bf16, or without."""
         prefix = "bf16_"
         other = file.name.removeprefix(prefix) if file.name.startswith(prefix) else prefix + file.name
         if not file.with_name(other).exists():
@@ -190,7 +190,7 @@ class Check:
         return f" But {other} is there: bf16.enabled must be what it was when it was saved."
 
     def _saved_as(self) -> str:
-        """How the checkpoint was saved, as far as it can be told, and what to do."""
+        """Return how the checkpoint was saved, as far as it can be told, and what to do."""
         header = next(filter(None, self._headers()), None)
         saved = " It"
         if header:
@@ -219,17 +219,17 @@ class Check:
 
 
 class UniversalCheck(Check):
-    """Of a load from a universal checkpoint: each parameter's files, shared among the ranks."""
+    """The checks of a load from a universal checkpoint: each parameter's files, shared out among the ranks."""
 
     def _check(self, strict: bool | None) -> None:
         self.untrained = universal.untrained(self._engine, self._folder, self._files.inspect)
         universal.check(self._engine, self._folder, self._files.inspect, self.states, self.untrained)
 
     def _check_saves(self) -> None:
-        """A conversion is not a save."""
+        """Check nothing: a conversion is not a save."""
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether it may rename, drop or resize what it is given."""
+    """Whether a module may rename, drop or resize what it is given."""
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return own or bool(module._load_state_dict_pre_hooks)

@@ -21,7 +21,7 @@ HEADER = "paro"  # the same in a fork: either form reads what the other has save
 
 
 def wrap(inner: CheckpointEngine) -> CheckpointEngine:
-    """DeepSpeed's checkpoint engine in ours; another one than torch's as it is, with a warning."""
+    """Return DeepSpeed's checkpoint engine inside ours; one other than torch's as it is, with a warning."""
     if isinstance(inner, TorchCheckpointEngine):
         return CheckpointFiles(inner)
     logger.warning(
@@ -33,7 +33,7 @@ def wrap(inner: CheckpointEngine) -> CheckpointEngine:
 
 
 def _holds_parameters_only(path: str) -> bool:
-    """Whether it is a layer of a pipeline, in which DeepSpeed takes each key for a parameter."""
+    """Whether a file is a layer of a pipeline, in which DeepSpeed takes each key for a parameter."""
     return Path(path).name.startswith("layer_")
 
 
@@ -65,7 +65,7 @@ class CheckpointFiles(CheckpointEngine):
 
     @contextmanager
     def saving(self, folder: CheckpointFolder, header: Mapping[str, Any]) -> Iterator[None]:
-        """Meanwhile files of the folder are written to its staging folder, with a header.
+        """Have files of the folder written to its staging folder meanwhile, with a header.
 
         A file that cannot be written leaves its reason in ``error``: the rank goes on, since the others wait for it.
         """
@@ -129,7 +129,7 @@ class CheckpointFiles(CheckpointEngine):
         return state
 
     def load(self, path: str, map_location: object = None) -> Any:
-        """DeepSpeed's, without our header, and amended."""
+        """Load as DeepSpeed does, without our header, and amended."""
         state = self._inner.load(path, map_location=map_location)
         if isinstance(state, dict):
             state.pop(HEADER, None)
@@ -137,7 +137,7 @@ class CheckpointFiles(CheckpointEngine):
         return state
 
     def forget(self) -> None:
-        """A load is over."""
+        """Forget a load that is over."""
         self.headers.clear()
         self.amendments.clear()
 

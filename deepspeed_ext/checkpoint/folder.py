@@ -32,7 +32,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 class CheckpointError(ZeRORuntimeException, RuntimeError):
     """A checkpoint that could not be saved, or cannot be loaded. Raised on all ranks alike; nothing has changed.
 
-    Scripts catch DeepSpeed's class, which its loads raise where the states are cut otherwise.
+    Scripts catch DeepSpeed's class, which its loads raise where the states are sharded otherwise.
     """
 
 
@@ -60,7 +60,7 @@ class CheckpointFolder:
         self._latest: list[str | None] = []  # what the file latest was before it named this tag
 
     def staged(self, path: str) -> str:
-        """Where a save writes what is to be at ``path``; ``path`` itself if that is not in this folder."""
+        """Return where a save writes what is to be at ``path``; ``path`` itself if that is not in this folder."""
         inside = os.path.relpath(path, self.path)
         if inside.split(os.sep, 1)[0] == os.pardir:
             return path
@@ -80,7 +80,7 @@ class CheckpointFolder:
         self.staging.mkdir()
 
     def files(self) -> int:
-        """Number of files that are in the staging folder."""
+        """Return the number of files that are in the staging folder."""
         return sum(path.is_file() for path in self.staging.rglob("*"))
 
     def publish(self) -> None:
@@ -97,7 +97,7 @@ class CheckpointFolder:
         sync(self.path.parent)
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        """What of the old folder is replaced; whatever else somebody keeps there stays."""
+        """Return what of the old folder is replaced; whatever else somebody keeps there stays."""
         return shutil.ignore_patterns(*_FILES)(folder, names) if Path(folder) == self.path else set()
 
     def point(self) -> None:
@@ -143,7 +143,7 @@ class CheckpointFolder:
     # Loading ##########################################################################################
 
     def present_tag(self) -> str:
-        """The tag under which the checkpoint is found: its own, or where a save that was killed has set it aside.
+        """Return the tag under which the checkpoint is found: its own, or where a killed save has set it aside.
 
         Raises:
             CheckpointError: there is none.
@@ -155,7 +155,7 @@ class CheckpointFolder:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one call; False where that is not known."""
+    """Exchange two names in one call; return False where the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return rename is not None and rename(*arguments) == 0
@@ -170,7 +170,7 @@ def _remove(path: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """A hard link where the file system has them, else a copy; not over what is new."""
+    """Make a hard link where the file system has them, else a copy; not over what is new."""
     if os.path.lexists(target):
         return
     try:

@@ -31,10 +31,10 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., None] | None = None,
 ) -> Any:
-    """DeepSpeed's ``load_checkpoint``, after all that it will read was found to be there, whole, and fitting.
+    """Run DeepSpeed's ``load_checkpoint``, after all that it will read was found to be there, whole, and fitting.
 
-    Two faults of DeepSpeed's are mended with parameters cut: ``load_module_only`` alone loads no weights, and without
-    optimizer states the weights are those of ``latest``, whatever the tag.
+    Two faults of DeepSpeed's are mended where parameters are sharded: ``load_module_only`` alone loads no weights, and
+    without optimizer states the weights are those of ``latest``, whatever the tag.
 
     Args:
         load: DeepSpeed's.
@@ -44,7 +44,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if a file is missing, truncated, of another save, of another model, or if the
-            optimizer states are cut otherwise. Nothing has been changed.
+            optimizer states are sharded otherwise. Nothing has been changed.
     """
     from_universal = engine.load_universal_checkpoint()
     tag = together(
@@ -93,7 +93,7 @@ def load_checkpoint(
 def load_into_stock(
     load: Callable[..., Any], engine: Engine, load_dir: str, tag: str | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """``load_checkpoint`` of an engine without a strategy of ours: also what its ZeRO leaves out.
+    """Load into an engine without a strategy of ours, also what its ZeRO leaves out.
 
     DeepSpeed loads neither buffers nor frozen parameters from universal checkpoints. Where a strategy of ours has
     saved it, or the stage was another, that is done here.
@@ -105,7 +105,7 @@ def load_into_stock(
 
 
 def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
-    """The tag, or the one that DeepSpeed's file of the latest names; empty if there is none."""
+    """Return the tag, or the one that DeepSpeed's file of the latest names; empty if there is none."""
     if tag is not None:
         return str(tag)
     latest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else LATEST)
@@ -113,7 +113,7 @@ def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
 
 
 def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
-    """Meanwhile the engine, where it takes weights from the shards of the optimizer, takes them from this tag's.
+    """Have the engine, where it takes weights from the shards of the optimizer, take them from this tag's.
 
     A universal checkpoint has no shards, and there the optimizer loads the weights. A pipeline has them in files of
     its layers, which it takes where there is nothing else.

@@ -1,11 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What reductions remember, in checkpoints: a file of each rank, beside DeepSpeed's.
+"""The errors that reductions keep, in checkpoints: a file of each rank, beside DeepSpeed's.
 
-It differs from rank to rank even where optimizer states do not, so it cannot be in their files. A run that is cut in
-the same way takes it back to the bit. Another one (other groups, another number of ranks, another strategy) gets it by
-the elements of parameters: the sum over all groups of what was not sent yet stays the same, dealt out evenly to the
-groups that are there now. ``ds_to_universal.py`` leaves these files where they are; a load finds them there.
+They differ from rank to rank even where optimizer states do not, so they cannot be in those files. A run that is
+sharded in the same way takes them back bit for bit. Another one (other groups, another number of ranks, another
+strategy) gets them by the elements of parameters: the sum over all groups of what was not sent yet stays the same,
+dealt out evenly to the groups that are there now. ``ds_to_universal.py`` leaves these files where they are; a load
+finds them there.
 """
 
 import logging
@@ -29,7 +30,7 @@ FOLDER = "residuals"  # in the header of files of a save: where the files with r
 
 
 def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> None:
-    """Write this rank's file, if its reductions remember anything."""
+    """Write this rank's file, if its reductions keep errors."""
     optimizer: ParoOptimizer = engine.optimizer
     if not optimizer.error_state.keeps_errors:
         return
@@ -39,7 +40,7 @@ def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> Non
 
 
 def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
-    """What the elements of messages are: equal where states can be taken as they are."""
+    """Return what the elements of buckets are: equal where states can be taken as they are."""
     sizes = optimizer.topology.sizes
     return {
         "rank": optimizer.topology.rank,
@@ -51,7 +52,7 @@ def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
 
 
 class Residuals:
-    """Those of one checkpoint, looked at before anything is changed.
+    """The residuals of one checkpoint, looked at before anything is changed.
 
     Args:
         engine: that will load.
@@ -63,11 +64,11 @@ class Residuals:
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self._optimizer: ParoOptimizer = engine.optimizer
-        self._memory = self._optimizer.error_state
+        self._errors = self._optimizer.error_state
         self._folder = folder
-        self._same: Mapping[str, Any] = {}  # of this rank, cut in the same way; or
-        self._ranks: list[Mapping[str, Any]] = []  # of all ranks, cut otherwise
-        if not self._memory.keeps_errors:
+        self._same: Mapping[str, Any] = {}  # of this rank, sharded in the same way; or
+        self._ranks: list[Mapping[str, Any]] = []  # of all ranks, sharded otherwise
+        if not self._errors.keeps_errors:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
         models = sorted(folder.glob("*mp_rank_*_model_states.pt"))[:1]
@@ -102,7 +103,7 @@ class Residuals:
         return self._files.headers[str(path)].get("save_id") == self._saved.get("save_id")
 
     def _paths_elsewhere(self, mp_rank: int) -> list[Path]:
-        """Where the checkpoint was saved, from which this one was converted; unless another one is there now."""
+        """Return the files of the checkpoint from which this one was converted, if they are still there."""
         paths = self._paths(Path(self._saved[FOLDER]), mp_rank)
         if paths:
             self._files.inspect(paths[0])
@@ -113,16 +114,16 @@ class Residuals:
         return sorted(folder.glob(_NAME.format(0, mp_rank).replace("00000", "*", 1)))
 
     def load(self) -> None:
-        """Give them to this rank's reductions; without any, those start anew."""
-        if not self._memory.keeps_errors:
+        """Give them to this rank's reductions, which start anew without any."""
+        if not self._errors.keeps_errors:
             return
         if self._same:
-            self._memory.load_states(self._same["states"])
+            self._errors.load_states(self._same["states"])
         elif self._ranks:
             wanted = _described(self._optimizer)["whereabouts"]
-            self._memory.load_errors(self._collected(wanted), self._ranks[0]["states"]["steps"])
+            self._errors.load_errors(self._collected(wanted), self._ranks[0]["states"]["steps"])
         else:
-            self._memory.forget()
+            self._errors.forget()
             log_dist(
                 f"deepspeed_ext: {self._folder} has no residuals of reductions: the errors of LoCo start at zero. A "
                 f"checkpoint that was saved with LoCo has files residuals_rank_*.pt; if it was converted, copy them "
@@ -132,7 +133,7 @@ class Residuals:
             )
 
     def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[Span, Tensor]:
-        """For each stretch of this rank's gradients its share of what all groups had not sent."""
+        """Return for each row of this rank's gradients its share of what all groups had not sent."""
         totals: dict[tuple[int, int], Tensor] = {}
         places: dict[str, list[tuple[int, Span]]] = defaultdict(list)
         for name, start, run in wanted:
@@ -153,11 +154,11 @@ class Residuals:
         return {Span(buffer, row, 0, total.numel()): total / groups for (buffer, row), total in totals.items()}
 
     def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
-        """What a rank had not sent: name of a parameter, first element, values."""
+        """Return what a rank had not sent: name of a parameter, first element, values."""
         places: dict[tuple[int, int], list[tuple[int, int, str, int]]] = defaultdict(list)
         for name, start, (buffer, row, first, numel) in file["whereabouts"]:
             places[buffer, row].append((first, numel, name, start))
-        for run, values in self._memory.errors_in(file["states"]):
+        for run, values in self._errors.errors_in(file["states"]):
             for first, numel, name, start in places[run.buffer, run.row]:
                 begin, end = max(first, run.start), min(first + numel, run.start + run.numel)
                 if begin < end:

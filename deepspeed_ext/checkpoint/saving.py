@@ -31,7 +31,7 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """DeepSpeed's ``save_checkpoint``, of which nothing is seen before it is complete. See ``folder.py``.
+    """Run DeepSpeed's ``save_checkpoint``, of which nothing is seen before it is complete. See ``folder.py``.
 
     Args:
         save: DeepSpeed's.
@@ -77,7 +77,7 @@ def save_checkpoint(
 
 
 def _frozen(engine: Engine) -> dict[str, Any]:
-    """Frozen parameters as DeepSpeed saves them at stages 2 and 3: ``zero_to_fp32.py`` looks there at stage 1, too."""
+    """Return frozen parameters as stages 2 and 3 save them: ``zero_to_fp32.py`` looks there at stage 1, too."""
     if engine.zero_optimization_partition_gradients():
         return {}
     return {
@@ -87,7 +87,7 @@ def _frozen(engine: Engine) -> dict[str, Any]:
 
 
 def _require_all(folder: CheckpointFolder, expected: int) -> None:
-    """Whether this rank sees what all ranks have written; a network file system may take a moment to show it."""
+    """Require that this rank sees what all ranks have written, which a network file system may show a moment later."""
     for _ in range(_LOOKS):
         found = folder.files()
         if found >= expected:
@@ -106,7 +106,7 @@ def _is_first(engine: Engine) -> bool:
 
 
 def _header(engine: Engine, folder: Path) -> dict[str, Any]:
-    """What the files of one save have in common and no others have; plain values, for tools that have no torch."""
+    """Return what the files of one save have in common and no others have: plain values, for tools without torch."""
     optimizer: ParoOptimizer = engine.optimizer
     return {
         "version": __version__,

@@ -3,7 +3,7 @@
 """Universal checkpoints (arXiv:2406.18820): a folder for each parameter, which any strategy and DeepSpeed's ZeRO load.
 
 Made by DeepSpeed's ``ds_to_universal.py``. What that writes depends on what had saved the checkpoint, and DeepSpeed
-0.19.8 reads it back only where parameters were cut (stage 3) before and after, or neither before nor after:
+0.19.8 reads it back only where parameters were partitioned (stage 3) before and after, or neither before nor after:
 
 ============================  ======================================  ======================================
                               from stage 1 or 2 (p = N)               from stage 3 (p = I or G)
@@ -12,7 +12,7 @@ files of model states         ``mp_rank_*_model_states.pt``           ``zero_pp_
 files of a parameter          dicts                                   flat tensors, unless tensor parallel
 step count                    ``step.pt`` of each parameter           ``optimizer_state.pt``, of the optimizer
 ``optimizer_state.pt``        has ``ds_version``                      has not
-frozen parameters             whole, in the model states              cut, in the model states of all ranks
+frozen parameters             whole, in the model states              partitioned, in those of all ranks
 ============================  ======================================  ======================================
 
 So it is read here, for our optimizers, and for DeepSpeed's where its own code cannot. Also mended here: DeepSpeed's
@@ -60,9 +60,9 @@ Inspect = Callable[[Path], Any]  # a file's content, of which tensors stay on di
 
 
 def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, Any]]:
-    """The model states that hold what no optimizer does: of the model-parallel rank that DeepSpeed chooses for ours.
+    """Return the model states, which hold what no optimizer does, of the model-parallel rank that stands for ours.
 
-    Those of one data-parallel rank; of all, in order, where frozen parameters are cut.
+    Those of one data-parallel rank; of all, in order, where frozen parameters are partitioned.
     """
     ranks = sorted({path.name.split("mp_rank_")[1] for path in folder.glob("*mp_rank_*_model_states.pt")})
     if not ranks:
@@ -76,7 +76,7 @@ def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, 
 
 
 def other_files(pattern: str, folder: Path) -> list[str]:
-    """What to take for model states where DeepSpeed's pattern for its stage finds none: those of the other stages.
+    """Return what to take for model states where DeepSpeed's pattern finds none: those of the other stages.
 
     Args:
         pattern: base name of a file, of which ``zero_pp_rank_<n>_`` is missing or too much.
@@ -137,7 +137,7 @@ def check(
 
 
 def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
-    """Elements that the files of a parameter may have; empty where only DeepSpeed's AutoTP knows."""
+    """Return how many elements the files of a parameter may have; empty where only DeepSpeed's AutoTP knows."""
     if hasattr(param, DS_AUTOTP_UC_META):
         return set()
     if is_partitioned(param):
@@ -177,7 +177,7 @@ def load(optimizer: ZeROOptimizer, folder: str, states: bool, from_fp32: bool) -
 
 
 def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
-    """Stages 1 and 2: flat buffers, of which this rank holds a chunk with pieces of parameters."""
+    """Load at stages 1 and 2: flat buffers, of which this rank holds a chunk with pieces of parameters."""
     for number, group in enumerate(optimizer.optimizer.param_groups):
         params, flat = optimizer.bit16_groups[number], group["params"][0]
         for param in params:
@@ -194,7 +194,7 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, states: bool)
     """Load what this rank holds of a parameter: the weights into the flat buffer, moments into the mapping."""
     mapping, weights = param._hp_mapping, inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
-        # How tensor parallelism cuts a parameter is DeepSpeed's to know; it always loads the moments, too.
+        # How tensor parallelism slices a parameter is DeepSpeed's to know; it always loads the moments, too.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
         moments = mapping.optim_fragment
         param.load_hp_checkpoint_state(str(folder), rank, ranks)
@@ -209,7 +209,7 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, states: bool)
 
 
 def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
-    """Stage 3: sub-groups of chunks of parameters."""
+    """Load at stage 3: sub-groups of chunks of parameters."""
     for params, flat, model in zip(
         optimizer.fp16_groups,
         optimizer.fp32_partitioned_groups_flat,
@@ -245,7 +245,7 @@ def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> 
 
 
 def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
-    """Load buffers and frozen parameters into the model, this rank's chunk of those that are cut.
+    """Load buffers and frozen parameters into the model, this rank's chunk of those that are partitioned.
 
     Before DeepSpeed's own load, which gathers parameters where they are wanted whole.
 
@@ -277,7 +277,7 @@ class _Frozen(NamedTuple):
 
 
 def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
-    """Where a parameter that was not trained is, in the model states of all ranks that hold a part."""
+    """Return where a parameter that was not trained is, in the model states of all ranks that hold a part."""
     whole = states[0]["module"].get(name)
     if whole is not None and whole.numel():  # stage 3 saves the module with parameters that have no elements
         return _Frozen([whole], whole.numel())

@@ -4,7 +4,7 @@
 
 Note [Chunks in one order]
     Ranks use different experts, but what they gather together they must gather in one order. So the experts of a
-    block are cut into chunks, of consecutive experts that fit the budget, and in every forward of the block all
+    block are split into chunks, of consecutive experts that fit the budget, and in every forward of the block all
     chunks are gathered, each once, first to last; in every backward last to first. A rank that enters an expert first
     goes through the chunks before it, used or not; one that leaves the block goes through those that are left. So
     the bytes are those of one unit, and what is gathered at a time are those of a chunk.
@@ -25,7 +25,7 @@ _FIRST_ID = -2  # of a chunk
 
 
 class Chunk(nn.Module):
-    """Consecutive experts; to DeepSpeed's coordinator a leaf module. It is no part of the model.
+    """Consecutive experts, which are a leaf module to DeepSpeed's coordinator. A chunk is no part of the model.
 
     Args:
         experts: in the order in which they are entered.
@@ -44,12 +44,12 @@ class Chunk(nn.Module):
         return self  # of the engine, as hooks are
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        """Those of the experts, each once."""
+        """Return the experts' parameters, each once."""
         seen = dict.fromkeys(param for expert in self.experts for param in expert.parameters())
         return ((str(number), param) for number, param in enumerate(seen))
 
     def ds_external_parameters(self) -> tuple[tuple[str, Any], ...]:
-        """None."""
+        """Return none: experts in chunks have no parameters of other modules."""
         return ()
 
 
@@ -63,7 +63,7 @@ class _Pass:
         self.at = 0
 
 
-class Block:
+class ChunkedModule:
     """A module with experts in chunks. See Note [Chunks in one order].
 
     Args:
@@ -81,24 +81,24 @@ class Block:
         self.forget: Callable[[], None] = lambda: None
         self._passes: list[_Pass] = []  # a recomputation is inside of a backward
 
-    def __deepcopy__(self, memo: object) -> "Block":
+    def __deepcopy__(self, memo: object) -> "ChunkedModule":
         return self
 
     def abandon(self) -> None:
-        """A new forward of the model begins: what is open was given up, by an exception."""
+        """Give up what is open, which an exception has left: a new forward of the model begins."""
         backward = any(not one.forward for one in self._passes)
         self._passes.clear()
         if backward:
             self.forget()
 
     def begin(self, forward: bool) -> None:
-        """The module is entered."""
+        """Hear that the module is entered."""
         while self._passes and (self._passes[-1].forward or not forward):
             self._finish()  # left without notice: the recomputation of a checkpoint stops when it has what it needs
         self._passes.append(_Pass(forward, forward or self.is_last()))
 
     def enter(self, number: int, forward: bool) -> None:
-        """An expert of this chunk is entered.
+        """Hear that an expert of this chunk is entered.
 
         Raises:
             RuntimeError: chunks after it have been entered.
@@ -113,14 +113,14 @@ class Block:
         self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
 
     def end(self, forward: bool) -> None:
-        """The module is left."""
+        """Hear that the module is left."""
         while self._passes and self._passes[-1].forward != forward:
             self._finish()
         if self._passes:
             self._finish()
 
     def finish(self) -> None:
-        """The backward of the model is over."""
+        """Hear that the backward of the model is over."""
         while self._passes:
             self._finish()
 
@@ -159,17 +159,17 @@ class Block:
 
 
 def set_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> None:
-    """Have a block's experts, which are leaf modules, be fetched in these chunks."""
-    module.__dict__[_CHUNKS] = Block(module, [Chunk(chunk) for chunk in chunks])
+    """Have a module's experts, which are leaf modules, fetched in these chunks."""
+    module.__dict__[_CHUNKS] = ChunkedModule(module, [Chunk(chunk) for chunk in chunks])
 
 
 def unset_chunks(module: nn.Module) -> bool:
-    """Undo ``set_chunks``; whether there was anything to undo."""
+    """Undo ``set_chunks``, and return whether there was anything to undo."""
     return module.__dict__.pop(_CHUNKS, None) is not None
 
 
-def blocks_of(model: nn.Module) -> list[Block]:
-    """The blocks of a model, in its order; numbers their chunks for DeepSpeed."""
+def chunked_modules(model: nn.Module) -> list[ChunkedModule]:
+    """Return the modules of a model that have chunks, in its order, and number the chunks for DeepSpeed."""
     blocks = [module.__dict__[_CHUNKS] for module in model.modules() if _CHUNKS in module.__dict__]
     chunks = [chunk for block in blocks for chunk in block.chunks]
     for number, chunk in enumerate(chunks):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from deepspeed_ext.deepspeed_types import LeafOptimizer, ZeroParameter
-from deepspeed_ext.leaf.chunks import WAITS, Chunk, blocks_of
+from deepspeed_ext.leaf.chunks import WAITS, Chunk, chunked_modules
 
 _ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
 
@@ -93,13 +93,13 @@ class _Calls:
         return self  # hooks are copied with a model, and stay those of its engine
 
     def begin(self, node: Node) -> _Call:
-        """A call has this node in the graph."""
+        """Note a call that has this node in the graph."""
         call = _Call(self, node)
         self._calls.add(call)
         return call
 
     def to_come(self) -> int:
-        """How many of them the backward that runs now will still come to."""
+        """Return how many of them the backward that runs now will still come to."""
         if torch._C._current_graph_task_id() == -1:
             return 0
         nodes = [call.node() for call in self._calls if not call.over]
@@ -133,7 +133,7 @@ class _Leaf:
         return self
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """A call without positional inputs that need gradients: watch its outputs, and its inputs by keyword."""
+        """Watch the outputs, and the inputs by keyword, of a call without positional inputs that need gradients."""
         if self._calls.found or not torch.is_grad_enabled():
             return
 
@@ -185,7 +185,7 @@ class _Leaf:
 
 
 def _tensors(nested: object) -> list[Tensor]:
-    """Tensors that need gradients, in lists, tuples and dictionaries; these are left as they are."""
+    """Return the tensors that need gradients, in lists, tuples and dictionaries, which are left as they are."""
     if isinstance(nested, Tensor):
         return [nested] if nested.requires_grad else []
     if isinstance(nested, dict):
@@ -209,7 +209,7 @@ class LeafGradients:
         self.entries = entries
         for hook in optimizer._leaf_module_hooks:
             hook.remove()
-        self._blocks = blocks_of(optimizer.module)
+        self._blocks = chunked_modules(optimizer.module)
         self._waiting: list[Chunk] = []  # for the end of the backward
         experts: set[int] = set()
         self._trained: dict[Chunk, list[ZeroParameter]] = {}
@@ -246,7 +246,7 @@ class LeafGradients:
         optimizer.update_hook_state_and_maybe_run_epilogue(expected)
 
     def backward_has_begun(self) -> None:
-        """A module that waits for the end of the backward may be the only one that sees it."""
+        """Have the end of the backward seen, also where only a module that waits for it sees that one runs."""
         self._optimizer.reenter_backward_if_needed()
         self._optimizer._backward_hook_state.queue_post_backward_callback()
 
@@ -255,7 +255,7 @@ class LeafGradients:
         self._optimizer.parameter_offload.post_sub_module_backward_function(module)
 
     def _reduce_chunk(self, chunk: Chunk, last: bool) -> None:
-        """Experts have been left in a backward; if it will come to their block again, they wait for its end."""
+        """Reduce experts that a backward has left, or at its end if it will come to their module again."""
         params = self._trained[chunk]
         if not last:
             self._waiting.append(chunk)
@@ -269,8 +269,8 @@ class LeafGradients:
             self.reduce(params)
 
     def _forget(self) -> None:
-        """A backward has been given up: what it has left in chunks is nobody's, unless it is in a bucket. Then the
-        next backward fails, as ZeRO-3's does with leaf modules."""
+        """Drop what a backward that was given up has left in chunks, unless it is in a bucket: then the next backward
+        fails, as ZeRO-3's does with leaf modules."""
         self._waiting.clear()
         in_buckets = self._in_buckets()
         for params in self._trained.values():
@@ -279,11 +279,11 @@ class LeafGradients:
                     param.grad = None
 
     def _in_buckets(self) -> set[int]:
-        """ds_ids of parameters whose gradients have been handed over, and not moved yet."""
+        """Return the ds_ids of parameters whose gradients have been handed over, and not moved yet."""
         return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
 
     def end_of_backward(self) -> None:
-        """Reduce all that waits; the same modules on all ranks, in one order."""
+        """Reduce all that waits: the same modules on all ranks, in one order."""
         for block in self._blocks:
             block.finish()
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
@@ -310,14 +310,14 @@ def watch_leaves(optimizer: LeafOptimizer) -> None:
 
 
 def end_of_backward(optimizer: LeafOptimizer) -> None:
-    """Before the epilogue of a stage-3 optimizer."""
+    """Reduce what waits, before the epilogue of a stage-3 optimizer."""
     watcher = getattr(optimizer, _ATTRIBUTE, None)
     if watcher is not None:
         watcher.end_of_backward()
 
 
 def zero_gradients(params: Sequence[ZeroParameter], contiguous: bool = False) -> Iterator[ZeroParameter]:
-    """The parameters, those without a gradient with one that is zero, and takes no memory unless it is contiguous."""
+    """Return the parameters; one without a gradient gets a zero one, which takes no memory unless ``contiguous``."""
     zeros: dict[torch.dtype, Tensor] = {}
     for param in params:
         if param.grad is None:

@@ -34,7 +34,7 @@ class UnitLinear(torch.autograd.Function):
 
 
 def linear(wrapped: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``.
+    """Call ``torch.nn.functional.linear``.
 
     Args:
         wrapped: DeepSpeed's replacement, for weights that are in no unit, and under torch.func, which needs it.

@@ -85,18 +85,18 @@ class Found:
 
 
 def numel_of(param: Tensor) -> int:
-    """Elements of a parameter, gathered or not."""
+    """Return the number of elements of a parameter, gathered or not."""
     return int(getattr(param, "ds_numel", param.numel()))
 
 
 def unit_bytes(params: Iterable[Tensor]) -> int:
-    """Bytes that parameters take while they are a unit that is used: themselves, the buffer that they are gathered
+    """Return the bytes that parameters take while their unit is used: themselves, the buffer that they are gathered
     into, and their gradients, if they are trained."""
     return sum(numel_of(p) * p.element_size() * (2 + int(p.requires_grad)) for p in params)
 
 
 def default_budget(model: nn.Module, most_live: int) -> int:
-    """The budget of a unit of ``most_live`` elements that are trained."""
+    """Return the budget of a unit of ``most_live`` elements that are trained."""
     sizes = [p.element_size() for p in model.parameters()]
     return most_live * 3 * max(sizes, default=4)
 
@@ -115,7 +115,7 @@ class _Tree:
         self.stacks = {id(module) for module in model.modules() if self._is_stack(module)}
 
     def granularity(self, module: nn.Module) -> tuple[int, int, int | None]:
-        """Elements, counted modules, and the granularity of a module, as DeepSpeed counts them."""
+        """Return the elements, counted modules and granularity of a module, as DeepSpeed counts them."""
         numel = sum(numel_of(p) for p in module.parameters(recurse=False))
         if next(module.parameters(), None) is None:
             return 0, 0, None
@@ -131,7 +131,7 @@ class _Tree:
         return numel, counted + 1, numel // (counted + 1)
 
     def unsafe(self, module: nn.Module) -> str:
-        """Why a module must not be a unit, whatever its size; empty if it may. See Note [Which modules are safe]."""
+        """Return why a module must not be a unit at any size; empty if it may. See Note [Which modules are safe]."""
         if module is self.model:
             return "it is the model"
         if module.__dict__.get(_LEAF) is False:
@@ -146,7 +146,7 @@ class _Tree:
         return self.entered_elsewhere(module)
 
     def entered_elsewhere(self, module: nn.Module) -> str:
-        """Why what is inside of a module may be used without it; empty if it is not."""
+        """Return why what is inside a module may be used without it; empty if it is not."""
         inside = {id(m) for m in module.modules()}
         place = self.places[id(module)][0]
         for m in module.modules():
@@ -157,12 +157,12 @@ class _Tree:
         return ""
 
     def holds_stack(self, module: nn.Module) -> bool:
-        """Whether layers that follow one another are inside."""
+        """Whether a module has layers inside that follow one another."""
         return not is_mixture(module) and any(id(m) in self.stacks for m in _outside_mixtures(module))
 
     @staticmethod
     def _is_stack(module: nn.Module) -> bool:
-        """A list of several modules of one class, with modules inside."""
+        """Whether a module is a list of several modules of one class, with modules inside."""
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
         alike = len(children) > 1 and len({type(child) for child in children}) == 1
         layers = alike and not isinstance(children[0], _CONTAINERS) and any(True for _ in children[0].children())
@@ -184,7 +184,7 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
-    """The experts in a list, or a dictionary, right inside of a mixture; empty if it has none."""
+    """Return the experts in a list, or a dictionary, right inside a mixture; none if it has no such list."""
     routed = any(
         _ROUTER.search(name) or _ROUTER.search(type(child).__name__) for name, child in module.named_children()
     )
@@ -198,7 +198,7 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
-    """The module and its descendants, but for what is inside of mixtures."""
+    """Return the module and its descendants, except for what is inside mixtures."""
     yield module
     if not is_mixture(module):
         for child in module.children():
@@ -206,7 +206,7 @@ def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def choose(model: nn.Module, settings: Settings) -> list[Found]:
-    """What becomes of each module of a model that has parameters, parents first. Changes nothing."""
+    """Return what becomes of each module of a model that has parameters, parents first. Changes nothing."""
     tree = _Tree(model)
     found: list[Found] = []
     seen: set[int] = set()
@@ -235,7 +235,7 @@ def choose(model: nn.Module, settings: Settings) -> list[Found]:
 
 
 def _why_not(tree: _Tree, row: Found, settings: Settings) -> str:
-    """Why a module, of whose parents none is a unit, is not one; empty if it is."""
+    """Return why a module, none of whose parents is a unit, is not one; empty if it is."""
     if getattr(row.module, _LEAF, False):
         return ""  # the user says so
     unsafe = tree.unsafe(row.module)
@@ -253,7 +253,7 @@ def _why_not(tree: _Tree, row: Found, settings: Settings) -> str:
 
 
 def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
-    """The experts of a mixture in chunks that fit the budget; empty if it has no list of such experts."""
+    """Return the experts of a mixture in chunks that fit the budget; none if it has no list of such experts."""
     experts = experts_of(module)
     bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
     if max(bytes_each, default=0) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
@@ -270,7 +270,7 @@ def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]
 
 
 def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
-    """Flag the chosen modules for DeepSpeed, and experts of chunks; the units."""
+    """Flag the chosen modules and the experts of chunks for DeepSpeed, and return the units."""
     found = list(found)
     units = [row.module for row in found if row.kind == LeafKind.UNIT]
     experts = [expert for row in found for chunk in row.chunks for expert in chunk]

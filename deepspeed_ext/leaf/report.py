@@ -36,8 +36,7 @@ class Live:
 
 
 def summaries(found: Sequence[Found]) -> list[ClassSummary]:
-    """The table: one row for each class, kind and reason, in the order of the model; what is inside of units is not
-    in it."""
+    """Return one summary for each class, kind and reason, in the order of the model, without what is inside units."""
     alike: dict[tuple[str, str, str], list[Found]] = {}
     for one in found:
         if one.kind != LeafKind.INSIDE:
@@ -53,12 +52,12 @@ def summaries(found: Sequence[Found]) -> list[ClassSummary]:
 
 
 def _general(why: str) -> str:
-    """A reason without what differs between modules of one class."""
+    """Return a reason without what differs between modules of one class."""
     return why if " " not in why or why.split(" ", 1)[0].count(".") == 0 else f"a module in it {why.split(' ', 1)[1]}"
 
 
 def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
-    """Hooks on modules before and after: DeepSpeed's rule is four on each module that is not inside of a leaf."""
+    """Return the hooks on modules before and after: DeepSpeed has four on each module that is not inside a leaf."""
     modules = sum(1 for _ in model.modules())
     coarse = [one.module for one in found if one.kind == LeafKind.UNIT]
     coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
@@ -67,7 +66,7 @@ def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
 
 
 def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
-    """Elements that are gathered at a time at most.
+    """Return how many elements are gathered at a time at most.
 
     What persists; what is used; what is prefetched, whole units that begin within the prefetch bucket; and what is
     kept because it is used again within the reuse distance, whole units again.
@@ -88,7 +87,7 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
 
 
 def text(found: Sequence[Found], model: nn.Module, settings: Settings, live: Live) -> str:
-    """The report, for people."""
+    """Return the report, for people."""
     how = (
         f"granularity up to {settings.threshold:,}, at most {settings.most_live:,} parameters"
         if settings.budget is None

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Leaf modules of an engine's model, chosen when its optimizer is made, and reported."""
+"""Chooses the leaf modules of an engine's model when its optimizer is made, and reports them."""
 
 from collections.abc import Callable
 
@@ -41,7 +41,7 @@ def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[Found] | None:
 
 
 def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, leaf_report.Live]:
-    """How a parsed ``zero_optimization`` says to choose, and ZeRO-3's other bounds.
+    """Return how a parsed ``zero_optimization`` says to choose, and ZeRO-3's other bounds.
 
     Raises:
         ValueError: the budget is smaller than what must be fetched at once.
@@ -63,7 +63,7 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
 
 
 def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[Found]:
-    """The same for a threshold, where DeepSpeed chooses: a ``DeepSpeedZeRoOffload`` is being made."""
+    """Choose and flag by a threshold, where DeepSpeed would: a ``DeepSpeedZeRoOffload`` is being made."""
     live = leaf_report.Live(
         offload._max_available_parameters_in_numel,
         offload._prefetch_bucket_sz,
@@ -85,7 +85,7 @@ def _set_up(
 
 
 def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
-    """What one module holds itself is fetched at once."""
+    """Refuse a budget that is smaller than what one module holds itself, which is fetched at once."""
     name, module = max(model.named_modules(), key=lambda item: unit_bytes(item[1].parameters(recurse=False)))
     own = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
     needed = sum(own.values())
@@ -147,5 +147,5 @@ def _warn(found: list[Found], settings: Settings) -> None:
 
 
 def _own_bytes(one: Found) -> int:
-    """Of what a module holds itself, as a unit."""
+    """Return the bytes of what a module holds itself, as a unit."""
     return unit_bytes(one.module.parameters(recurse=False))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Leaf modules whose parameters are fetched and released as one: one message, one entry in DeepSpeed's books.
+"""Leaf modules whose parameters are fetched and released as one: one bucket, one entry in DeepSpeed's books.
 
 Note [Units]
     DeepSpeed's coordinator fetches the parameters of a leaf module together, but keeps books of each: sets, states,
@@ -26,7 +26,7 @@ _ENTRIES = "paro_entries"  # attribute of a leaf module: what the coordinator fe
 
 
 class Unit:
-    """Parameters that are fetched and released together; to DeepSpeed's coordinator a parameter.
+    """Parameters that are fetched and released together, which are one parameter to DeepSpeed's coordinator.
 
     Args:
         params: ZeRO parameters of one dtype, that stay gathered between steps all or none.
@@ -62,15 +62,15 @@ class Unit:
 
     @property
     def ds_tensor(self) -> ZeroChunk:
-        """The chunk of one of them: where it lives is where all do."""
+        """Return the chunk of one of them: where it lives, all do."""
         return self.params[0].ds_tensor
 
     def partition_numel(self) -> int:
-        """Elements of a rank's chunks."""
+        """Return the number of elements of a rank's chunks."""
         return sum(param.partition_numel() for param in self.params)
 
     def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """For messages."""
+        """Return what messages say of it."""
         return {
             "id": self.ds_id,
             "status": self.ds_status.name,
@@ -80,7 +80,7 @@ class Unit:
         }
 
     def missing(self) -> list[ZeroParameter]:
-        """Those that are not available."""
+        """Return those that are not available."""
         return [param for param in self.params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
 
     def partition(self, *_: Any, **__: Any) -> None:
@@ -165,7 +165,7 @@ def forget_units(leaves: Iterable[nn.Module], units: Iterable[Unit]) -> None:
 
 
 def entries(iter_params: Callable[..., Iterable[Any]], module: Any, recurse: bool = False) -> Iterable[Any]:
-    """What the coordinator takes for the parameters of a module, units for those that are in one.
+    """Return what the coordinator takes for the parameters of a module: units for those that are in one.
 
     Args:
         iter_params: DeepSpeed's function of that name.

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that a rank keeps: what quantization has taken from gradients, until it is sent.
 
-Note [Errors of messages]
-    An error is kept for each message, in the message's own layout, so that one pass over memory compensates,
-    quantizes and updates. A message is known by its contents. Where the boundary between groups is crossed once a
+Note [Errors of buckets]
+    An error is kept for each bucket, in the bucket's own layout, so that one pass over memory compensates,
+    quantizes and updates. A bucket is known by its contents. Where the boundary between groups is crossed once a
     step, its contents are the same in every step. Where buckets cross in every micro-batch (g = G) they are the same
-    as long as the model uses the same parameters, and but for IGG in one order; otherwise errors move to the messages
+    as long as the model uses the same parameters, and but for IGG in one order; otherwise errors move to the buckets
     that their elements are in now, which costs a decoding and an encoding.
     An error that was updated in a step becomes the one that is kept when the step has been applied to the weights;
     until then both are there. If the step is skipped, or its gradients are dropped, the old one stays.
@@ -22,19 +22,19 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import Contents, ErrorState, Span
 from deepspeed_ext.loco import reference
-from deepspeed_ext.loco.interval_map import Stretches, common, without
+from deepspeed_ext.loco.interval_map import IntervalMap, common, without
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 
-_Places = list[tuple[Span, int]]  # runs, and where they start in a message
+_Offsets = list[tuple[Span, int]]  # spans, and where they start in a bucket
 
 
-def cut(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """What belongs to the parts of a message, as few matrices: one where parts are equal, else one for each.
+def split_rows(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
+    """Return what belongs to the parts of a bucket, as few matrices: one where parts are equal, else one for each.
 
     Args:
         flat: 1D.
-        splits: elements of the message's parts; what is empty is left out.
+        splits: elements of the bucket's parts; what is empty is left out.
         sizes: elements of ``flat`` for each.
     """
     if len(set(splits)) == 1:
@@ -44,28 +44,28 @@ def cut(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tenso
 
 @dataclass
 class _Error:
-    """Of one message, 1D, uint8 or bf16; None for zeros."""
+    """The error of one bucket, 1D, uint8 or bf16; None for zeros."""
 
-    splits: Sequence[int]  # elements of the message's parts, padding included
+    splits: Sequence[int]  # elements of the bucket's parts, padding included
     kept: Tensor | None = None
     updated: Tensor | None = None  # in this step, not yet applied
 
 
 class _Waiting(NamedTuple):
-    """Errors of a run that no message has, or had, in fp32, so that nothing is lost until one takes them."""
+    """Errors of a span that no bucket has, or had, in fp32, so that nothing is lost until one takes them."""
 
-    run: Span
+    span: Span
     kept: Tensor
     updated: Tensor | None  # as of ``_Error``
 
-    def part(self, run: Span) -> "_Waiting":
-        """Of a part of the run."""
-        piece = slice(run.start - self.run.start, run.start - self.run.start + run.numel)
-        return _Waiting(run, self.kept[piece], None if self.updated is None else self.updated[piece])
+    def part(self, span: Span) -> "_Waiting":
+        """Return the errors of a part of the span."""
+        piece = slice(span.start - self.span.start, span.start - self.span.start + span.numel)
+        return _Waiting(span, self.kept[piece], None if self.updated is None else self.updated[piece])
 
     def settled(self, applied: bool) -> "_Waiting":
-        """After a step."""
-        return _Waiting(self.run, self.updated if applied and self.updated is not None else self.kept, None)
+        """Return the errors after a step."""
+        return _Waiting(self.span, self.updated if applied and self.updated is not None else self.kept, None)
 
 
 @dataclass
@@ -86,17 +86,17 @@ class ErrorFeedback(ErrorState):
     steps: int = 0
     on_step: Callable[[], None] | None = None
     _errors: dict[Contents, _Error] = field(default_factory=dict)
-    _known: Stretches[Contents] = field(default_factory=Stretches)  # the messages of ``_errors``, by their runs
-    _waiting: Stretches[_Waiting] = field(default_factory=Stretches)
+    _known: IntervalMap[Contents] = field(default_factory=IntervalMap)  # the buckets of ``_errors``, by their spans
+    _waiting: IntervalMap[_Waiting] = field(default_factory=IntervalMap)
     _on_the_way: bool = False  # whether something may still be copied to the host
 
     def buffers(
         self, contents: Contents, splits: Sequence[int], device: str | torch.device
     ) -> tuple[Tensor | None, Tensor]:
-        """What is kept of a message, and where to write what is to be kept instead, which may be the same.
+        """Return what is kept of a bucket, and where to write what is to be kept instead, which may be the same.
 
         Args:
-            contents: of the message.
+            contents: of the bucket.
             splits: elements of each part.
             device: where to have them.
 
@@ -129,7 +129,7 @@ class ErrorFeedback(ErrorState):
         self._on_the_way = False
 
     def finish_step(self, applied: bool) -> None:
-        """See ``ErrorState``. A reset, every so many steps, is of all errors at once."""
+        """Settle the errors of a step; every so many steps, reset all at once. See ``ErrorState``."""
         if applied:
             self.steps += 1
         reset = applied and self.steps % self.settings.reset_T == 0
@@ -139,16 +139,16 @@ class ErrorFeedback(ErrorState):
             elif applied and error.updated is not None:
                 error.kept = error.updated
             error.updated = None
-        waiting, self._waiting = self._waiting, Stretches()
-        for run, values in () if reset else waiting:
-            self._waiting.add(run, values.settled(applied))
+        waiting, self._waiting = self._waiting, IntervalMap()
+        for span, values in () if reset else waiting:
+            self._waiting.add(span, values.settled(applied))
         if self.on_step is not None:
             self.on_step()
 
     # Layout ###########################################################################################
 
     def sizes(self, splits: Sequence[int]) -> list[int]:
-        """Elements of the tensor that keeps an error, for each part."""
+        """Return the elements of the tensor that keeps an error, for each part."""
         packing = Packing(8, self.settings.block_size)
         size = packing.row_bytes if self.settings.error_bits == 8 else packing.padded
         return [size(split) for split in splits]
@@ -158,68 +158,72 @@ class ErrorFeedback(ErrorState):
         return torch.empty(sum(self.sizes(splits)), dtype=dtype, device=device, pin_memory=pinned)
 
     def _decode(self, error: Tensor, splits: Sequence[int]) -> Tensor:
-        """1D, fp32: the errors of a message's elements."""
+        """Return the errors of a bucket's elements: 1D, fp32."""
         widths = [split for split in splits if split]
         numbers = [
             reference.decode_error(rows, width, self.settings.block_size, self.settings.hadamard).reshape(-1)
-            for rows, width in zip(cut(error, splits, self.sizes(splits)), widths, strict=False)  # one for equal parts
+            for rows, width in zip(
+                split_rows(error, splits, self.sizes(splits)), widths, strict=False
+            )  # one for equal parts
         ]
         return torch.cat(numbers) if numbers else torch.empty(0, device=error.device)
 
     def _encode(self, numbers: Tensor, splits: Sequence[int]) -> Tensor:
         error = self._empty(splits, numbers.device)
-        for part, rows in zip(cut(numbers, splits, splits), cut(error, splits, self.sizes(splits)), strict=True):
+        for part, rows in zip(
+            split_rows(numbers, splits, splits), split_rows(error, splits, self.sizes(splits)), strict=True
+        ):
             reference.encode_error(part, rows, self.settings.block_size, self.settings.hadamard)
         return error
 
-    # Messages that have changed #######################################################################
+    # Buckets that have changed #######################################################################
 
     def _know(self, contents: Contents, error: _Error) -> _Error:
-        """Keep the error of a message that has no element in common with those that are known."""
+        """Keep the error of a bucket that has no element in common with those that are known."""
         self._errors[contents] = error
         for part in contents:
-            for run in part:
-                self._known.add(run, contents)
+            for span in part:
+                self._known.add(span, contents)
         return error
 
     def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
-        """The error of a message that is new, out of those of messages that had some of its elements."""
-        places = _places(contents, splits)
-        # By identity: to hash contents takes as long as they have runs.
-        for old in {id(old): old for run, _ in places for _, old in self._known.over(run)}.values():
+        """Return the error of a new bucket, out of those of buckets that had some of its elements."""
+        offsets = _offsets(contents, splits)
+        # By identity: to hash contents takes as long as they have spans.
+        for old in {id(old): old for span, _ in offsets for _, old in self._known.over(span)}.values():
             self._dissolve(old)
-        taken: list[tuple[Span, int, _Waiting]] = []  # what of a run was waiting, and where it starts in the message
-        for run, offset in places:
-            for whole, values in self._waiting.take(run):
-                shared = common(whole, run)
+        taken: list[tuple[Span, int, _Waiting]] = []  # what of a span was waiting, and where it starts in the bucket
+        for span, offset in offsets:
+            for whole, values in self._waiting.take(span):
+                shared = common(whole, span)
                 assert shared is not None
-                taken.append((shared, offset + shared.start - run.start, values.part(shared)))
+                taken.append((shared, offset + shared.start - span.start, values.part(shared)))
                 for piece in without(whole, shared):
                     self._waiting.add(piece, values.part(piece))
         if not taken:
             return _Error(splits)
         changed = any(values.updated is not None for *_, values in taken)
         kept, updated = torch.zeros(sum(splits)), torch.zeros(sum(splits)) if changed else None
-        for run, at, values in taken:
-            kept[at : at + run.numel] = values.kept
+        for span, at, values in taken:
+            kept[at : at + span.numel] = values.kept
             if updated is not None:
-                updated[at : at + run.numel] = values.kept if values.updated is None else values.updated
+                updated[at : at + span.numel] = values.kept if values.updated is None else values.updated
         return _Error(splits, self._encode(kept, splits), None if updated is None else self._encode(updated, splits))
 
     def _dissolve(self, contents: Contents) -> None:
-        """Have the errors of a message that is no more wait for those that get its elements."""
+        """Have the errors of a bucket that is no more wait for those that get its elements."""
         error = self._errors.pop(contents)
-        places = _places(contents, error.splits)
-        for run, _ in places:
-            self._known.take(run)
+        offsets = _offsets(contents, error.splits)
+        for span, _ in offsets:
+            self._known.take(span)
         if error.kept is None and error.updated is None:
             return
         self._settle()
         updated = None if error.updated is None else self._decode(error.updated.cpu(), error.splits)
         kept = torch.zeros(sum(error.splits)) if error.kept is None else self._decode(error.kept.cpu(), error.splits)
-        for run, offset in places:
-            piece = slice(offset, offset + run.numel)
-            self._waiting.add(run, _Waiting(run, kept[piece], None if updated is None else updated[piece]))
+        for span, offset in offsets:
+            piece = slice(offset, offset + span.numel)
+            self._waiting.add(span, _Waiting(span, kept[piece], None if updated is None else updated[piece]))
 
     # States ###########################################################################################
 
@@ -229,26 +233,27 @@ class ErrorFeedback(ErrorState):
         return self.settings.error_feedback
 
     def states(self) -> dict[str, Any]:
-        """See ``ErrorState``. What was updated in a step that is not over is not in it."""
+        """Return the errors without what was updated in a step that is not over; see ``ErrorState``."""
         self._settle()
-        messages = [
-            (tuple(tuple(tuple(run) for run in part) for part in contents), list(error.splits), error.kept.cpu())
+        buckets = [
+            (tuple(tuple(tuple(span) for span in part) for part in contents), list(error.splits), error.kept.cpu())
             for contents, error in self._errors.items()
             if error.kept is not None
         ]
-        messages += [
-            (((tuple(run),),), [run.numel], self._encode(values.kept, [run.numel])) for run, values in self._waiting
+        buckets += [
+            (((tuple(span),),), [span.numel], self._encode(values.kept, [span.numel]))
+            for span, values in self._waiting
         ]
-        return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": messages}
+        return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": buckets}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """See ``ErrorState``; to the bit where errors were kept in the same way."""
+        """Take errors over, bit for bit where they were kept in the same way; see ``ErrorState``."""
         self.forget()
         self.steps = int(states["steps"])
         other = ErrorFeedback(LocoSettings(**states["settings"]))
         same = _kept_alike(other.settings, self.settings)
         for contents, splits, error in states["messages"]:
-            contents = tuple(tuple(Span(*run) for run in part) for part in contents)
+            contents = tuple(tuple(Span(*span) for span in part) for part in contents)
             kept = error.clone() if same else self._encode(other._decode(error, splits), splits)
             self._know(contents, _Error(splits, kept if self.device is None else kept.to(self.device)))
 
@@ -256,18 +261,18 @@ class ErrorFeedback(ErrorState):
         """See ``ErrorState``."""
         self.forget()
         self.steps = steps
-        for run, values in numbers.items():
-            self._waiting.add(run, _Waiting(run, values, None))
+        for span, values in numbers.items():
+            self._waiting.add(span, _Waiting(span, values, None))
 
     def forget(self) -> None:
-        """All errors are zero, and the next reset is as far away as in the beginning."""
+        """Set all errors to zero, and the next reset as far away as in the beginning."""
         self._errors.clear()
         self._known.clear()
         self._waiting.clear()
         self.steps = 0
 
     def offload(self) -> None:
-        """See ``ErrorState``. What is updated next is on the device again."""
+        """Move errors to the host; what is updated next is on the device again. See ``ErrorState``."""
         for error in self._errors.values():
             error.kept = None if error.kept is None else error.kept.cpu()
 
@@ -278,11 +283,11 @@ class ErrorFeedback(ErrorState):
         for contents, error in saved._errors.items():
             assert error.kept is not None  # as it was loaded
             numbers = saved._decode(error.kept, error.splits)
-            for run, offset in _places(contents, error.splits):
-                yield run, numbers[offset : offset + run.numel]
+            for span, offset in _offsets(contents, error.splits):
+                yield span, numbers[offset : offset + span.numel]
 
     def nbytes(self) -> int:
-        """Bytes that are kept now."""
+        """Return the bytes that are kept now."""
         tensors = [tensor for error in self._errors.values() for tensor in (error.kept, error.updated)]
         tensors += [tensor for _, values in self._waiting for tensor in (values.kept, values.updated)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -292,13 +297,13 @@ def _kept_alike(one: LocoSettings, other: LocoSettings) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("block_size", "error_bits", "hadamard"))
 
 
-def _places(contents: Contents, splits: Sequence[int]) -> _Places:
-    """Each run of a message, and where it starts in it."""
-    places, first = [], 0
+def _offsets(contents: Contents, splits: Sequence[int]) -> _Offsets:
+    """Return each span of a bucket, and where it starts in it."""
+    offsets, first = [], 0
     for part, split in zip(contents, splits, strict=True):
         offset = first
-        for run in part:
-            places.append((run, offset))
-            offset += run.numel
+        for span in part:
+            offsets.append((span, offset))
+            offset += span.numel
         first += split
-    return places
+    return offsets

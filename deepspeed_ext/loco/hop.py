@@ -16,7 +16,7 @@ from deepspeed_ext.comm.agreement import any_rank
 from deepspeed_ext.comm.hops import Contents, ReduceHop, Transfer
 from deepspeed_ext.deepspeed_types import Timers
 from deepspeed_ext.loco import ops, reference
-from deepspeed_ext.loco.feedback import ErrorFeedback, cut
+from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 
@@ -26,13 +26,13 @@ COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
 
 @dataclass
 class Sent:
-    """Of the messages since the last report.
+    """What was sent since the last report.
 
     Attributes:
         plain: bytes that gradients would have had.
         wire: bytes that were sent instead, to this rank itself included.
         squares: of what was looked at, two sums, on its device: of what quantization has taken, and of what it was
-            given, errors of earlier messages included; None: nothing was.
+            given, errors of earlier buckets included; None: nothing was.
     """
 
     plain: int = 0
@@ -41,14 +41,14 @@ class Sent:
 
     @property
     def compression(self) -> float:
-        """How many times fewer bytes."""
+        """Return how many times fewer bytes were sent."""
         return self.plain / self.wire if self.wire else 1.0
 
     @property
     def relative_error(self) -> float:
-        """Of a single quantization, in the 2-norm; error feedback sends later what is lost. Blocks until it is known.
+        """Return what one quantization loses, in the 2-norm; error feedback sends it later. Blocks until it is known.
 
-        It is a sample: the first ``LOOK`` elements of what a step's first message has for one group.
+        It is a sample: the first ``LOOK`` elements of what a step's first bucket has for one group.
         """
         lost, whole = (0.0, 0.0) if self.squares is None else self.squares.tolist()
         return (lost / whole) ** 0.5 if whole else 0.0
@@ -82,7 +82,7 @@ class LocoHop(ReduceHop):
         self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
         self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
         self.sent = Sent()
-        self.look = False  # whether to measure what quantization takes from the next message
+        self.look = False  # whether to measure what quantization takes from the next bucket
         self.timers: Timers = NoopTimer()
         ops.load_kernels()
         self._check_kernels()
@@ -126,15 +126,15 @@ class LocoHop(ReduceHop):
         self.sent.plain += flat.nbytes
         self.sent.wire += wire.nbytes
         options: dict[str, Any] = {"hadamard": self.settings.hadamard}
-        rows = list(zip(cut(flat, splits, splits), cut(wire, splits, sizes), strict=True))
+        rows = list(zip(split_rows(flat, splits, splits), split_rows(wire, splits, sizes), strict=True))
         before: list[Tensor | None] = [None] * len(rows)
         after = before
         if self.settings.error_feedback and contents:
             options |= {"beta": self.settings.err_beta, "unit": self.scale()}
             old, new = self.errors.buffers(contents, splits, flat.device)
             kept = self.errors.sizes(splits)
-            after = list(cut(new, splits, kept))
-            before = before if old is None else list(cut(old, splits, kept))
+            after = list(split_rows(new, splits, kept))
+            before = before if old is None else list(split_rows(old, splits, kept))
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
             look, self.look = self.look, False
             given = self._compensated(gradient, error, options.get("unit", 1.0)) if look else None
@@ -145,7 +145,7 @@ class LocoHop(ReduceHop):
             self.errors.keep(contents, new)
 
     def _compensated(self, gradient: Tensor, error: Tensor | None, unit: float) -> Tensor:
-        """What is quantized of the first row's first blocks: 1D, fp32; before the error is overwritten."""
+        """Return what is quantized of the first row's first blocks, before the error is overwritten: 1D, fp32."""
         width, blocks = gradient.shape[1], self._looked_at(gradient.shape[1])
         given = gradient[0, : blocks.stop * self.settings.block_size].float()
         if error is None:

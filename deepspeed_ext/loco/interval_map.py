@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what belongs to the elements of a run without a look at all runs: there are a million of them at scale."""
+"""A map from spans to values that finds overlaps without looking at all spans: at scale there are a million."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def common(one: Span, other: Span) -> Span | None:
-    """The elements that are in both runs."""
+    """Return the elements that are in both spans."""
     if (one.buffer, one.row) != (other.buffer, other.row):
         return None
     start = max(one.start, other.start)
@@ -20,43 +20,43 @@ def common(one: Span, other: Span) -> Span | None:
     return Span(one.buffer, one.row, start, end - start) if start < end else None
 
 
-def without(run: Span, taken: Span) -> list[Span]:
-    """What is left of a run, of which ``taken`` is a part: none, one or two runs."""
+def without(span: Span, taken: Span) -> list[Span]:
+    """Return what is left of a span, of which ``taken`` is a part: none, one or two spans."""
     after = taken.start + taken.numel
     pieces = (
-        run._replace(numel=taken.start - run.start),
-        run._replace(start=after, numel=run.start + run.numel - after),
+        span._replace(numel=taken.start - span.start),
+        span._replace(start=after, numel=span.start + span.numel - after),
     )
     return [piece for piece in pieces if piece.numel]
 
 
-class Stretches(Generic[T]):
-    """Runs that have no element in common, and what belongs to each; in the order of their elements."""
+class IntervalMap(Generic[T]):
+    """Spans that have no element in common, and what belongs to each; in the order of their elements."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int], list[tuple[Span, T]]] = {}
 
-    def add(self, run: Span, value: T) -> None:
-        """Add a run that has no element in common with one that is there; an empty one is left out."""
-        if run.numel:
-            row = self._rows.setdefault((run.buffer, run.row), [])
-            row.insert(bisect_left(row, run.start, key=_start), (run, value))
+    def add(self, span: Span, value: T) -> None:
+        """Add a span that has no element in common with one that is there; an empty one is left out."""
+        if span.numel:
+            row = self._rows.setdefault((span.buffer, span.row), [])
+            row.insert(bisect_left(row, span.start, key=_start), (span, value))
 
-    def over(self, run: Span) -> list[tuple[Span, T]]:
-        """Those that have elements in common with ``run``."""
-        row = self._rows.get((run.buffer, run.row), [])
-        return row[slice(*_bounds(row, run))]
+    def over(self, span: Span) -> list[tuple[Span, T]]:
+        """Return those that have elements in common with ``span``."""
+        row = self._rows.get((span.buffer, span.row), [])
+        return row[slice(*_bounds(row, span))]
 
-    def take(self, run: Span) -> list[tuple[Span, T]]:
-        """As ``over``; they are no longer here."""
-        row = self._rows.get((run.buffer, run.row), [])
-        bounds = slice(*_bounds(row, run))
+    def take(self, span: Span) -> list[tuple[Span, T]]:
+        """Remove those that have elements in common with ``span``, and return them."""
+        row = self._rows.get((span.buffer, span.row), [])
+        bounds = slice(*_bounds(row, span))
         taken = row[bounds]
         del row[bounds]
         return taken
 
     def clear(self) -> None:
-        """Leave none."""
+        """Remove all."""
         self._rows.clear()
 
     def __iter__(self) -> Iterator[tuple[Span, T]]:
@@ -67,11 +67,11 @@ def _start(pair: tuple[Span, object]) -> int:
     return pair[0].start
 
 
-def _bounds(row: list[tuple[Span, T]], run: Span) -> tuple[int, int]:
-    """Between which positions of a row its runs overlap with ``run``: only the one before may reach into it."""
-    if not run.numel:
+def _bounds(row: list[tuple[Span, T]], span: Span) -> tuple[int, int]:
+    """Return between which positions of a row spans overlap with ``span``: only the one before may reach into it."""
+    if not span.numel:
         return 0, 0
-    first = bisect_right(row, run.start, key=_start)
-    if first and common(row[first - 1][0], run):
+    first = bisect_right(row, span.start, key=_start)
+    if first and common(row[first - 1][0], span):
         first -= 1
-    return first, bisect_left(row, run.start + run.numel, lo=first, key=_start)
+    return first, bisect_left(row, span.start + span.numel, lo=first, key=_start)

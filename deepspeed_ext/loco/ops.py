@@ -29,12 +29,12 @@ _library.impl("loco_decompress", reference.decompress, "CompositeExplicitAutogra
 
 @torch.library.register_fake(f"{NAMESPACE}::loco_compress", lib=_library)
 def _(*_: object) -> None:
-    """Writes into its arguments only."""
+    """Return nothing: it writes into its arguments only."""
 
 
 @torch.library.register_fake(f"{NAMESPACE}::loco_decompress", lib=_library)
 def _(*_: object) -> None:
-    """Writes into its arguments only."""
+    """Return nothing: it writes into its arguments only."""
 
 
 def compress(
@@ -76,7 +76,7 @@ def compress(
 
 
 def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0, hadamard: bool = False) -> None:
-    """``factor`` times the sum of the pieces, taken in fp32 and in their order.
+    """Write ``factor`` times the sum of the pieces, taken in fp32 and in their order.
 
     Args:
         wire: (pieces, row bytes of ``packing`` for the width of ``out``), uint8.
@@ -126,7 +126,7 @@ def lacks_kernels(device: str) -> bool:
 
 
 def load_kernels() -> bool:
-    """Load the kernels, or build them; warn once where that fails. Returns whether there are any."""
+    """Load the kernels, or build them, and return whether there are any; warn once where that fails."""
     global _loaded
     if not _loaded and not _failed:
         try:

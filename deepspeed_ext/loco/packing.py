@@ -3,7 +3,7 @@
 """The one packed format of quantized numbers: on the wire, and of errors that are kept in 8 bits.
 
 Note [Packed blocks]
-    A row of ``width`` elements is cut into blocks of ``block_size``, the last one filled up with zeros. Packed it is
+    A row of ``width`` elements is split into blocks of ``block_size``, the last one filled up with zeros. Packed it is
 
         payload   blocks * block_size * bits / 8 bytes
         scales    blocks * 2 bytes: bfloat16, rounded up
@@ -33,42 +33,42 @@ class Packing:
 
     @property
     def largest(self) -> int:
-        """The largest integer: symmetric, so that no value is cut off; 16 levels converge worse (SDP4Bit's code)."""
+        """Return the largest integer: symmetric, so that nothing is clipped; 16 levels converge worse (SDP4Bit)."""
         return 2 ** (self.bits - 1) - 1
 
     def blocks(self, width: int) -> int:
-        """Blocks of a row."""
+        """Return the blocks of a row."""
         return -(-width // self.block_size)
 
     def padded(self, width: int) -> int:
-        """Elements of a row with the zeros behind its end."""
+        """Return the elements of a row with the zeros behind its end."""
         return self.blocks(width) * self.block_size
 
     def payload_bytes(self, width: int) -> int:
-        """Bytes before the scales."""
+        """Return the bytes before the scales."""
         return self.padded(width) * self.bits // 8
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of a packed row."""
+        """Return the bytes of a packed row."""
         used = self.payload_bytes(width) + 2 * self.blocks(width)
         return -(-used // ALIGNMENT) * ALIGNMENT
 
     def payload(self, packed: Tensor, width: int, blocks: range | None = None) -> Tensor:
-        """(rows, payload bytes) of packed rows, or of some of their blocks, uint8, a view."""
+        """Return the payload of packed rows, or of some of their blocks: (rows, bytes), uint8, a view."""
         blocks = range(self.blocks(width)) if blocks is None else blocks
         size = self.block_size * self.bits // 8
         return packed[:, size * blocks.start : size * blocks.stop]
 
     def scales(self, packed: Tensor, width: int, blocks: range | None = None) -> Tensor:
-        """(rows, blocks) of packed rows, bfloat16, a view."""
+        """Return the scales of packed rows, or of some of their blocks: (rows, blocks), bfloat16, a view."""
         blocks = range(self.blocks(width)) if blocks is None else blocks
         start = self.payload_bytes(width)
         return packed[:, start + 2 * blocks.start : start + 2 * blocks.stop].view(torch.bfloat16)
 
     def padding(self, packed: Tensor, width: int) -> Tensor:
-        """(rows, bytes) behind the scales of packed rows, a view."""
+        """Return what is behind the scales of packed rows: (rows, bytes), a view."""
         return packed[:, self.payload_bytes(width) + 2 * self.blocks(width) :]
 
     def empty(self, rows: int, width: int, like: Tensor) -> Tensor:
-        """(rows, row bytes), uint8, on the device of ``like``."""
+        """Return room for packed rows: (rows, row bytes), uint8, on the device of ``like``."""
         return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device=like.device)

@@ -33,7 +33,7 @@ _SETTINGS = LocoSettings(error_feedback=False)
 
 @torch.no_grad()
 def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
-    """The mean over all ranks, of which this rank gets its part.
+    """Return this rank's part of the mean over all ranks.
 
     Args:
         tensors: gradients. Those of one dimension are small, and reduced as they are.

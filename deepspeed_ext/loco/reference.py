@@ -88,13 +88,13 @@ def decompress(wire: Tensor, out: Tensor, bits: int, block_size: int, factor: fl
 
 
 def pieces(blocks: int, size: int) -> list[range]:
-    """Blocks of ``size`` elements, those of all rows together, in ranges of about ``PIECE`` elements."""
+    """Return blocks of ``size`` elements, those of all rows together, in ranges of about ``PIECE`` elements."""
     length = max(1, PIECE // size)
     return [range(first, min(first + length, blocks)) for first in range(0, blocks, length)]
 
 
 def transform(h: Tensor) -> Tensor:
-    """The normalized 32-point Hadamard transform of each chunk; h: (rows, blocks, block_size), fp32."""
+    """Return the normalized 32-point Hadamard transform of each chunk; h: (rows, blocks, block_size), fp32."""
     chunks = h.reshape(-1, CHUNK)
     stride = 1
     while stride < CHUNK:
@@ -106,7 +106,7 @@ def transform(h: Tensor) -> Tensor:
 
 
 def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
-    """Integers (as fp32) and scales (bfloat16) of blocks; h: (rows, blocks, block_size), fp32."""
+    """Return integers (as fp32) and scales (bfloat16) of blocks; h: (rows, blocks, block_size), fp32."""
     # As the bits of |h| compare, NaN is larger than infinity, and both than what is finite.
     most = (h.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     scale = most.view(torch.float32) / largest
@@ -132,7 +132,7 @@ def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, width: int
 
 
 def unpack(packed: Tensor, width: int, packing: Packing, blocks: range | None = None) -> tuple[Tensor, Tensor]:
-    """Integers (rows, blocks, block_size) and scales (rows, blocks, 1) of packed rows, fp32."""
+    """Return integers (rows, blocks, block_size) and scales (rows, blocks, 1) of packed rows, fp32."""
     payload = packing.payload(packed, width, blocks).view(torch.int8)
     if packing.bits == 4:
         chunks = payload.reshape(packed.shape[0], -1, 1, _NIBBLE)
@@ -142,14 +142,14 @@ def unpack(packed: Tensor, width: int, packing: Packing, blocks: range | None = 
 
 
 def decode(packed: Tensor, width: int, packing: Packing, hadamard: bool, blocks: range | None = None) -> Tensor:
-    """Numbers of packed rows: (rows, width), fp32; or of some of their blocks, zeros behind their end included."""
+    """Return the numbers of packed rows: (rows, width), fp32; or of some of their blocks, with the zeros behind."""
     q, step = unpack(packed, width, packing, blocks)
     numbers = q * step
     return (transform(numbers) if hadamard else numbers).view(packed.shape[0], -1)[:, : None if blocks else width]
 
 
 def decode_error(error: Tensor, width: int, block_size: int, hadamard: bool, blocks: range | None = None) -> Tensor:
-    """What is kept, as numbers: as ``decode``. ``error``: see ``ops.compress``."""
+    """Return what is kept as numbers, as ``decode`` does. ``error``: see ``ops.compress``."""
     if error.dtype == torch.uint8:
         return decode(error, width, Packing(_ERROR.bits, block_size), hadamard, blocks)
     numbers = _numbers(error, block_size)
@@ -171,25 +171,25 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
 
 
 def _blocks(numbers: Tensor, block_size: int) -> Tensor:
-    """(rows, blocks, block_size) of (rows, width), filled up with zeros."""
+    """Return (rows, blocks, block_size) of (rows, width), filled up with zeros."""
     missing = -numbers.shape[1] % block_size
     padded = torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
     return padded.reshape(numbers.shape[0], -1, block_size)
 
 
 def _numbers(error: Tensor, block_size: int) -> Tensor:
-    """(rows, blocks, block_size) of errors that are kept as numbers, a view."""
+    """Return (rows, blocks, block_size) of errors that are kept as numbers, a view."""
     return error.view(error.shape[0], -1, block_size)
 
 
 def _stored(step: Tensor) -> Tensor:
-    """Steps as scales are stored; torch has several NaNs, a scale one."""
+    """Return steps as scales are stored; torch has several NaNs, a scale one."""
     bits = torch.where(step.isnan(), _NOT_FINITE, step.to(torch.bfloat16).view(torch.int16))
     return bits.view(torch.bfloat16)
 
 
 def _read(error: Tensor | None, like: Tensor, width: int, blocks: range) -> tuple[Tensor, Tensor]:
-    """What is kept of some blocks, as numbers and steps whose product it is; like: (rows, blocks, block_size)."""
+    """Return what is kept of some blocks, as numbers and steps to multiply; like: (rows, blocks, block_size)."""
     rows, number, block_size = like.shape
     if error is None:
         return torch.zeros_like(like), like.new_zeros(rows, number, 1)

@@ -35,7 +35,7 @@ class LocoSettings:
     hadamard: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that is out of bounds or of another type."""
+        """Raise ValueError for a value that is out of bounds or of another type."""
         _number("err_beta", self.err_beta, 0 <= _real(self.err_beta) < 1, "a number in [0, 1)")
         _integer("reset_T", self.reset_T, lambda value: value >= 1, "an integer of at least 1 (optimizer steps)")
         _integer("bits", self.bits, lambda value: value in (4, 8), "4 or 8")
@@ -52,7 +52,7 @@ class LocoSettings:
 
     @classmethod
     def parse(cls, section: object) -> "LocoSettings":
-        """From what stands under the key.
+        """Return the settings of what stands under the key.
 
         Raises:
             ValueError: not a dictionary, an unknown sub-key, or a value that is out of bounds.
@@ -71,18 +71,18 @@ class LocoSettings:
 
     @property
     def wire_bits(self) -> float:
-        """Bits that a gradient takes on the wire: its own, and its part of the 16 bits of its block's scale."""
+        """Return the bits that a gradient takes on the wire: its own, and its part of its block's scale of 16 bits."""
         return self.bits + 16 / self.block_size
 
     @property
     def kept_bits(self) -> float:
-        """Bits that are kept of a gradient's error, that of a scale included."""
+        """Return the bits that are kept of a gradient's error, that of a scale included."""
         if not self.error_feedback:
             return 0.0
         return self.error_bits + (16 / self.block_size if self.error_bits == 8 else 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for checkpoints and logs."""
+        """Return plain values, for checkpoints and logs."""
         return asdict(self)
 
 

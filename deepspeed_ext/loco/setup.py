@@ -16,7 +16,7 @@ EVENTS = "Train/LoCo"
 
 
 def inter_hop(engine: Engine) -> MakeReduce:
-    """What makes the hop between groups: a LocoHop where the configuration asks for it, else a plain one."""
+    """Return what makes the hop between groups: a LocoHop where the configuration asks for it, else a plain one."""
     config = engine._config.zero_config
     if config.zeropp_loco_param is None:
         return make_reduce
@@ -35,7 +35,7 @@ def inter_hop(engine: Engine) -> MakeReduce:
 
 
 def announce(settings: LocoSettings, groups: int) -> None:
-    """One line on rank 0."""
+    """Log one line on rank 0."""
     if groups == 1:
         log_dist(
             f"deepspeed_ext: {KEY}: there is one group, so nothing crosses between groups, and nothing is "
@@ -57,7 +57,7 @@ def announce(settings: LocoSettings, groups: int) -> None:
 
 
 def _report_to(engine: Engine, hop: LocoHop) -> None:
-    """At the end of each step, to the engine's monitor, whose writers are on rank 0, and timers."""
+    """Report at the end of each step to the engine's monitor, whose writers are on rank 0, and to its timers."""
     hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
     monitored = hop.look = engine.monitor.enabled and dist.get_rank() == 0
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's pipeline engine with gradients, and parameters, that are cut.
+"""DeepSpeed's pipeline engine with gradients, and parameters, that are sharded.
 
 Note [What runs when, in a pipeline]
     The accumulation boundary is the flush of the pipeline. In each backward of a micro-batch gradients move N -> g as
@@ -48,14 +48,17 @@ class _Outputs:
 
 
 class ShardedPipelineEngine(PipelineEngine):
-    """See Note [What runs when, in a pipeline]. Made of a ``PipelineEngine`` by ``setup.initialize``."""
+    """A pipeline engine with a strategy. See Note [What runs when, in a pipeline].
+
+    It is made of a ``PipelineEngine`` by ``setup.initialize``.
+    """
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
         """Explain to whoever reads the log why groups are single ranks, where the pipeline's layout makes them so."""
         return layout_hint(self, strategy, topology)
 
     def connect(self) -> None:
-        """Once the parent is initialized. Collective over all ranks."""
+        """Take the pipeline's part in our optimizer, once the parent is initialized. Collective over all ranks."""
         self.enable_backward_allreduce = True  # at the end of each backward, as without a pipeline
         self._trains = any(
             param.requires_grad
@@ -63,7 +66,7 @@ class ShardedPipelineEngine(PipelineEngine):
             if not name.startswith(NOTHING_TO_TRAIN)
         )
         strategy = active_strategy(self._config)
-        self._cuts_parameters = strategy is not None and strategy.p != Placement.N
+        self._shards_parameters = strategy is not None and strategy.p != Placement.N
         self._use_checkpointing_that_stops_early()
         if isinstance(self.optimizer, ParoOptimizer):  # there is none where nothing is trained
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
@@ -71,13 +74,13 @@ class ShardedPipelineEngine(PipelineEngine):
             self.optimizer.overlaps_micro_steps = True
 
     def _use_checkpointing_that_stops_early(self) -> None:
-        """With parameters cut, have torch recompute where DeepSpeed's non-reentrant checkpointing would.
+        """Where parameters are sharded, have torch recompute where DeepSpeed's non-reentrant checkpointing would.
 
         DeepSpeed's runs all of a segment again, to the end of its last module, which releases the parameters whose
         backward has just begun: it fails in ZeRO-3, without a pipeline as well. torch's stops before that.
         """
         module = self.module
-        if not self._cuts_parameters:
+        if not self._shards_parameters:
             return
         if module.activation_checkpoint_func is not checkpointing.non_reentrant_checkpoint:
             return
@@ -115,10 +118,10 @@ class ShardedPipelineEngine(PipelineEngine):
         return True
 
     def _exec_reduce_tied_grads(self) -> None:
-        """Later: when they are where the optimizer's states are."""
+        """Do nothing yet: tied gradients are summed when they are where the optimizer's states are."""
 
     def _exec_reduce_grads(self) -> None:
-        """The flush: g -> os, and the sum over stages for tied weights."""
+        """Flush: g -> os, and the sum over stages for tied weights."""
         self._force_grad_boundary = True
         try:
             if self.zero_optimization_partition_gradients():
@@ -138,25 +141,25 @@ class ShardedPipelineEngine(PipelineEngine):
     # Checkpoints: a file for each layer ###############################################################
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
-        """DeepSpeed's, with the parameters of one layer gathered at a time. Collective where they are cut."""
+        """Save with the parameters of one layer gathered at a time. Collective where they are sharded."""
         for _ in self._layers(modify=False):
             super().module_state_dict(exclude_frozen_parameters)
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """The same for loading, after which all stages have the tied weights of the first."""
+        """Load in the same way, after which all stages have the tied weights of the first."""
         for _ in self._layers(modify=True):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
         tied = list(self.module.tied_modules.parameters())
-        if tied and self._cuts_parameters:
+        if tied and self._shards_parameters:
             with deepspeed.zero.GatheredParameters(tied, modifier_rank=0):
                 self.module._synchronize_tied_weights()
 
     def _layers(self, modify: bool) -> Iterator[None]:
-        """Have DeepSpeed see one layer after the other where parameters are cut; otherwise all of them, once.
+        """Have DeepSpeed see one layer after the other where parameters are sharded; otherwise all of them, once.
 
         All ranks of a stage visit all layers, in one order, whoever writes them.
         """
-        if not self._cuts_parameters:
+        if not self._shards_parameters:
             yield
             return
         module, first = self.module, self.module._local_start

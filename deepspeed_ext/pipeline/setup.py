@@ -46,7 +46,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 def initialize(
     init: Callable[..., None], require: Callable[[], None], engine: PipelineEngine, *args: Any, **kwargs: Any
 ) -> None:
-    """``PipelineEngine.__init__``: with a strategy, or ZeRO-2 or 3, which mean one, the engine becomes ours.
+    """Initialize a ``PipelineEngine``, which becomes ours with a strategy, or with ZeRO-2 or 3, which mean one.
 
     Collective over all ranks, those without a strategy included: a stage may have been configured otherwise.
 
@@ -95,10 +95,10 @@ def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable
 
 
 def refuse_zero_init() -> None:
-    """Refuse to build a PipelineModule whose parameters would be cut as they are made.
+    """Refuse to build a PipelineModule whose parameters would be sharded as they are made.
 
     Raises:
-        ValueError: it is built under ``deepspeed.zero.Init``, which cuts them over all ranks, those of other stages
+        ValueError: it is built under ``deepspeed.zero.Init``, which shards them over all ranks, those of other stages
             included, and waits for these.
     """
     from deepspeed.runtime.zero import partition_parameters
@@ -137,7 +137,7 @@ def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
 
 
 def _device(module: PipelineModule) -> str:
-    """This rank's; DeepSpeed makes it the current one later."""
+    """Return this rank's device; DeepSpeed makes it the current one later."""
     return str(get_accelerator().device_name(module.local_rank))
 
 
@@ -172,7 +172,7 @@ def _placements(strategy: Strategy) -> tuple[Placement, ...]:
 
 
 def _settings(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str, Any]:
-    """What all stages must have alike, by the key to change."""
+    """Return what all stages must have alike, by the key to change."""
     zero = config.zero_config
     return {
         f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,

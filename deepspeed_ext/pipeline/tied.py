@@ -4,7 +4,7 @@
 
 Each stage reduces its own part of such a gradient like any other. Once it is where the optimizer's states are, ranks
 of the stages exchange what they hold of it, so no rank ever has it whole, and what was compressed on its way is the
-same in all stages. With p = N a weight lies elsewhere in each stage's flat buffer, and so is cut elsewhere: a rank
+same in all stages. With p = N a weight lies elsewhere in each stage's flat buffer, and so is sharded elsewhere: a rank
 sends each other one the elements that both of them hold. With d elements of the weight's gradient on a rank and t
 stages it sends and receives (t-1)*d elements a step, where DeepSpeed's all-reduce of whole gradients takes 2*(t-1)/t
 times all of it.
@@ -26,16 +26,16 @@ from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """Elements ``start`` to ``end`` of a weight."""
 
     start: int
     end: int
 
-    def common(self, other: "Span") -> "Span":
-        """Elements that are in both; possibly none."""
+    def common(self, other: "Interval") -> "Interval":
+        """Return the elements that are in both; possibly none."""
         start = max(self.start, other.start)
-        return Span(start, max(start, min(self.end, other.end)))
+        return Interval(start, max(start, min(self.end, other.end)))
 
 
 class TiedGradients:
@@ -62,7 +62,7 @@ class TiedGradients:
 
 
 class _Exchange:
-    """Of weights that are on the same stages.
+    """The exchange of weights that are on the same stages.
 
     Args:
         optimizer: of this rank.
@@ -77,7 +77,7 @@ class _Exchange:
         self._optimizer, self._weights, self._group, self._stages = optimizer, weights, group, stages
         self._rank = dist.get_rank(group=group)
         everybody = gathered([end for weight in weights for end in optimizer.owned_span(weight)], group)
-        self._spans = [[Span(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
+        self._spans = [[Interval(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
 
     def run(self) -> None:
         device = get_accelerator().current_device_name()
@@ -85,20 +85,20 @@ class _Exchange:
         held = [part.to(device) for part in owned]
         sent = [self._part(held, rank) for rank in range(len(self._stages))]
         splits = [part.numel() for part in sent]
-        received = torch.empty_like(message := torch.cat(sent))
+        received = torch.empty_like(bucket := torch.cat(sent))
         dist.all_to_all_single(
-            received, message, splits, splits, group=self._group, log_name="tied_gradients_all_to_all"
+            received, bucket, splits, splits, group=self._group, log_name="tied_gradients_all_to_all"
         )
         totals = {stage: [torch.zeros_like(part, dtype=torch.float32) for part in held] for stage in self._stages}
         for stage_part, part in zip(totals[self._stages[self._rank]], held, strict=True):
             stage_part.copy_(part)
         for rank, content in enumerate(received.split(splits)):
-            self._place(totals[self._stages[rank]], rank, content)
+            self._put(totals[self._stages[rank]], rank, content)
         for number, part in enumerate(owned):
             part.copy_(functools.reduce(torch.add, (totals[stage][number] for stage in sorted(totals))))
 
     def _common(self, rank: int) -> Iterable[tuple[int, slice]]:
-        """(number of the weight, elements of this rank's part of it) that another stage's rank holds as well."""
+        """Return (number of the weight, elements of this rank's part of it) that another stage's rank holds, too."""
         if self._stages[rank] == self._stages[self._rank]:
             return
         for number, (mine, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
@@ -106,11 +106,11 @@ class _Exchange:
             yield number, slice(both.start - mine.start, both.end - mine.start)
 
     def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
-        """1D: what goes to another rank."""
+        """Return what goes to another rank, 1D."""
         return torch.cat([held[0][:0], *(held[number][where] for number, where in self._common(rank))])
 
-    def _place(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
-        """Where what came from another rank belongs."""
+    def _put(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
+        """Put what came from another rank where it belongs."""
         for number, where in self._common(rank):
             part = parts[number][where]
             part.copy_(content[: part.numel()])
@@ -120,7 +120,7 @@ class _Exchange:
 def _make_groups(
     module: PipelineModule, optimizer: ParoOptimizer
 ) -> list[tuple[list[int], ProcessGroup, list[nn.Parameter]]]:
-    """For this rank's tied weights: (ranks, process group, weights). All ranks make all groups, in one order."""
+    """Return (ranks, process group, weights) of this rank's tied weights. All ranks make all groups, in one order."""
     grid, made = module._grid, []
     for stages, keys in tied_stages(module).items():
         weights = [
@@ -135,8 +135,8 @@ def _make_groups(
         ]
         for model in range(grid.get_slice_parallel_world_size()):
             at = {"model": model} if "model" in grid._topo.get_axis_names() else {}
-            for block in _blocks(optimizer):
-                ranks = sorted(grid.stage_to_global(stage_id=s, data=d, **at) for s in stages for d in block)
+            for replica in _replicas(optimizer):
+                ranks = sorted(grid.stage_to_global(stage_id=s, data=d, **at) for s in stages for d in replica)
                 group = dist.new_group(ranks)
                 if dist.get_rank() in ranks and weights:
                     made.append((ranks, group, weights))
@@ -144,7 +144,7 @@ def _make_groups(
 
 
 def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
-    """Keys of tied layers by the stages that they are on; those on one stage only are like others."""
+    """Return the keys of tied layers by the stages that they are on; those on one stage only are like others."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
@@ -156,8 +156,8 @@ def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
     return keys
 
 
-def _blocks(optimizer: ParoOptimizer) -> list[range]:
-    """Data-parallel ranks that hold a stage's optimizer states once."""
+def _replicas(optimizer: ParoOptimizer) -> list[range]:
+    """Return the sets of data-parallel ranks that hold a stage's optimizer states once."""
     sizes = optimizer.topology.sizes
     size = {Placement.N: 1, Placement.I: sizes.group_size, Placement.G: sizes.ranks}[optimizer.strategy.os]
     return [range(first, first + size) for first in range(0, sizes.ranks, size)]

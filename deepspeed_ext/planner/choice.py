@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """One sentence, for the choice; without one, what is missing."""
+        """Return one sentence for the choice; without a choice, what is missing."""
         least = min(self.predictions, key=lambda one: one.total_memory)
         limit = "" if self.budget is None else f" of {self.budget / 1e9:.3g}"
         if self.choice is None:
@@ -73,7 +73,7 @@ class Plan:
         return one.total_memory > self.choice.total_memory
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {
             "ranks": self.sizes.ranks,
             "group_size": self.sizes.group_size,
@@ -122,7 +122,7 @@ def plan(
 
 
 def best(some: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:
-    """The smallest of those that are as fast as the fastest; of equally small ones the fastest."""
+    """Return the smallest of those that are as fast as the fastest; of equally small ones the fastest."""
     quickest = min(map(seconds, some))
     close = [one for one in some if seconds(one) <= (1 + TIE) * quickest]
     return min(close, key=lambda one: (memory(one), seconds(one)))

@@ -31,16 +31,16 @@ class Model:
     """What is trained.
 
     Attributes:
-        states: bytes, not cut, as they are moved.
+        states: bytes of the whole, as they are moved.
         gradient_bytes: of one gradient, as it is moved.
         accumulation: micro-steps of a step.
         compute: seconds of forward and backward of a micro-step.
         fetches: messages in which all parameters are gathered: modules that have some.
         largest_layer: bytes of parameters that a module has by itself, the most that is gathered at once for it.
         bucket: elements that are reduced at once.
-        held: bytes, not cut, as they are held on the device, if that is something else: nothing of what is offloaded,
+        held: bytes of the whole, as they are held on the device, if that differs: nothing of what is offloaded,
             gradients that are summed in another dtype.
-        regathered: whether parameters that are cut are gathered for forward and again for backward, or kept between.
+        regathered: whether sharded parameters are gathered for forward and again for backward, or kept between.
     """
 
     states: ModelStates
@@ -54,12 +54,12 @@ class Model:
     regathered: bool = True
 
     def times(self, phase: Phase) -> int:
-        """How often in a step."""
+        """Return how often a phase runs in a step."""
         kept = phase.each_micro_step == 2 and not self.regathered
         return phase.times(self.accumulation) // (2 if kept else 1)
 
     def messages(self, phase: Phase) -> int:
-        """In how many a phase goes, each time."""
+        """Return in how many messages a phase goes, each time."""
         if phase.kind == Direction.GATHER and phase.each_micro_step:
             return self.fetches
         return max(1, round(self.states.gradients / self.gradient_bytes / self.bucket))
@@ -74,7 +74,7 @@ class Prediction:
         loco: whether gradients cross between groups in few bits.
         memory: bytes of model states.
         transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, the largest
-            layer gathered, LoCo's errors, before and after (Note [Errors of messages]). No activations, no buckets.
+            layer gathered, LoCo's errors, before and after (Note [Errors of buckets]). No activations, no buckets.
         host: bytes of what is offloaded.
         volume: bytes received in a step.
         seconds: of a step, by part: compute, within groups, between groups, update.
@@ -101,7 +101,7 @@ class Prediction:
         return self.memory.total + self.transient
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         totals = {"total_memory": self.total_memory, "total_seconds": self.total_seconds}
         return asdict(self) | totals
 
@@ -109,7 +109,7 @@ class Prediction:
 def predict(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, loco: LocoSettings | None = None
 ) -> Prediction:
-    """See Note [Cost model].
+    """Predict what a strategy costs; see Note [Cost model].
 
     LoCo shrinks what reductions send between groups; gathers are whole, also those at the boundary where the
     optimizer's states are coarser than G.

@@ -19,18 +19,18 @@ _KEYS = ("strategy", "date", "version", "inputs", "plan")
 
 
 def say(message: str) -> None:
-    """At level WARNING, which DeepSpeed shows: a strategy was chosen on the user's behalf."""
+    """Log at level WARNING, which DeepSpeed shows: a strategy was chosen on the user's behalf."""
     log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
 
 
 class Decisions:
-    """For one rank to read and to write. What is wrong with the file is said, and costs no run."""
+    """The decisions in a file, for one rank to read and write. A wrong file is reported, and stops no run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def find(self, inputs: dict[str, Any]) -> str | None:
-        """The strategy that was decided on for the same inputs; None if there is none."""
+        """Return the strategy that was decided on for the same inputs; None if there is none."""
         entries = self._read()
         for entry in entries:
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
@@ -62,7 +62,7 @@ class Decisions:
                 aside.unlink()
 
     def _read(self, quietly: bool = False) -> list[dict[str, Any]]:
-        """All entries; none if the file is not there, or is none of ours."""
+        """Return all entries; none if the file is not there, or is not ours."""
         try:
             entries = json.loads(self.path.read_text())["decisions"]
             # Each is complete, or the file is not ours.

@@ -14,7 +14,7 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placemen
 if TYPE_CHECKING:
     from torch import nn
 
-_UPDATED_FROM = {False: 4, True: 2}  # bytes of the fp32 gradient, by whether parameters are cut
+_UPDATED_FROM = {False: 4, True: 2}  # bytes of the fp32 gradient, by whether parameters are sharded
 
 
 def estimate_paro_model_states_mem_needs(
@@ -26,7 +26,7 @@ def estimate_paro_model_states_mem_needs(
     group_size: int | None = None,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Memory of a strategy without offload.
+    """Return the memory of a strategy without offload.
 
     Args:
         strategy: one of the table.
@@ -43,13 +43,13 @@ def estimate_paro_model_states_mem_needs(
         ValueError: the group size does not divide the number of GPUs.
     """
     sizes = GroupSizes(num_gpus_per_node * num_nodes, group_size or num_gpus_per_node)
-    cut = strategy.p != Placement.N
-    states = ModelStates.of(total_params, optimizer_bytes=12 + _UPDATED_FROM[cut])
-    largest = 4 * largest_layer_params if cut else 0
-    # What the host holds while the model is made: as under zero.Init where parameters are cut.
-    host = (largest_layer_params if cut else total_params) * 4 * num_gpus_per_node * additional_buffer_factor
+    sharded = strategy.p != Placement.N
+    states = ModelStates.of(total_params, optimizer_bytes=12 + _UPDATED_FROM[sharded])
+    largest = 4 * largest_layer_params if sharded else 0
+    # What the host holds while the model is made: as under zero.Init where parameters are sharded.
+    host = (largest_layer_params if sharded else total_params) * 4 * num_gpus_per_node * additional_buffer_factor
     memory = strategy.memory(sizes, states)
-    # In DeepSpeed's order of rounding: what is whole, and the cut rest rounded down.
+    # In DeepSpeed's order of rounding: what is whole, and the sharded rest rounded down.
     whole = memory.parameters if strategy.p == Placement.N else 0.0
     return int(host), int(largest + whole) + int(memory.total - whole), int(largest)
 

@@ -75,24 +75,24 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
 
 
 def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
-    """What the configuration, the engine and the model leave."""
+    """Return the strategies that the configuration, the engine and the model leave."""
     possible = possible_strategies(engine._config)
     reasons = []
     if any(is_partitioned(parameter) for parameter in model.parameters()):
         reasons.append("the model was built under zero.Init, which cuts parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others cut")
-    cut = [row for row in possible if row.p != Placement.N]
-    if reasons and not cut:
+    sharded = [row for row in possible if row.p != Placement.N]
+    if reasons and not sharded:
         raise ValueError(
             f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, where parameters "
             f"are not cut, but {' and '.join(reasons)}. Set stage 3."
         )
-    return cut if reasons else possible
+    return sharded if reasons else possible
 
 
 def _described(engine: Engine, model: nn.Module) -> Model:
-    """The model, as it is moved and as it is held on the device."""
+    """Return the model as it is moved and as it is held on the device."""
     config = engine._config
     zero = config.zero_config
     model_dtype, _ = engine.get_data_types()
@@ -106,7 +106,7 @@ def _described(engine: Engine, model: nn.Module) -> Model:
 
 
 def _same_everywhere(model: Model) -> Model:
-    """The most of all ranks: with tensor parallelism they may hold different models."""
+    """Return the most of all ranks: with tensor parallelism they may hold different models."""
     assert model.held is not None
     numbers = [*astuple(model.states), *astuple(model.held), model.largest_layer, model.fetches, model.regathered]
     *states, largest, fetches, regathered = _reduced(numbers, dist.ReduceOp.MAX)
@@ -121,7 +121,7 @@ def _same_everywhere(model: Model) -> Model:
 
 
 def _reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
-    """Whole numbers, over all ranks."""
+    """Return whole numbers, reduced over all ranks."""
     found = reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in found.tolist()]
 
@@ -136,7 +136,7 @@ def _measured_plan(config: Config, topology: Topology, model: Model, allowed: li
 
 
 def _budget(config: Config, model: nn.Module) -> float:
-    """Bytes that the rank with the least memory has for model states."""
+    """Return the bytes that the rank with the least memory has for model states."""
     given = config.zero_config.paro_memory_gb
     if given is not None:
         return float(given) * 1e9
@@ -151,7 +151,7 @@ def _budget(config: Config, model: nn.Module) -> float:
 
 
 def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Strategy]) -> dict[str, Any]:
-    """What a decision is for: with other values it is made anew."""
+    """Return what a decision is for: with other values it is made anew."""
     assert model.held is not None
     zero = config.zero_config
     return {

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner must know of a model, counted."""
+"""Counts what the planner must know of a model."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def describe(
     compute: float = 0.0,
     bucket: int = BUCKET,
 ) -> Model:
-    """Count a model, on any device, meta included, and cut by ``zero.Init`` or not.
+    """Count a model, on any device, meta included, and sharded by ``zero.Init`` or not.
 
     Args:
         model: what is trained.
@@ -48,7 +48,7 @@ def describe(
 
 
 def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Parameters of each module that has any by itself: what ZeRO-3 gathers for it."""
+    """Return the parameters of each module that has any by itself: what ZeRO-3 gathers for it."""
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if own:

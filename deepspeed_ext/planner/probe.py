@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the rates of the hops that moves will use, over the process groups that they will use.
+"""Measures the rates of the hops that reshards will use, over the process groups that they will use.
 
 All ranks run the same hop at the same time, as they do in training, so that a rate has in it what ranks of a node
 share, and what the backend makes of a collective. Every time is that of the slowest rank: all get the same rates.
@@ -34,7 +34,7 @@ DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device where there is room: its caches 
 
 
 def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatter: bool = True) -> Rates:
-    """The rates of this topology's hops. Collective over all ranks.
+    """Measure the rates of this topology's hops. Collective over all ranks.
 
     Takes some seconds: at 100 Mbit/s between groups about ten.
 
@@ -50,7 +50,7 @@ def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatt
 
 
 def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
-    """Of one hop; messages grow until they take long enough."""
+    """Measure one hop; messages grow until they take long enough."""
     if hop.size == 1:
         return FREE
     samples: list[tuple[float, float]] = []
@@ -66,7 +66,7 @@ def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
 
 
 def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """A hop of which this rank receives ``share`` elements from each other rank of the group."""
+    """Return what runs a hop in which this rank receives ``share`` elements from each other rank of the group."""
     device = get_accelerator().current_device_name()
     if isinstance(hop, GatherHop):
         shard = torch.zeros(share, dtype=dtype, device=device)
@@ -77,7 +77,7 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """Of a run among others; the same on all ranks."""
+    """Return the seconds of one run of many in a row; the same on all ranks."""
     once = _slowest([_timed(run)])
     if once > ENOUGH:
         return _slowest([once, *(_timed(run) for _ in range(REPEATS - 1))])
@@ -94,12 +94,12 @@ def _timed(run: Callable[[], Tensor], times: int = 1) -> float:
 
 
 def _slowest(seconds: list[float]) -> float:
-    """The median of what the slowest rank took each time; the same on all ranks."""
+    """Return the median of what the slowest rank took each time; the same on all ranks."""
     return statistics.median(largest(torch.tensor(seconds, dtype=torch.float32)).tolist())
 
 
 def _memory() -> float:
-    """Bytes that a rank reads and writes per second in its memory while all others do."""
+    """Return the bytes that a rank reads and writes per second in its memory while all others do."""
     device, nbytes = get_accelerator(), MEMORY_BYTES
     if not device.is_synchronized_device():
         nbytes = max(nbytes, min(DEVICE_MEMORY_BYTES, device.available_memory() // 8))

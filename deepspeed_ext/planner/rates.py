@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the hops of a move are: from the links' figures, or fitted to what was measured. Pure.
+"""How fast the hops of a reshard are: from the links' figures, or fitted to what was measured. Pure.
 
 Note [Rates]
     A *rate* says how long a hop takes when all ranks run it at once: latency + bytes / bandwidth, where bytes are what
@@ -24,7 +24,7 @@ GIGA = 1e9
 
 @dataclass(frozen=True)
 class Rate:
-    """Of a hop, see Note [Rates].
+    """The rate of a hop, see Note [Rates].
 
     Attributes:
         latency: seconds.
@@ -45,25 +45,25 @@ class Rate:
             )
 
     def seconds(self, nbytes: float, messages: int = 1) -> float:
-        """For that many bytes, in that many messages; 0 for no bytes."""
+        """Return the seconds for that many bytes, in that many messages; 0 for no bytes."""
         return messages * self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
 
 @dataclass(frozen=True)
 class HopRates:
-    """Both hops of a move of one kind: within the group, and between groups."""
+    """The rates of both hops of a reshard in one direction: within the group, and between groups."""
 
     intra: Rate
     inter: Rate
 
     def seconds(self, volume: Volume, messages: int = 1) -> float:
-        """One after the other."""
+        """Return the seconds of one after the other."""
         return self.intra.seconds(volume.intra, messages) + self.inter.seconds(volume.inter, messages)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of all hops, and of the memory that optimizers work in.
+    """The rates of all hops, and of the memory that optimizers work in.
 
     Attributes:
         gather: all-gathers.
@@ -86,7 +86,7 @@ class Rates:
         latency: float = 0.0,
         memory: float = float("inf"),
     ) -> "Rates":
-        """From the links' figures.
+        """Return the rates by the links' figures.
 
         Args:
             sizes: groups of any size, of consecutive ranks.
@@ -117,11 +117,11 @@ class Rates:
         return cls(hops, hops, memory)
 
     def of(self, kind: Direction) -> HopRates:
-        """The rates of moves of that kind."""
+        """Return the rates of reshards in that direction."""
         return self.gather if kind == Direction.GATHER else self.reduce
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values; None for what is infinite, which JSON does not know."""
+        """Return plain values; None for what is infinite, which JSON does not know."""
         hops = {kind: asdict(getattr(self, kind)) for kind in ("gather", "reduce")}
         for rate in (rate for kind in hops.values() for rate in kind.values()):
             rate["bandwidth"] = _finite(rate["bandwidth"])
@@ -129,7 +129,7 @@ class Rates:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Rates":
-        """From what ``as_dict`` returns."""
+        """Return the rates of what ``as_dict`` returns."""
 
         def rate(latency: float, bandwidth: float | None) -> Rate:
             return Rate(latency, _infinite(bandwidth))
@@ -150,7 +150,7 @@ def _infinite(value: float | None) -> float:
 
 
 def fit(samples: Sequence[tuple[float, float]]) -> Rate:
-    """The rate of messages of several sizes.
+    """Fit a rate to messages of several sizes.
 
     The bandwidth is the slope between the two largest sizes: there what a link lets pass at once (the burst of a
     traffic shaper, the buffers of a socket) cancels. It is no flatter than the one over all sizes, which is the same

@@ -27,7 +27,7 @@ _COLUMNS = (
 
 
 def table(plans: Sequence[Plan]) -> str:
-    """The strategies of all plans, fastest first; what each rank holds and receives in a step, and seconds.
+    """Return the strategies of all plans, fastest first: what each rank holds and receives in a step, and seconds.
 
     Args:
         plans: of the same model and cluster.
@@ -49,7 +49,7 @@ def table(plans: Sequence[Plan]) -> str:
 
 
 def rates(plan: Plan) -> list[str]:
-    """A line for each kind of hop."""
+    """Return a line for each kind of hop."""
     lines = []
     for kind, hops in (("all-gather", plan.rates.gather), ("reduce-scatter", plan.rates.reduce)):
         lines.append(f"{kind:<15}within groups {_rate(hops.intra)}, between groups {_rate(hops.inter)}")
@@ -76,7 +76,7 @@ def _line(one: Prediction, plan: Plan) -> str:
 
 
 def picture(plans: Sequence[Plan], path: Path) -> None:
-    """Memory against time, a point a strategy, with the Pareto front of each plan.
+    """Draw memory against time, a point for each strategy, with the Pareto front of each plan.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -104,7 +104,7 @@ def picture(plans: Sequence[Plan], path: Path) -> None:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those to which no other is better in one coordinate and as good in the other, by ascending first coordinate."""
+    """Return the points that no other beats in one coordinate and equals in the other, by the first one."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:

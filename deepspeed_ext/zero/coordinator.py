@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
-from deepspeed_ext.leaf.chunks import WAITS, Block, Chunk
+from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
 
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
@@ -45,11 +45,11 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     def __init__(self, *args: Any, group: ProcessGroup | None, **kwargs: Any) -> None:
         self._gathering_group = group
-        self._blocks: dict[int, Block] = {}  # by id of the module
-        self._chunk_of: dict[int, tuple[Block, int]] = {}  # of an expert, by its id
+        self._blocks: dict[int, ChunkedModule] = {}  # by id of the module
+        self._chunk_of: dict[int, tuple[ChunkedModule, int]] = {}  # of an expert, by its id
         super().__init__(*args, **kwargs)
 
-    def watch(self, blocks: Sequence[Block]) -> None:
+    def watch(self, blocks: Sequence[ChunkedModule]) -> None:
         """Fetch the experts of these blocks in chunks; see ``chunks.py``."""
         for block in blocks:
             block.fetch, block.release = self._fetch_chunk, self._release

@@ -26,7 +26,7 @@ from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
-from deepspeed_ext.leaf.chunks import blocks_of
+from deepspeed_ext.leaf.chunks import chunked_modules
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, forget_units, make_units
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.gathers import Gather, Held
@@ -263,7 +263,7 @@ def partition(
         offload: DeepSpeed's, with a coordinator of ours.
         gathers: ``bucket`` and ``sequential`` of ``PartitionedParameters``.
     """
-    blocks, coordinator = blocks_of(module), offload.param_coordinator
+    blocks, coordinator = chunked_modules(module), offload.param_coordinator
     coordinator.watch(blocks)
     chunks = [chunk for block in blocks for chunk in block.chunks]
     experts = {id(expert) for chunk in chunks for expert in chunk.experts}

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_ext.comm.hops import Contents, Span
 from deepspeed_ext.loco.feedback import ErrorFeedback
-from deepspeed_ext.loco.interval_map import Stretches
+from deepspeed_ext.loco.interval_map import IntervalMap
 from deepspeed_ext.loco.settings import LocoSettings
 
 NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
@@ -72,17 +72,17 @@ def test_bookkeeping_grows_as_the_number_of_runs(changes: bool) -> None:
 
 
 def test_stretches_are_found_by_their_elements() -> None:
-    stretches: Stretches[str] = Stretches()
+    intervals: IntervalMap[str] = IntervalMap()
     for start, numel, name in ((20, 10, "c"), (0, 10, "a"), (10, 5, "b"), (30, 0, "nothing")):
-        stretches.add(Span(0, 1, start, numel), name)
+        intervals.add(Span(0, 1, start, numel), name)
 
     def names(start: int, numel: int, row: int = 1) -> str:
-        return "".join(name for _, name in stretches.over(Span(0, row, start, numel)))
+        return "".join(name for _, name in intervals.over(Span(0, row, start, numel)))
 
     assert names(0, 100) == "abc" and names(0, 100, row=0) == ""
     assert names(9, 1) == "a" and names(10, 1) == "b" and names(14, 6) == "b" and names(15, 5) == ""
     assert names(14, 7) == "bc" and names(29, 5) == "c" and names(30, 5) == "" and names(12, 0) == ""
-    assert [name for _, name in stretches.take(Span(0, 1, 5, 6))] == ["a", "b"]
+    assert [name for _, name in intervals.take(Span(0, 1, 5, 6))] == ["a", "b"]
     assert names(0, 100) == "c"
 
 
