@@ -26,12 +26,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.config.section import active_strategy
-from deepspeed_ext.pipeline.setup import NOTHING_TO_TRAIN, layout_hint, require_same_groups
+from deepspeed_ext.pipeline.agreement import require_same_groups
 from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.optimizer import ParoOptimizer
+
+NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
 
 
 class _Outputs:
@@ -54,8 +56,27 @@ class ShardedPipelineEngine(PipelineEngine):
     """
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
-        """Explain to whoever reads the log why groups are single ranks, where the pipeline's layout makes them so."""
-        return layout_hint(self, strategy, topology)
+        """Explain why I means N here: nobody has chosen a group size, and a node has one rank of each stage.
+
+        Returns:
+            A clause that follows what the strategy comes down to; empty elsewhere.
+        """
+        sizes, axes = topology.sizes, self.module.topology()
+        chosen = self._config.zero_config.paro_group_size is not None
+        if (
+            chosen
+            or sizes.group_size > 1
+            or sizes.ranks == 1
+            or Placement.I not in (strategy.p, strategy.g, strategy.os)
+        ):
+            return ""
+        lengths = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
+        return (
+            f": each node has one data-parallel rank of a stage (those of the first are the ranks "
+            f"{data_parallel_ranks(topology.world)}; axes, outermost first: {lengths}). For groups inside of nodes "
+            f"make pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut "
+            f"tensors over fewer ranks than a node has; stages then send their activations between nodes"
+        )
 
     def connect(self) -> None:
         """Take the pipeline's part in our optimizer, once the parent is initialized. Collective over all ranks."""

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a pipeline's stages get our optimizers, and what must hold before they do."""
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,24 +10,19 @@ from unittest import mock
 import deepspeed.runtime.pipe.engine
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
-from deepspeed_ext.comm.agreement import gathered_texts
-from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.config.check import use_strategy_of_stage
-from deepspeed_ext.config.keys import FASTEST, GROUP_SIZE, LOCO, SECTION, STRATEGY
+from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY
 from deepspeed_ext.config.refused import Unsupported, refuse_unsupported
 from deepspeed_ext.config.section import active_strategy, undecided
-from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.optimizer import ParoOptimizer
-
-NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
-_PROBLEM_LENGTH = 1000
+from deepspeed_ext.pipeline.agreement import device_of, require_agreement, settings_of
+from deepspeed_ext.pipeline.engine import NOTHING_TO_TRAIN, ShardedPipelineEngine
+from deepspeed_ext.strategy import Strategy
 
 # What cannot work with the schedule, of the engine and the PipelineModule.
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -66,12 +60,10 @@ def initialize(
             strategy = _strategy(config, module, require)
         except (ValueError, RuntimeError) as error:
             problem = str(error)
-        _require_agreement(module, _settings(config, strategy), problem)
+        require_agreement(module, settings_of(config, strategy), problem)
     if strategy is None:
         init(engine, *args, **kwargs)
         return
-    from deepspeed_ext.pipeline.engine import ShardedPipelineEngine
-
     refuse_unsupported(UNSUPPORTED, strategy, engine, module)
     engine.__class__ = ShardedPipelineEngine
     _fill_groups(module, kwargs)
@@ -130,105 +122,7 @@ def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
         arguments["model_parameters"] = groups if listed and isinstance(listed[0], dict) else groups[0]["params"]
     for number, group in enumerate(groups):
         if not any(param.requires_grad for param in group["params"]):
-            filler = nn.Parameter(torch.zeros(1, device=_device(module)))
+            filler = nn.Parameter(torch.zeros(1, device=device_of(module)))
             setattr(filler, PIPE_REPLICATED, False)
             module.register_parameter(f"{NOTHING_TO_TRAIN}_{number}", filler)
             group["params"].append(filler)
-
-
-def _device(module: PipelineModule) -> str:
-    """Return this rank's device; DeepSpeed makes it the current one later."""
-    return str(get_accelerator().device_name(module.local_rank))
-
-
-def layout_hint(engine: PipelineEngine, strategy: Strategy, topology: Topology) -> str:
-    """Explain the layout where nobody has chosen a group size, and a node has one rank of each stage: I means N then.
-
-    Args:
-        engine: of a pipeline, whose optimizer is about to be made.
-        strategy, topology: the optimizer's.
-
-    Returns:
-        A clause that follows what the strategy comes down to; empty elsewhere.
-    """
-    sizes, axes = topology.sizes, engine.module.topology()
-    chosen = engine._config.zero_config.paro_group_size is not None
-    if chosen or sizes.group_size > 1 or sizes.ranks == 1 or Placement.I not in _placements(strategy):
-        return ""
-    lengths = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
-    return (
-        f": each node has one data-parallel rank of a stage (those of the first are the ranks "
-        f"{data_parallel_ranks(topology.world)}; axes, outermost first: {lengths}). For groups inside of nodes make "
-        f"pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut tensors "
-        f"over fewer ranks than a node has; stages then send their activations between nodes"
-    )
-
-
-def _placements(strategy: Strategy) -> tuple[Placement, ...]:
-    return strategy.p, strategy.g, strategy.os
-
-
-# Agreement ########################################################################################
-
-
-def _settings(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str, Any]:
-    """Return what all stages must have alike, by the key to change."""
-    zero = config.zero_config
-    return {
-        f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,
-        f"{SECTION}.stage": int(zero.stage),
-        f"{SECTION}.{GROUP_SIZE}": getattr(zero, GROUP_SIZE, None),
-        f"{SECTION}.{LOCO}": getattr(zero, LOCO, None),
-        f"{SECTION}.offload_optimizer": str(getattr(zero.offload_optimizer, "device", None)),
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
-        "gradient_clipping": config.gradient_clipping,
-        "fp16.enabled": config.float16_config.enabled,
-        "bf16.enabled": config.bfloat16_config.enabled,
-    }
-
-
-def _require_agreement(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
-    """Raise on all ranks where one has a problem, or a strategy is used and stages differ. Collective.
-
-    Raises:
-        ValueError: with the settings that differ, or the problem of the first rank that has one.
-    """
-    everybody = _gather(module, json.dumps([problem[:_PROBLEM_LENGTH], settings], default=str))
-    for rank, (found, _) in enumerate(everybody):
-        if found:
-            raise ValueError(problem or f"rank {rank}: {found}")
-    if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in everybody):
-        return  # DeepSpeed's affair
-    different = {
-        key: values for key in settings if len(set(map(str, values := [other[key] for _, other in everybody]))) > 1
-    }
-    if different:
-        listed = "; ".join(f"{key}: {_by_rank(values)}" for key, values in different.items())
-        raise ValueError(f"All stages of a pipeline must have the same configuration, but they have {listed}.")
-
-
-def _by_rank(values: Iterable[Any]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(repr(value), []).append(rank)
-    return ", ".join(f"{value} on ranks {found}" for value, found in ranks.items())
-
-
-def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: bool) -> None:
-    """Refuse groups of different sizes where stages exchange what ranks of a group hold. Collective over all ranks.
-
-    Raises:
-        ValueError: the launcher's node size makes groups of different sizes on different stages.
-    """
-    sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
-    if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
-        raise ValueError(
-            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but by the "
-            f"ranks on each node they are {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
-        )
-
-
-def _gather(module: PipelineModule, text: str) -> list[Any]:
-    """Return what each rank has said, in JSON."""
-    return [json.loads(said) for said in gathered_texts(text, _device(module))]

@@ -1,0 +1,86 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the stages of a pipeline must have alike."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.pipe.module import PipelineModule
+
+from deepspeed_ext.comm.agreement import gathered_texts
+from deepspeed_ext.config.keys import GROUP_SIZE, LOCO, SECTION, STRATEGY
+from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.optimizer import ParoOptimizer
+
+_PROBLEM_LENGTH = 1000
+
+
+def device_of(module: PipelineModule) -> str:
+    """Return this rank's device; DeepSpeed makes it the current one later."""
+    return str(get_accelerator().device_name(module.local_rank))
+
+
+def settings_of(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str, Any]:
+    """Return what all stages must have alike, by the key to change."""
+    zero = config.zero_config
+    return {
+        f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,
+        f"{SECTION}.stage": int(zero.stage),
+        f"{SECTION}.{GROUP_SIZE}": getattr(zero, GROUP_SIZE, None),
+        f"{SECTION}.{LOCO}": getattr(zero, LOCO, None),
+        f"{SECTION}.offload_optimizer": str(getattr(zero.offload_optimizer, "device", None)),
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "train_micro_batch_size_per_gpu": config.train_micro_batch_size_per_gpu,
+        "gradient_clipping": config.gradient_clipping,
+        "fp16.enabled": config.float16_config.enabled,
+        "bf16.enabled": config.bfloat16_config.enabled,
+    }
+
+
+def require_agreement(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
+    """Raise on all ranks where one has a problem, or a strategy is used and stages differ. Collective.
+
+    Raises:
+        ValueError: with the settings that differ, or the problem of the first rank that has one.
+    """
+    everybody = _gather(module, json.dumps([problem[:_PROBLEM_LENGTH], settings], default=str))
+    for rank, (found, _) in enumerate(everybody):
+        if found:
+            raise ValueError(problem or f"rank {rank}: {found}")
+    if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in everybody):
+        return  # DeepSpeed's affair
+    different = {
+        key: values for key in settings if len(set(map(str, values := [other[key] for _, other in everybody]))) > 1
+    }
+    if different:
+        listed = "; ".join(f"{key}: {_by_rank(values)}" for key, values in different.items())
+        raise ValueError(f"All stages of a pipeline must have the same configuration, but they have {listed}.")
+
+
+def _by_rank(values: Iterable[Any]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(repr(value), []).append(rank)
+    return ", ".join(f"{value} on ranks {found}" for value, found in ranks.items())
+
+
+def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: bool) -> None:
+    """Refuse groups of different sizes where stages exchange what ranks of a group hold. Collective over all ranks.
+
+    Raises:
+        ValueError: the launcher's node size makes groups of different sizes on different stages.
+    """
+    sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
+    if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
+        raise ValueError(
+            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but by the "
+            f"ranks on each node they are {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
+        )
+
+
+def _gather(module: PipelineModule, text: str) -> list[Any]:
+    """Return what each rank has said, in JSON."""
+    return [json.loads(said) for said in gathered_texts(text, device_of(module))]
