@@ -147,6 +147,28 @@ def implied_stages_case() -> tuple[list[Any], list[Any], bytes]:
     return stages, others, saved
 
 
+def test_the_strategy_is_parsed_once_and_kept_by_copies(ranks: Any) -> None:
+    assert ranks(1).run(copies_case) == [["IIG"] * 4 + ["None"]]
+
+
+def copies_case() -> list[str]:
+    """The strategies of a configuration, of its copies, and at stage 0, with every further parse forbidden."""
+    import copy
+    import pickle
+    from unittest import mock
+
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    from deepspeed_ext.config import section, validate
+
+    parsed = DeepSpeedConfig(config(paro_strategy="IIG"))
+    off = DeepSpeedConfig(config(paro_strategy="IIG", stage=0))
+    with mock.patch.object(validate, "parse_strategy", side_effect=AssertionError("parsed again")):
+        found = [parsed, copy.copy(parsed), copy.deepcopy(parsed), copy.copy(parsed), off]
+        found[3].zero_config = pickle.loads(pickle.dumps(parsed.zero_config))
+        return [getattr(section.active_strategy(one), "name", "None") for one in found]
+
+
 def test_off_means_the_exact_upstream_class(ranks: Any) -> None:
     name, fields, _ = ranks(4).run(parsed_zero_config, "dict", {"stage": 2}, "")[0]
     assert name == "DeepSpeedZeroConfig" and fields["paro_strategy"] == "absent"
