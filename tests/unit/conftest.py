@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ranks as rank_pools
+
+from tests.harness import ranks as rank_pools
 
 rank_pools.prepare_environment()  # before any test module imports torch or DeepSpeed
 

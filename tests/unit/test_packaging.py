@@ -10,8 +10,7 @@ import zipfile
 from pathlib import Path
 
 import deepspeed_ext
-
-ROOT = Path(__file__).parents[2]
+from scripts import ROOT
 
 
 def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Path) -> None:

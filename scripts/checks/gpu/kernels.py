@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fake_wire import Wire, enter_virtual_world, train_over
-from training import placed
 
 from deepspeed_ext.loco import ops
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts import ROOT
 from scripts.checks.gpu.order import JOB
+from tests.harness.fake_wire import Wire, enter_virtual_world, train_over
+from tests.harness.training import placed
 
 RANKS, GROUP = 6, 3
 

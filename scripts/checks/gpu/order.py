@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
-import fake_wire
 import torch
-from fake_wire import CYCLES, WITHOUT_TIMER, Trained, Wire, enter_virtual_world, train_over
-from training import PARTITIONED, REPLICATED, SMALL, Job, make_engine, placed, whole_weights
+
+from tests.harness import fake_wire
+from tests.harness.fake_wire import CYCLES, WITHOUT_TIMER, Trained, Wire, enter_virtual_world, train_over
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, make_engine, placed, whole_weights
 
 SLOW = 300  # milliseconds of a step
 JOB = dataclasses.replace(fake_wire.JOB, steps=3, config=WITHOUT_TIMER)

@@ -17,9 +17,7 @@ from unittest import mock
 
 import deepspeed
 import torch
-import training
 from deepspeed import comm as dist
-from training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, placed
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.backends import make_reduce
@@ -29,6 +27,8 @@ from deepspeed_ext.comm.pairwise import Handles
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
 from scripts.checks.gpu.order import JOB, enter_alone
+from tests.harness import training
+from tests.harness.training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, placed
 
 RANKS, GROUP = 4, 2
 FP32 = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}

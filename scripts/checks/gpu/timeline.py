@@ -15,10 +15,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fake_wire import Late, Wire, enter_virtual_world
-from training import DTYPES, PARTITIONED, REPLICATED, Job, make_engine, placed
 
 from scripts.checks.gpu.order import JOB, pause
+from tests.harness.fake_wire import Late, Wire, enter_virtual_world
+from tests.harness.training import DTYPES, PARTITIONED, REPLICATED, Job, make_engine, placed
 
 RANKS, GROUP = 6, 3
 HOP = 50.0  # milliseconds on the wire
@@ -188,7 +188,7 @@ def counter_of(place: Any) -> Iterator[Any]:
     if place.cuda:
         yield _counted_on_gpu
         return
-    from stream_order import device_with_streams
+    from tests.harness.stream_order import device_with_streams
 
     with device_with_streams() as order:
 

@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import error_of
+
+from tests.harness.snapshots import error_of
 
 LOCAL = {"checkpoint": {"use_node_local_storage": True}}
 
 
 def make(job: Any, name: str = "NGG") -> tuple[Any, Any]:
     """An engine after a step, on one of two nodes with two ranks each."""
-    import snapshots
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
     engine.local_rank = dist.get_rank() % 2
@@ -51,11 +52,10 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, Any, li
     import time
     from unittest import mock
 
-    import snapshots
-    import training
     from deepspeed import comm as dist
 
     from deepspeed_ext.checkpoint import folder as folders
+    from tests.harness import snapshots, training
 
     job = training.Job(optimizer="Adam", empty=False, config=LOCAL)
     engine, model = make(job, name)
@@ -101,10 +101,10 @@ def not_shared_case(folder: str) -> tuple[str, list[str]]:
     """The error where each node has its own disk and nobody has said so, and what is left on the first one."""
     from unittest import mock
 
-    import training
     from deepspeed import comm as dist
 
     from deepspeed_ext.checkpoint import saving
+    from tests.harness import training
 
     engine, _ = make(training.Job(empty=False))
     disk = node_dir(folder)
@@ -124,9 +124,9 @@ def writer_case() -> tuple[bool, bool, bool]:
     """Whether torch's is ours then, whether another is, and whether a warning names the key."""
     from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-    from logs import logged
 
     from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
+    from tests.harness.logs import logged
 
     fast = object.__new__(FastCheckpointEngine)
     with logged() as lines:
@@ -142,8 +142,7 @@ def test_stock_loads_what_is_no_zip_archive(ranks: Any, tmp_path: Path, stage: i
 
 def stock_case(folder: str, stage: int) -> float:
     """Stock DeepSpeed's universal checkpoint, loaded by it, with our package beside it: largest difference."""
-    import snapshots
-    import training
+    from tests.harness import snapshots, training
 
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"checkpoint_serialization": False}})
     weights = []

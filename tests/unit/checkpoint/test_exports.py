@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED
+
+from tests.harness.training import PARTITIONED, REPLICATED
 
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 
@@ -20,10 +21,10 @@ def test_the_model_is_saved_in_its_own_precision(ranks: Any, tmp_path: Path, nam
 def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, list[str]]]:
     """Whether it says that it has saved, and what differs from the model's weights after a step that follows one."""
     import deepspeed
-    import snapshots
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = training.Job(dtype="bf16", frozen=(1,), empty=False, network=snapshots.Buffered)
     rows = []

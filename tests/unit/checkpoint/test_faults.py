@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import error_of
-from training import placed
+
+from tests.harness.snapshots import error_of
+from tests.harness.training import placed
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
@@ -36,8 +37,7 @@ def spoil(path: Path, fault: str) -> None:
 
 def make(job: Any, name: str) -> tuple[Any, Any]:
     """An engine after a step."""
-    import snapshots
-    import training
+    from tests.harness import snapshots, training
 
     engine, model = training.make_engine(job, placed(name))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -60,9 +60,9 @@ def spoilt_case(folder: str, name: str) -> list[tuple[str, str, str, bool, dict[
     """File, what was done to it, the error, whether a weight or state changed, and what the mended one loads."""
     import shutil
 
-    import snapshots
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered)
     engine, model = make(job, name)
@@ -100,9 +100,9 @@ def test_weights_alone_are_not_taken_from_a_spoilt_shard(ranks: Any, tmp_path: P
 
 def spoilt_weights_case(folder: str, fault: str) -> tuple[str, bool]:
     """With parameters cut, weights without optimizer states come from all shards."""
-    import snapshots
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = training.Job(optimizer="Adam", empty=False)
     engine, model = make(job, "IIG")
@@ -130,9 +130,9 @@ def test_a_spoilt_file_of_a_universal_checkpoint_is_named(ranks: Any, tmp_path: 
 
 def spoilt_universal_case(folder: str, name: str, file: str) -> list[tuple[str, str, bool]]:
     """What is done to a file, the error, whether a weight or state changed."""
-    import snapshots
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"load_universal": True}})
     engine, model = make(job, name)
@@ -183,8 +183,9 @@ def test_states_that_are_cut_otherwise_are_refused(
 
 def misfit_case(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> tuple[str, bool]:
     """The error of a load, of the class that scripts catch with stock, and whether a weight changed."""
-    import training
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    from tests.harness import training
 
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, saved)
@@ -216,7 +217,7 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path) -> None:
 
 def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, bool]]:
     """The error where a model has another layer, or a layer of another width, and whether a weight changed."""
-    import training
+    from tests.harness import training
 
     rows = []
     for name in ("NIG", "IIG"):
@@ -246,10 +247,10 @@ def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float], dict[s
     """The error; what differs in the previous checkpoint; and in that of the next save, when there is space."""
     from unittest import mock
 
-    import snapshots
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = training.Job(optimizer="Adam", empty=False)
     engine, model = make(job, "IIG")
@@ -288,8 +289,9 @@ def one_file_case(folder: str) -> tuple[bytes, bytes, list[str]]:
     from unittest import mock
 
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import training
 
     job = training.Job(empty=False)
     engine, _ = make(job, "NIG")
@@ -321,8 +323,9 @@ def test_tags_that_differ_are_refused(ranks: Any, tmp_path: Path) -> None:
 
 def tags_case(folder: str) -> list[str]:
     """The errors of a save and of a load with another tag on each rank."""
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import training
 
     engine, _ = make(training.Job(empty=False), "NIG")
     messages = []
@@ -340,7 +343,7 @@ def test_a_checkpoint_that_is_not_there(ranks: Any, tmp_path: Path) -> None:
 
 def nothing_case(folder: str) -> tuple[Any, str]:
     """Loads without a file latest, and of a tag that does not exist."""
-    import training
+    from tests.harness import training
 
     engine, _ = make(training.Job(empty=False), "IIG")
     nothing = engine.load_checkpoint(folder)
@@ -355,8 +358,8 @@ KILLS = [(2, "torch.save", 0), (0, "torch.save", 1), (0, "exchange", 0), (0, "Pa
 
 @pytest.mark.parametrize("rank, function, call", KILLS)
 def test_a_rank_killed_in_a_save(ranks: Any, tmp_path: Path, rank: int, function: str, call: int) -> None:
-    """A real SIGKILL; scripts.checks.crashes does it at random moments."""
-    from ranks import RankError
+    """A real SIGKILL; scripts/crashes.py does it at random moments."""
+    from tests.harness.ranks import RankError
 
     with pytest.raises(RankError, match=f"rank {rank} of 4 died .killed by SIGKILL."):
         ranks(4).run(killed_case, str(tmp_path), rank, function, call)
@@ -371,12 +374,11 @@ def killed_case(folder: str, rank: int, function: str, call: int) -> None:
     import signal
 
     import deepspeed
-    import snapshots
     import torch
-    import training
     from deepspeed import comm as dist
 
     from deepspeed_ext.checkpoint import folder as folders
+    from tests.harness import snapshots, training
 
     owner, name = {
         "torch.save": (torch, "save"),
@@ -408,9 +410,9 @@ def killed_case(folder: str, rank: int, function: str, call: int) -> None:
 
 def survivor_case(folder: str) -> tuple[dict[str, float], dict[str, float]]:
     """What differs from the first and from the second save, after a load into a new engine."""
-    import snapshots
     import torch
-    import training
+
+    from tests.harness import snapshots, training
 
     job = training.Job(optimizer="Adam", empty=False)
     engine, model = make(job, "IIG")

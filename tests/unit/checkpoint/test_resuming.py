@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import error_of, job_of
 from torch import nn
-from training import PARTITIONED, REPLICATED, placed
+
+from tests.harness.snapshots import error_of, job_of
+from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
 ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
@@ -26,10 +27,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 def resume_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[tuple[str, Any, Any, float]]:
     """What differs after a load and after going on; and how far zero_to_fp32's weights are from the optimizer's."""
-    import snapshots
-    import training
     from deepspeed import comm as dist
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from tests.harness import snapshots, training
 
     job = job_of(dtype)
     rows = []
@@ -88,8 +89,7 @@ def variant_case(folder: str, keys: dict[str, Any]) -> list[tuple[str, Any, Any,
     """What differs after a load, after going on from there, and after a load of the universal checkpoint."""
     import dataclasses
 
-    import snapshots
-    import training
+    from tests.harness import snapshots, training
 
     config = {key: value for key, value in keys.items() if key not in ("zero", "tensor_parallel")}
     job = job_of("bf16", keys.get("zero"), **config)
@@ -154,10 +154,10 @@ def test_states_that_are_cut_alike_load_without_conversion(
 
 def save_case(folder: str, name: str) -> None:
     """Train, save, and keep what was saved beside it."""
-    import snapshots
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = job_of(zero=ONE_SUB_GROUP)
     engine, model = training.make_engine(job, placed(name))
@@ -173,9 +173,9 @@ def save_case(folder: str, name: str) -> None:
 
 def alike_case(folder: str, name: str) -> dict[str, float]:
     """Load with another strategy, and other sub-groups; what differs from what was saved."""
-    import snapshots
     import torch
-    import training
+
+    from tests.harness import snapshots, training
 
     job = job_of(zero={"sub_group_size": 40})
     engine, model = training.make_engine(job, placed(name))
@@ -204,8 +204,7 @@ def test_parts_are_loaded_as_deepspeed_does(ranks: Any, tmp_path: Path, stock: s
 
 def parts_case(folder: str, stock: str, names: tuple[str, ...]) -> list[tuple[str, Any, bool, dict[str, float]]]:
     """Load parts of stock DeepSpeed's checkpoint with it and with strategies: what differs between the two."""
-    import snapshots
-    import training
+    from tests.harness import snapshots, training
 
     rows = []
     first = job_of("bf16")
@@ -228,8 +227,7 @@ def parts_case(folder: str, stock: str, names: tuple[str, ...]) -> list[tuple[st
 
 def load_part(folder: str, job: Any, zero: dict[str, Any], part: dict[str, bool]) -> dict[str, Any]:
     """Train another run, load a part, look."""
-    import snapshots
-    import training
+    from tests.harness import snapshots, training
 
     engine, model = training.make_engine(job, zero)
     snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
@@ -268,8 +266,7 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
     """
     import dataclasses
 
-    import snapshots
-    import training
+    from tests.harness import snapshots, training
 
     job = dataclasses.replace(job_of(), optimizer="SGD", config={})
     rows = []
@@ -305,7 +302,7 @@ def test_weights_are_those_of_the_tag(ranks: Any, tmp_path: Path) -> None:
 
 def tag_case(folder: str) -> list[tuple[str, float, bool]]:
     """Weights only, of a tag that is not the latest: the difference to it, and whether it differs from the latest."""
-    import training
+    from tests.harness import training
 
     job = training.Job(empty=False)
     rows = []
@@ -339,10 +336,10 @@ def test_each_state_is_written_once(ranks: Any, tmp_path: Path, names: tuple[str
 
 def bytes_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, int, int, int, int]]:
     """Files of optimizer states, bytes of the largest, bytes received during the save, bytes of all states."""
-    import training
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.traffic import TrafficMeter
+    from tests.harness import training
 
     job = training.Job(sizes=(256, 512, 256), optimizer="Adam", empty=False)
     rows = []

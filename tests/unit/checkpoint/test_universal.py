@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshots import job_of
-from training import PARTITIONED, REPLICATED, placed
+
+from tests.harness.snapshots import job_of
+from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 STOCK = ("1", "2", "3")
 ALL = (*REPLICATED, *PARTITIONED, *STOCK)
@@ -16,10 +17,10 @@ UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2) -> None:
     """Train, save, convert, and keep what was saved beside it."""
-    import snapshots
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = job_of(dtype)
     for name in names:
@@ -38,9 +39,9 @@ def load_case(
     folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Load with another strategy; what differs from what was saved."""
-    import snapshots
     import torch
-    import training
+
+    from tests.harness import snapshots, training
 
     job = job_of(dtype, **UNIVERSAL)
     rows = []
@@ -108,9 +109,9 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
     """Difference of the model and of the optimizer's weights to what was saved; whether moments have changed."""
     import dataclasses
 
-    import snapshots
     import torch
-    import training
+
+    from tests.harness import snapshots, training
 
     job = job_of("bf16", **UNIVERSAL)
     job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})

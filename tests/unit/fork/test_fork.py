@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import deepspeed_ext
+from scripts import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
-DIGESTS = Path(__file__).with_name("digests.py")
+DIGESTS = ("-m", "tests.harness.digests")
 VERSION = f"{metadata.version('deepspeed')}+ext.{deepspeed_ext.__version__}"
 # One test of each kind; all of them: scripts/patches test.
 SHORT = [
@@ -38,7 +38,7 @@ def run(python: Path | str, inside: dict[str, str] | None, *arguments: str) -> s
 
 def test_weights_are_equal_to_the_bit(fork: Path, inside: dict[str, str]) -> None:
     ours, theirs = (
-        json.loads(run(python, variables, str(DIGESTS)).splitlines()[-1])
+        json.loads(run(python, variables, *DIGESTS).splitlines()[-1])
         for python, variables in ((sys.executable, None), (fork, inside))
     )
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -53,8 +53,8 @@ def test_weights_are_equal_to_the_bit(fork: Path, inside: dict[str, str]) -> Non
 
 def test_a_fork_resumes_what_the_extension_has_saved(fork: Path, inside: dict[str, str], tmp_path: Path) -> None:
     """LoCo's errors included, which are in files of ours."""
-    ours = json.loads(run(sys.executable, None, str(DIGESTS), "save", str(tmp_path)).splitlines()[-1])
-    theirs = json.loads(run(fork, inside, str(DIGESTS), "resume", str(tmp_path)).splitlines()[-1])
+    ours = json.loads(run(sys.executable, None, *DIGESTS, "save", str(tmp_path)).splitlines()[-1])
+    theirs = json.loads(run(fork, inside, *DIGESTS, "resume", str(tmp_path)).splitlines()[-1])
     assert ours == theirs and len(set(ours)) == 1
 
 

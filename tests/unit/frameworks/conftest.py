@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import ranks as rank_pools
-import table
+
+from tests.harness import ranks as rank_pools
+from tests.harness.frameworks import table
 
 # What the cases use of the frameworks, which import most of themselves late.
 _FRAMEWORKS = (

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configurations import for_accelerate, placed, stock
-from table import Row, check, needs
+
+from tests.harness.frameworks.configurations import for_accelerate, placed, stock
+from tests.harness.frameworks.table import Row, check, needs
 
 pytestmark = needs("transformers", "accelerate")
 
 
 def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     """Stock DeepSpeed and a strategy, by the plugin."""
-    import accelerated
+    from tests.harness.frameworks import accelerated
 
     return accelerated.compare(stock, ours, folder)
 
@@ -41,7 +42,6 @@ def test_launcher(tmp_path: Path) -> None:
     strategy = "IIG"
     config = tmp_path / "config.json"
     config.write_text(json.dumps(for_accelerate(placed(strategy))))
-    script = Path(__file__).with_name("accelerated.py")
     options = {"--num_processes": "2", "--num_machines": "1", "--mixed_precision": "no", "--dynamo_backend": "no"}
     options |= {"--deepspeed_config_file": str(config), "--main_process_port": "0"}
     command = [
@@ -49,10 +49,11 @@ def test_launcher(tmp_path: Path) -> None:
         "-m",
         "accelerate.commands.launch",
         "--use_deepspeed",
+        "--module",
         *itertools.chain(*options.items()),
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    arguments = [str(script), strategy, str(tmp_path)]
+    arguments = ["tests.harness.frameworks.accelerated", strategy, str(tmp_path)]
     run = subprocess.run(command + arguments, env=environment, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [Row(*json.loads((tmp_path / f"row{rank}.json").read_text())) for rank in range(2)]

@@ -5,17 +5,18 @@
 from typing import Any
 
 import pytest
-from configurations import placed, plain, stock
-from table import Row, check, needs
+
+from tests.harness.frameworks.configurations import placed, plain, stock
+from tests.harness.frameworks.table import Row, check, needs
 
 pytestmark = needs("transformers", "accelerate")
 
 
 def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     """Train through ``engine.compile()``, traced by Dynamo and run by the backend eager."""
-    import loops
-    import tiny
     import torch
+
+    from tests.harness.frameworks import loops, tiny
 
     frames: list[int] = []
 
@@ -43,8 +44,8 @@ def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 def eight_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     """Train with Adam of bitsandbytes, whose states have 8 bits."""
     import bitsandbytes
-    import loops
-    import tiny
+
+    from tests.harness.frameworks import loops, tiny
 
     dtypes: list[set[str]] = []
 
@@ -70,9 +71,10 @@ def eight_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 
 def generate_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, list[list[int]], list[list[int]]]:
     """Train, and generate on each rank another number of tokens; the tokens under stock DeepSpeed and under ours."""
-    import loops
     import torch
     import torch.distributed as dist
+
+    from tests.harness.frameworks import loops
 
     written: list[list[int]] = []
 

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configurations import placed, stock
-from table import Row, check, needs
+
+from tests.harness.frameworks.configurations import placed, stock
+from tests.harness.frameworks.table import Row, check, needs
 
 pytestmark = needs("transformers", "lightning")
 
 
 def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     """Stock DeepSpeed and a strategy under Lightning, resumed as well."""
-    import lightnings
-    import tiny
+    from tests.harness.frameworks import lightnings, tiny
 
     expected, start = lightnings.train(stock, f"{folder}/stock")
     run, _ = lightnings.train(ours, f"{folder}/ours")

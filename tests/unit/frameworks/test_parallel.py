@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configurations import placed, plain, stock
-from table import Row, check, needs
+
+from tests.harness.frameworks.configurations import placed, plain, stock
+from tests.harness.frameworks.table import Row, check, needs
 
 pytestmark = needs("transformers", "accelerate")
 
 
 def ulysses_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     """Two sequences at a time, each cut over two ranks; DeepSpeed is told by an mpu."""
-    import loops
-    import tiny
     import torch
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    from tests.harness.frameworks import loops, tiny
 
     def run(zero: dict[str, Any]) -> Any:
         model = tiny.make_model()
@@ -49,11 +50,11 @@ def make_ulysses(folder: str, zero: dict[str, Any]) -> Any:
 
     Over fewer, its loss fails on gloo: the gradient of torch's all-gather takes rank 0 for a member of every group.
     """
-    import tiny
-    import trainers
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
     from transformers import Trainer, TrainingArguments, default_data_collator
+
+    from tests.harness.frameworks import tiny, trainers
 
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
     parallel = ParallelismConfig(sp_backend="deepspeed", sp_size=4, sp_handler=handler)
@@ -65,16 +66,16 @@ def make_ulysses(folder: str, zero: dict[str, Any]) -> Any:
 
 def trainer_case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     """Stock DeepSpeed and a strategy under that trainer. Not resumed: the loader of Ulysses cannot skip batches."""
-    import trainers
+    from tests.harness.frameworks import trainers
 
     return trainers.compare(functools.partial(make_ulysses, folder), stock, ours)
 
 
 def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     """Every linear layer cut over two ranks, and two such pairs."""
-    import loops
-    import tiny
     from deepspeed.utils import groups
+
+    from tests.harness.frameworks import loops, tiny
 
     def run(zero: dict[str, Any]) -> Any:
         config = plain(zero, tensor_parallel={"autotp_size": 2})

@@ -4,9 +4,8 @@
 
 from typing import Any, NamedTuple
 
-from table import needs, note
-
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement
+from tests.harness.frameworks.table import needs, note
 
 pytestmark = needs("transformers", "peft")
 
@@ -95,8 +94,9 @@ def fine_tune(zero: dict[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, int
     """Train for some steps; what was seen, elements of adapters and of the base, and how far the adapters moved."""
     import deepspeed
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import training
 
     model = make_model()
     initial = training.whole_weights(model)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from table import needs
+from tests.harness.frameworks.table import needs
 
 pytestmark = needs("transformers", "accelerate")
 

@@ -5,8 +5,9 @@
 from typing import Any
 
 import pytest
-from configurations import placed
-from table import needs
+
+from tests.harness.frameworks.configurations import placed
+from tests.harness.frameworks.table import needs
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -45,10 +46,10 @@ def prepared_case(section: dict[str, Any], seam: bool) -> int:
     """The stage in the configuration that Accelerate keeps, where our seam in it is in place or not."""
     from unittest import mock
 
-    import accelerated
-    import tiny
     from accelerate.utils import DummyOptim
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    from tests.harness.frameworks import accelerated, tiny
 
     tiny.forget()
     read = HfDeepSpeedConfig.set_stage_and_offload

@@ -3,15 +3,16 @@
 """The table of frameworks speaks of the versions that CI installs, and that are installed."""
 
 import importlib.metadata
-from pathlib import Path
 
 import pytest
-import table
+
+from scripts import ROOT
+from tests.harness.frameworks import table
 
 
 @pytest.mark.skipif("config.getoption('write_table', False)", reason="the table is being written")
 def test_versions_are_pinned_and_installed() -> None:
-    setup = Path(__file__).parents[3].joinpath("setup.py").read_text()
+    setup = (ROOT / "setup.py").read_text()
     found = {(framework, version) for (framework, _), version in table.rows().items()}
     assert len(found) >= 6 and len(found) == len({framework for framework, _ in found}), found
     for framework, version in found:

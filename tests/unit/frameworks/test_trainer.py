@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configurations import placed, stock
-from table import Row, check, needs
+
+from tests.harness.frameworks.configurations import placed, stock
+from tests.harness.frameworks.table import Row, check, needs
 
 pytestmark = needs("transformers", "accelerate")
 
 
 def make(folder: str, how: str, more: dict[str, Any], zero: dict[str, Any]) -> Any:
     """A trainer whose model is made after its arguments: ``how`` is "model", "from_pretrained" or "from_config"."""
-    import tiny
     import torch
-    import trainers
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    from tests.harness.frameworks import tiny, trainers
 
     args = trainers.arguments(TrainingArguments, zero, folder, **more)
     if how == "from_pretrained":
@@ -38,9 +39,9 @@ def make(folder: str, how: str, more: dict[str, Any], zero: dict[str, Any]) -> A
 
 def case(ours: dict[str, Any], stock: dict[str, Any], folder: str, how: str, more: dict[str, Any]) -> Row:
     """Stock DeepSpeed and a strategy under the Trainer, resumed as well."""
-    import tiny
     import torch.distributed as dist
-    import trainers
+
+    from tests.harness.frameworks import tiny, trainers
 
     if how == "from_pretrained":
         if dist.get_rank() == 0:

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from configurations import placed, stock
-from table import Row, check, needs
+
+from tests.harness.frameworks.configurations import placed, stock
+from tests.harness.frameworks.table import Row, check, needs
 
 pytestmark = needs("transformers", "accelerate", "trl", "datasets", "tokenizers")
 
 
 def make_tokenizer() -> Any:
     """A tokenizer of words, made here."""
-    import tiny
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    from tests.harness.frameworks import tiny
 
     words = {"<bos>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, tiny.VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
@@ -27,17 +29,17 @@ def make_tokenizer() -> Any:
 
 def sentences(rows: int) -> list[str]:
     """Sentences of these words."""
-    import tiny
+    from tests.harness.frameworks import tiny
 
     return [" ".join(f"w{token}" for token in row["input_ids"]) for row in tiny.sequences(rows)]
 
 
 def make_sft(folder: str, zero: dict[str, Any]) -> Any:
     """TRL's trainer for supervised fine-tuning."""
-    import tiny
-    import trainers
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
+
+    from tests.harness.frameworks import tiny, trainers
 
     args = trainers.arguments(SFTConfig, zero, folder, max_length=16, bf16=False, gradient_checkpointing=True)
     data = Dataset.from_dict({"text": sentences(64)})
@@ -48,10 +50,10 @@ def make_sft(folder: str, zero: dict[str, Any]) -> Any:
 def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
     """TRL's trainer for direct preference optimization, whose reference model is an engine without an optimizer."""
     import deepspeed
-    import tiny
-    import trainers
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
+
+    from tests.harness.frameworks import tiny, trainers
 
     args = trainers.arguments(DPOConfig, zero, folder, max_length=32, bf16=False, gradient_checkpointing=False)
     texts = sentences(192)
@@ -67,7 +69,7 @@ def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
 
 def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     """Stock DeepSpeed and a strategy under one of the trainers, resumed as well."""
-    import trainers
+    from tests.harness.frameworks import trainers
 
     return trainers.compare(functools.partial(make, folder), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 

@@ -108,7 +108,8 @@ def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[s
 def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool], bool, int, bool, list[float]]]:
     """Three steps, the second of which overflows on one rank."""
     import torch
-    import training
+
+    from tests.harness import training
 
     # Norms that are not finite skip a step of stage 3 in any dtype; of stages 1 and 2 in fp32, too.
     job = training.Job(steps=3, accumulation=2, dtype=dtype, overflow=[(2, 1)], empty=False, zero=training.SMALL)
@@ -139,7 +140,8 @@ def test_09_gradients_that_are_dropped_leave_errors_as_they_were(ranks: Any) -> 
 def dropped_case() -> bool:
     """Whether zero_grad before a step restores what is kept. With p = N it drops nothing that was reduced."""
     import torch
-    import training
+
+    from tests.harness import training
 
     job = training.Job(empty=False)
     same = True
@@ -169,7 +171,7 @@ def test_14_resets_count_optimizer_steps_and_take_all_parameters(ranks: Any, acc
 
 def reset_case(accumulation: int) -> list[tuple[str, list[bool], float]]:
     """Whether errors are kept after each of seven steps with resets after three; how often each was updated."""
-    import training
+    from tests.harness import training
 
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
     rows = []
@@ -234,11 +236,11 @@ def lacking_case() -> tuple[str, str]:
     """Errors where each rank has kernels for CUDA, and where the second one has none."""
     from unittest import mock
 
-    import snapshots
     from deepspeed import comm as dist
 
     from deepspeed_ext.loco import hop, ops
     from deepspeed_ext.loco.settings import LocoSettings
+    from tests.harness import snapshots
 
     device = mock.Mock(device_name=lambda: "cuda", current_device_name=lambda: "cpu")
     found = []

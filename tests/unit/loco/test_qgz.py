@@ -102,9 +102,10 @@ def training_case() -> tuple[float, float]:
     """Differences of norms and weights to stage 3 without quantized gradients."""
     from unittest import mock
 
-    import training
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import groups
+
+    from tests.harness import training
 
     job = training.Job(empty=False, zero=training.SMALL)
     plain = training.train(job, {"stage": 3})

@@ -16,8 +16,8 @@ def test_one_line_says_what_runs_and_where_there_is_nothing_to_compress(ranks: A
 
 def lines_case() -> tuple[list[str], list[str]]:
     """Lines about LoCo with two groups and with one."""
-    import training
-    from logs import is_ours, logged
+    from tests.harness import training
+    from tests.harness.logs import is_ours, logged
 
     found = []
     for size in (2, 4):
@@ -43,10 +43,10 @@ def monitor_case(folder: str) -> tuple[list[str], set[str], int]:
     """Train three steps with all of them on; names of records of communication, of timers that have run; looks."""
     from unittest import mock
 
-    import training
     from deepspeed.comm.comm import comms_logger
 
     from deepspeed_ext.loco.hop import LocoHop
+    from tests.harness import training
 
     config = {
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},

@@ -30,9 +30,9 @@ def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -
 
 def resume(names: tuple[str, ...], dtype: str, folder: str) -> list[tuple[str, bool, bool, int]]:
     """Train with and without a checkpoint in between."""
-    import snapshots
     import torch
-    import training
+
+    from tests.harness import snapshots, training
 
     job, rows = snapshots.job_of(dtype), []
     for name in names:
@@ -92,9 +92,9 @@ def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
     """Save after three steps, and convert; what was not sent then."""
     from pathlib import Path
 
-    import snapshots
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job, left = snapshots.job_of(), {}
     for name in names:
@@ -111,8 +111,7 @@ def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
 
 def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
     """What is not sent after a load of the converted checkpoint."""
-    import snapshots
-    import training
+    from tests.harness import snapshots, training
 
     job = snapshots.job_of(checkpoint={"load_universal": True})
     engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
@@ -132,9 +131,8 @@ def test_15_without_residuals_one_warning_and_a_start_at_zero(ranks: Any, tmp_pa
 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
     """Load what was saved without LoCo, and the other way round."""
-    import snapshots
-    import training
-    from logs import logged
+    from tests.harness import snapshots, training
+    from tests.harness.logs import logged
 
     job = snapshots.job_of()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
@@ -163,9 +161,9 @@ def again_case(folder: str) -> tuple[int, int, bool]:
     """Files with residuals when LoCo was off in the second save; steps of a conversion whose source is replaced."""
     from pathlib import Path
 
-    import snapshots
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
@@ -202,10 +200,10 @@ def disks_case(folder: str) -> bool:
     from pathlib import Path
     from unittest import mock
 
-    import snapshots
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     node, local = divmod(dist.get_rank(), 2)
     disk = str(Path(folder, str(node)))
@@ -236,9 +234,9 @@ def damage_case(damage: str, folder: str) -> tuple[str, bool]:
     import shutil
     from pathlib import Path
 
-    import snapshots
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
 
     job = snapshots.job_of()
     engine, model = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))

@@ -5,7 +5,8 @@
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED
+
+from tests.harness.training import PARTITIONED, REPLICATED
 
 ALL = (*REPLICATED, *PARTITIONED)
 
@@ -28,7 +29,7 @@ def strategies_of(dtype: str, accumulation: int) -> tuple[str, ...]:
 
 def parity_case(dtype: str, accumulation: int) -> list[Any]:
     """Differences to stock ZeRO-2."""
-    import training
+    from tests.harness import training
 
     job = training.Job(steps=6, accumulation=accumulation, dtype=dtype, groups=2, empty=False, zero=training.SMALL)
     stock, rows = training.train(job, {"stage": 2}), []
@@ -58,8 +59,9 @@ def feedback_case(accumulation: int, how: str) -> list[tuple[str, float, float]]
     import itertools
 
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import training
 
     steps = 8
     job = training.Job(
@@ -121,7 +123,7 @@ def test_padding_stays_zero(ranks: Any) -> None:
 
 def padding_case() -> list[tuple[str, int, float]]:
     """Elements of padding in this rank's shards, and the largest of them at the boundary, rotated."""
-    import training
+    from tests.harness import training
 
     job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
     for name in ("NNN", "NII", "NIG", "NGG", "III", "IIG", "GGG"):
@@ -162,7 +164,7 @@ def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
 
 def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
     """Largest difference of weights to the same run without offload; where errors are kept, and whether pinned."""
-    import training
+    from tests.harness import training
 
     rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
     for name in ("NIG", "NGG", "IIG"):
@@ -181,7 +183,7 @@ def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
 
 def options_case() -> list[tuple[str, float, float, bool]]:
     """What is configured; differences to stock of norms and weights."""
-    import training
+    from tests.harness import training
 
     rows = []
     skipped = [(1, 1), (4, 0), (4, 2), (7, 1)]
@@ -209,7 +211,7 @@ def test_quantized_gradients_alone_are_quantized_without_feedback(ranks: Any) ->
 
 def alone_case() -> tuple[dict[str, Any], bool]:
     """Settings of the hop, and whether it remembers anything."""
-    import training
+    from tests.harness import training
 
     found: list[Any] = []
 
@@ -233,10 +235,10 @@ def test_05_bytes_between_groups(ranks: Any, names: tuple[str, ...]) -> None:
 
 def bytes_case(names: tuple[str, ...]) -> list[tuple[str, int, float]]:
     """Mean bytes a rank received from the other group in a step."""
-    import training
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.traffic import TrafficMeter
+    from tests.harness import training
 
     job = training.Job(sizes=(256, 511, 512, 300), empty=False)
     rows = []
@@ -276,8 +278,9 @@ def converge_case(optimizer: str) -> list[tuple[float, float, float, float]]:
     import statistics
 
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import training
 
     steps, rows = 120, []
     job = training.Job(sizes=(32, 96, 96, 8), optimizer=optimizer, empty=False, clipping=1.0)

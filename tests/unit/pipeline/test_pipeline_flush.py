@@ -56,12 +56,12 @@ def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     """Of each strategy: parameters of this stage; bytes received from each rank in a step; bytes held before it."""
 
-    import pipelines
     from deepspeed import comm as dist
     from deepspeed.runtime.pipe import schedule
 
     from deepspeed_ext.comm.traffic import TrafficMeter
     from scripts.checks.model_states import held
+    from tests.harness import pipelines
 
     rows = []
     for name in names:
@@ -102,7 +102,7 @@ def test_tied_weights_cross_between_stages_as_shards(ranks: Any, name: str) -> N
 
 def tied_case(name: str) -> tuple[int, int, int]:
     """Messages of tied gradients in a step, elements of the weight, and those that this rank sends."""
-    import pipelines
+    from tests.harness import pipelines
 
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
@@ -149,8 +149,9 @@ def test_groups_are_crossed_once_a_step_and_buckets_stay_on_the_wire(ranks: Any)
 
 def collectives_case() -> tuple[int, int, int, int]:
     """NIG: reductions inside the group and between groups in a step; those before the flush; transfers left open."""
-    import pipelines
     from deepspeed.runtime.pipe import schedule
+
+    from tests.harness import pipelines
 
     pipe = pipelines.Pipe(zero={"reduce_bucket_size": 300, "overlap_comm": True})
     engine = pipelines.make_pipeline(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})

@@ -5,7 +5,8 @@
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED, SMALL
+
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL
 
 SOME = ("NIG", "IIG")
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
@@ -31,7 +32,7 @@ def run(
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
     """How far each strategy is from each oracle."""
-    import pipelines
+    from tests.harness import pipelines
 
     return pipelines.compare_pipelines(pipelines.Pipe(**{"zero": SMALL, **pipe}), names, group, oracles)
 
@@ -111,7 +112,7 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> Non
 
 def overflow_case() -> list[tuple[str, bool]]:
     """Strategies, and whether they took the decisions of ZeRO-1 and its weights."""
-    import pipelines
+    from tests.harness import pipelines
 
     pipe = pipelines.Pipe(dtype="fp16", overflow=[(1, 3)], steps=4)
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
@@ -132,7 +133,7 @@ def test_compressed_gradients_leave_tied_weights_the_same_on_all_stages(ranks: A
 
 def loco_case() -> list[tuple[str, bool, float]]:
     """Strategies, whether all copies of all weights are the same bits, and how far they are from ZeRO-1's."""
-    import pipelines
+    from tests.harness import pipelines
 
     pipe = pipelines.Pipe(steps=8)
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
@@ -155,8 +156,9 @@ def tensor_parallel_case() -> list[Any]:
 
     The layers are not really cut; activations between stages are, as DeepSpeed does it.
     """
-    import pipelines
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+    from tests.harness import pipelines
 
     pipe, topology = pipelines.Pipe(zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
@@ -174,7 +176,7 @@ def test_evaluation_between_steps(ranks: Any) -> None:
 
 def evaluation_case() -> dict[str, list[float]]:
     """Losses of training and evaluation in turns."""
-    import pipelines
+    from tests.harness import pipelines
 
     found = {}
     for name in ("1", "NIG", "IIG"):

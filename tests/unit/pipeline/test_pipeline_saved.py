@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import SMALL
+
+from tests.harness.training import SMALL
 
 STRATEGIES = ("NNG", "NIG", "III", "IIG")
 
@@ -20,8 +21,9 @@ def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path,
 
 def resume_case(folder: str, tied: bool) -> list[tuple[str, bool, bool]]:
     """Strategies, and whether weights and losses after a load are to the bit those of the run that was saved."""
-    import pipelines
     import torch
+
+    from tests.harness import pipelines
 
     pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2)
     rows = []
@@ -59,7 +61,7 @@ def test_what_cuts_alike_loads_without_conversion(ranks: Any, tmp_path: Path, sa
 
 def crossing_case(folder: str, saved: str, loaded: str) -> tuple[float, float]:
     """Largest difference of weights after a load, and of the next loss."""
-    import pipelines
+    from tests.harness import pipelines
 
     pipe = pipelines.Pipe(optimizer="Adam")
     engine = pipelines.make_pipeline(pipe, keys_of(saved))
@@ -96,8 +98,7 @@ def test_another_number_of_stages_through_a_universal_checkpoint(
 
 def universal_case(folder: str, saved: str, loaded: str, stages: int) -> dict[str, float]:
     """What differs, weights and moments, in a pipeline of other stages that has loaded what was converted."""
-    import pipelines
-    import snapshots
+    from tests.harness import pipelines, snapshots
 
     pipe = pipelines.Pipe(optimizer="Adam", tied=False)
     engine = pipelines.make_pipeline(pipe, keys_of(saved))
@@ -146,7 +147,7 @@ def test_weights_alone(ranks: Any, tmp_path: Path, part: dict[str, bool]) -> Non
 
 def weights_case(folder: str, part: dict[str, bool]) -> list[tuple[str, float, float]]:
     """Strategies, and how far weights are from those saved, and after a step from those of NIG."""
-    import pipelines
+    from tests.harness import pipelines
 
     pipe, rows, stepped = pipelines.Pipe(clipping=0.0, optimizer="Adam"), [], {}
     for name in ("NIG", "IIG"):
@@ -178,10 +179,11 @@ def test_a_layer_that_is_missing_is_named_before_anything_changes(ranks: Any, tm
 
 def missing_case(folder: str) -> tuple[str, bool]:
     """The error of a load without one layer's file, and whether it has changed anything."""
-    import pipelines
     import torch
     from deepspeed import comm as dist
-    from snapshots import error_of
+
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
 
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())

@@ -22,9 +22,10 @@ def test_stages_that_are_configured_differently(ranks: Any, what: str) -> None:
 
 def different_case(first: dict[str, Any], second: dict[str, Any]) -> str:
     """The error of a pipeline whose stages have these sections."""
-    import pipelines
     from deepspeed import comm as dist
-    from snapshots import error_of
+
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
 
     return error_of(pipelines.make_pipeline, pipelines.Pipe(), first if dist.get_rank() < 2 else second)
 
@@ -36,9 +37,10 @@ def test_stages_with_different_numbers_of_micro_batches(ranks: Any) -> None:
 
 def micro_batches_case() -> str:
     """The error of a pipeline whose stages disagree about the schedule."""
-    import pipelines
     from deepspeed import comm as dist
-    from snapshots import error_of
+
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
 
     pipe = pipelines.Pipe(micro_batches=2 if dist.get_rank() < 2 else 3)
     return error_of(pipelines.make_pipeline, pipe, {"paro_strategy": "NIG", "paro_group_size": 1})
@@ -53,8 +55,8 @@ def test_what_contradicts_a_plain_stage_is_refused_on_all_ranks(ranks: Any) -> N
 
 def contradiction_case() -> str:
     """The error of ZeRO-3 with hpZ in a pipeline."""
-    import pipelines
-    from snapshots import error_of
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
 
     return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3, "zero_hpz_partition_size": 2})
 
@@ -68,10 +70,11 @@ def test_an_unsupported_optimizer_at_a_plain_stage_gets_advice_that_works(ranks:
 def muon_case(stage: int) -> str:
     """The error of a pipeline at a plain stage with Muon, which only the optimizer object tells; empty if none."""
     import deepspeed
-    import pipelines
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-    from snapshots import error_of
+
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
 
     pipe = pipelines.Pipe(tied=False)
     module = PipelineModule(pipelines.layers_of(pipe), num_stages=pipe.stages, loss_fn=pipelines.loss_of)
@@ -90,8 +93,9 @@ def test_a_pipeline_is_not_built_under_zero_init(ranks: Any) -> None:
 def zero_init_case() -> str:
     """The error."""
     import deepspeed
-    import pipelines
-    from snapshots import error_of
+
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
 
     with deepspeed.zero.Init():
         return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3})
@@ -105,9 +109,10 @@ def test_another_schedule_is_refused(ranks: Any) -> None:
 def schedule_case() -> str:
     """The error of ZeRO-2 with DualPipeV."""
     import deepspeed
-    import pipelines
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-    from snapshots import error_of
+
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
 
     pipe = pipelines.Pipe(micro_batches=4, tied=False)
     module = DualPipeVModule(
@@ -125,7 +130,7 @@ def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str,
 
 def stock_case(zero: dict[str, Any]) -> str:
     """Class of the engine."""
-    import pipelines
+    from tests.harness import pipelines
 
     engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
     engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
@@ -146,9 +151,10 @@ def layout_case() -> list[tuple[str, str]]:
     import os
     from unittest import mock
 
-    import pipelines
     from deepspeed.runtime.pipe.topology import ProcessTopology
-    from logs import logged
+
+    from tests.harness import pipelines
+    from tests.harness.logs import logged
 
     topology = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
     with logged() as lines, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):

@@ -21,10 +21,10 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
     from unittest import mock
 
     import torch.distributed as dist
-    from logs import is_ours, logged
     from zero.test_factory import make_engine
 
     from deepspeed_ext.planner import probe
+    from tests.harness.logs import is_ours, logged
 
     mine = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
@@ -44,9 +44,8 @@ def train_case(folder: str) -> tuple[list[float], list[float]]:
     """Losses under what is decided, and under the same strategy by its name."""
     from unittest import mock
 
-    from training import Job, train
-
     from deepspeed_ext.planner import probe
+    from tests.harness.training import Job, train
 
     job = Job(accumulation=2)
     with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):

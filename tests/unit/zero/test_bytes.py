@@ -5,9 +5,9 @@
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
+from tests.harness.training import PARTITIONED, REPLICATED
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
@@ -72,10 +72,10 @@ def bytes_case(
     frozen: tuple[int, ...] = (),
 ) -> tuple[int, int, list[Row]]:
     """Parameters, trainable ones, and for each strategy the mean bytes a rank of the micro-steps of a step."""
-    import training
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.traffic import TrafficMeter
+    from tests.harness import training
 
     job = training.Job(sizes=SIZES, empty=False, accumulation=accumulation, frozen=frozen, zero=zero or BUCKETS)
     rows: list[Row] = []
@@ -115,10 +115,10 @@ def logger_case() -> tuple[dict[str, list[tuple[float, float]]], set[str]]:
     from unittest import mock
 
     import torch
-    import training
     from deepspeed.comm.comm import comms_logger
 
     from deepspeed_ext.comm import collectives
+    from tests.harness import training
 
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
     with mock.patch.object(collectives, "backend_of", lambda group: "nccl"), torch.profiler.profile() as profile:

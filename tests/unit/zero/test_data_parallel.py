@@ -36,7 +36,8 @@ def trained(engine: Any, steps: int = 2) -> Any:
     """The weights after some steps on data of this rank's own, 1D."""
     import torch
     from deepspeed import comm as dist
-    from training import whole_weights
+
+    from tests.harness.training import whole_weights
 
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2 * steps):

@@ -35,9 +35,10 @@ def test_passes_that_leave_gradients_alone(ranks: Any, compiled: str, names: tup
 
 def compiled_case(compiled: str, names: tuple[str, ...]) -> list[Run]:
     """Stock's stage 1 and strategies with this pass."""
-    import training
     from deepspeed.compile import init_sp
     from deepspeed.compile.custom_ops import sp_dp_registry
+
+    from tests.harness import training
 
     sp_dp_registry.GROUP_REGISTRY.clear()  # of an earlier case
     runs, weights = [], []
@@ -54,7 +55,8 @@ def trained(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
     """Two steps of two micro-steps, and the weights after them."""
     import deepspeed
     import torch
-    import training
+
+    from tests.harness import training
 
     config = {
         "train_micro_batch_size_per_gpu": 2,

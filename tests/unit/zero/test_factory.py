@@ -5,9 +5,9 @@
 from typing import Any
 
 import pytest
-from logs import is_ours, logged
 
 from deepspeed_ext.strategy import STRATEGIES
+from tests.harness.logs import is_ours, logged
 
 CPU = {"device": "cpu"}
 

@@ -5,7 +5,8 @@
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED
+
+from tests.harness.training import PARTITIONED, REPLICATED
 
 WITH_STREAMS = ("NGG", "NIG", "ING", "IGG", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
@@ -53,9 +54,9 @@ def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[
     import contextlib
     import dataclasses
 
-    from fake_wire import JOB, Trained, Wire, enter_virtual_world, train_over
-    from stream_order import device_with_streams
-    from training import placed
+    from tests.harness.fake_wire import JOB, Trained, Wire, enter_virtual_world, train_over
+    from tests.harness.stream_order import device_with_streams
+    from tests.harness.training import placed
 
     job = dataclasses.replace(JOB, zero={**JOB.zero, "overlap_comm": True})
 
@@ -100,9 +101,10 @@ def gpu_case(removed: str) -> tuple[bool, list[str]]:
     from unittest import mock
 
     import torch
-    from fake_wire import JOB, WITHOUT_TIMER, Wire, enter_virtual_world, train_over
-    from stream_order import Event, Stream, device_with_streams
-    from training import placed
+
+    from tests.harness.fake_wire import JOB, WITHOUT_TIMER, Wire, enter_virtual_world, train_over
+    from tests.harness.stream_order import Event, Stream, device_with_streams
+    from tests.harness.training import placed
 
     job = dataclasses.replace(JOB, config=WITHOUT_TIMER)
     enter_virtual_world(6)

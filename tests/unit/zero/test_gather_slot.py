@@ -28,12 +28,12 @@ def slot_case(names: tuple[str, ...]) -> tuple[int, list[tuple[str, float, bool,
     from unittest import mock
 
     import torch
-    import training
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.hops import GatherHop, Transfer, all_gather
     from deepspeed_ext.comm.traffic import TrafficMeter
     from deepspeed_ext.zero import slots
+    from tests.harness import training
 
     class Bf16Gather(GatherHop):
         """Sends fp32 parameters as bfloat16."""

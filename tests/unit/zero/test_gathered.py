@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import networks
 import pytest
-import training
-from networks import SQUARE
-from training import PARTITIONED, SMALL, Job, placed
+
+from tests.harness import networks, training
+from tests.harness.networks import SQUARE
+from tests.harness.training import PARTITIONED, SMALL, Job, placed
 
 
 @pytest.mark.parametrize("modifier, dtype", [(0, "bf16"), (3, "fp32")])  # 3 is in the other group

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
-from training import PARTITIONED, REPLICATED
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
+from tests.harness.training import PARTITIONED, REPLICATED
 
 BYTES = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
 MIXED: dict[str, Any] = {  # bf16, gradients accumulated in fp32, Adam with an fp32 master copy
@@ -53,7 +53,7 @@ has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 
 def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
     """An engine after its first step, which makes the optimizer's states, and what runs a micro-step of it."""
-    import training
+    from tests.harness import training
 
     details = training.Job(**{**MIXED, **job})
     engine, _ = training.make_engine(details, training.placed(name, group))

@@ -18,8 +18,9 @@ def two_engines_case(first: str, second: str, modifier: int) -> list[int]:
     """Modify parameters of two engines in one context; how many elements of each are wrong afterwards."""
     import deepspeed
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import training
 
     job = training.Job(empty=False)
     pairs = []
@@ -48,7 +49,8 @@ def later_case() -> list[tuple[str, int]]:
     """A layer under zero.Init that no engine has, modified together with ours: elements that are wrong afterwards."""
     import deepspeed
     import torch
-    import training
+
+    from tests.harness import training
 
     rows = []
     for name in ("III", "IIG", "GGG"):
@@ -75,7 +77,8 @@ def engine_to_engine_case(names: tuple[str, ...]) -> tuple[float, bool]:
     """Train a model under one engine after the other: the difference to stock ZeRO-3 all the way."""
     import deepspeed
     import torch
-    import training
+
+    from tests.harness import training
 
     job = training.Job(empty=False, frozen=(1,))
 

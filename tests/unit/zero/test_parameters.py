@@ -5,8 +5,9 @@
 from typing import Any
 
 import pytest
-import training
-from training import PARTITIONED, SMALL, Job, check, placed
+
+from tests.harness import training
+from tests.harness.training import PARTITIONED, SMALL, Job, check, placed
 
 
 @pytest.mark.parametrize("zero_init", ["plain", "config"])

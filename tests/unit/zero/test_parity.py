@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from training import BF16, REPLICATED, Difference, Job
+
+from tests.harness import training
+from tests.harness.training import BF16, REPLICATED, Difference, Job
 
 SHARDED_GRADIENTS = ("NII", "NIG", "NGG")
 WHOLE_GRADIENTS = ("NNN", "NNI", "NNG")

@@ -5,13 +5,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import networks
 import pytest
-import training
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
-from networks import SQUARE
-from training import BF16, PARTITIONED, SMALL, Difference, Job, check, placed
+
+from tests.harness import networks, training
+from tests.harness.networks import SQUARE
+from tests.harness.training import BF16, PARTITIONED, SMALL, Difference, Job, check, placed
 
 # One strategy for each way of a gradient: it depends on g and os, and where both are G on p; p alternates.
 GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "IGG", "GGG")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from test_states import SEVERAL_BUCKETS
-from training import PARTITIONED
+
+from tests.harness.training import PARTITIONED
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -19,8 +20,9 @@ def test_states_may_be_offloaded_between_micro_steps(ranks: Any, dtype: str) -> 
 def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
     """Difference that offloading and reloading after each backward makes, and whether other memory was used."""
     import torch
-    import training
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+    from tests.harness import training
 
     states = [State.lp_params, State.lp_grads, State.contiguous_grad_buffer]  # the others need DeepSpeed's FusedAdam
     rows = []
@@ -58,7 +60,7 @@ def test_updates_are_gathered_under_the_next_forward(ranks: Any) -> None:
 
 def under_way_case() -> list[int]:
     """IIG: gathers under way after the step, when the first layer runs, when all have, and before the next step."""
-    import training
+    from tests.harness import training
 
     job = training.Job(zero={"stage3_prefetch_bucket_size": 0, **SEVERAL_BUCKETS})
     engine, model = training.make_engine(job, {"paro_strategy": "IIG", "paro_group_size": 2})
@@ -91,8 +93,9 @@ def frozen_case(folder: str) -> list[tuple[str, float, bool]]:
     """Frozen weights changed before a save: difference after a load into a fresh engine; whether one rank a file."""
     import deepspeed
     import torch
-    import training
     from deepspeed import comm as dist
+
+    from tests.harness import training
 
     job = training.Job(dtype="bf16", frozen=(1,), empty=False, zero={"stage3_param_persistence_threshold": 0})
     rows = []
@@ -124,7 +127,7 @@ def test_a_boundary_declared_after_the_last_backward(ranks: Any) -> None:
 
 def late_boundary_case() -> list[tuple[str, float]]:
     """The boundary set by the caller before the last backward or right before the step: difference of the weights."""
-    import training
+    from tests.harness import training
 
     job = training.Job(accumulation=2)
     rows = []
@@ -157,8 +160,9 @@ def test_gradients_are_not_shown_before_they_are_complete(ranks: Any) -> None:
 
 def unfinished_case() -> list[tuple[str, str | None, str | None]]:
     """What safe_get_full_grad raises after the first and after the last of two micro-steps."""
-    import training
     from deepspeed.utils import safe_get_full_grad
+
+    from tests.harness import training
 
     job = training.Job(accumulation=2)
     rows = []
@@ -188,10 +192,11 @@ def leave_case() -> list[tuple[str, bool]]:
     from unittest import mock
 
     import torch
-    import training
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
     from torch.multiprocessing.reductions import StorageWeakRef
+
+    from tests.harness import training
 
     rows = []
     for name in PARTITIONED:

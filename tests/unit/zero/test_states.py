@@ -5,7 +5,8 @@
 from typing import Any
 
 import pytest
-from training import PARTITIONED, REPLICATED
+
+from tests.harness.training import PARTITIONED, REPLICATED
 
 SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
@@ -18,7 +19,7 @@ def test_nothing_is_in_flight_when_a_backward_has_returned(ranks: Any, overlap: 
 
 def in_flight_case(overlap: bool) -> list[int]:
     """Open transfers after each of three micro-steps, of which the last is the boundary."""
-    import training
+    from tests.harness import training
 
     zero = {"overlap_comm": overlap, "reduce_bucket_size": 300}
     job = training.Job(accumulation=3)
@@ -44,8 +45,9 @@ def test_stock_accessors_see_whole_states(ranks: Any, names: tuple[str, ...]) ->
 def accessors_case(names: tuple[str, ...]) -> list[tuple[str, float, float, float]]:
     """Largest differences to stock of what safe_get_full_* returns after the backward of a second step."""
     import torch
-    import training
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+
+    from tests.harness import training
 
     job = training.Job(accumulation=2, zero=SEVERAL_BUCKETS)
 
@@ -85,7 +87,8 @@ def test_states_may_be_offloaded_between_micro_steps(ranks: Any, name: str) -> N
 def offload_states_case(name: str) -> tuple[float, int]:
     """Difference that offloading and reloading all states after each backward makes, and what destroy leaves."""
     import torch
-    import training
+
+    from tests.harness import training
 
     job = training.Job(accumulation=2, steps=2, zero={"paro_strategy": name, "paro_group_size": 2})
     weights = []

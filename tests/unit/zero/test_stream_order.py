@@ -4,10 +4,11 @@
 
 from typing import Any
 
-import networks
 import pytest
-from networks import SQUARE
-from training import SMALL, Job, placed
+
+from tests.harness import networks
+from tests.harness.networks import SQUARE
+from tests.harness.training import SMALL, Job, placed
 
 WITHOUT_TIMER = {"timers": {"throughput": {"enabled": False}}}  # it synchronizes the device in each micro-step
 CUT_ALIKE = [("III", {}), ("GGG", {}), ("GNG", {}), ("GGG", {"stage3_leaf_bytes": True})]  # p = os
@@ -33,8 +34,9 @@ def training_case(
     from unittest import mock
 
     import deepspeed
-    import training
-    from stream_order import device_with_streams
+
+    from tests.harness import training
+    from tests.harness.stream_order import device_with_streams
 
     job = Job(
         sizes=SQUARE,
@@ -97,9 +99,10 @@ def gathers_case(name: str) -> tuple[list[str], bool]:
     """
     import deepspeed
     import torch
-    import training
     from deepspeed.accelerator import get_accelerator
-    from stream_order import device_with_streams
+
+    from tests.harness import training
+    from tests.harness.stream_order import device_with_streams
 
     with device_with_streams() as order:
         _, model = training.make_engine(Job(sizes=SQUARE, empty=False, zero=SMALL), placed(name))
@@ -136,7 +139,8 @@ def checker_case() -> dict[str, bool]:
     import torch
     from deepspeed import comm as dist
     from deepspeed.accelerator import get_accelerator
-    from stream_order import device_with_streams
+
+    from tests.harness.stream_order import device_with_streams
 
     def written(side: Any) -> torch.Tensor:
         tensor = torch.zeros(8)

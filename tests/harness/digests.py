@@ -1,0 +1,116 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains with each feature on four ranks, and prints the weights' digests: ``python -m tests.harness.digests``.
+
+Run by two interpreters, one with the extension and one with the fork; both must print the same. ``save FOLDER`` trains
+and saves on the way, ``resume FOLDER`` goes on from there: both must end at the same weights.
+"""
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+SMALL = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "stage3_param_persistence_threshold": 0}
+
+
+def digest(tensors: list[Any]) -> str:
+    """Of the bits."""
+    return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def digest_case() -> dict[str, str]:
+    """A digest for each feature, and where the code of the optimizer comes from."""
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import mixtures, pipelines, training
+    from tests.harness.training import Job, placed
+
+    torch.use_deterministic_algorithms(True)
+    loco = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 3}}
+    wide = {"sizes": (64, 96, 64), "steps": 4, "zero": SMALL}
+    jobs = {
+        "stock ZeRO-2": (Job(zero=SMALL), {"stage": 2}),
+        "NIG": (Job(accumulation=2, groups=2, zero=SMALL), placed("NIG")),
+        "IIG, bf16": (Job(accumulation=2, dtype="bf16", optimizer="Adam", zero=SMALL), placed("IIG")),
+        "IGG + LoCo": (Job(accumulation=2, **wide), placed("IGG", **loco)),
+        "NNG + LoCo": (Job(**wide), placed("NNG", **loco)),
+        "units": (
+            Job(network=mixtures.Mixtures, optimizer="Adam", empty=False, steps=2, zero=SMALL),
+            {"stage": 3, "stage3_leaf_bytes": 12_000},
+        ),
+        "threshold": (
+            Job(network=mixtures.Mixtures, optimizer="Adam", empty=False, steps=2, zero=SMALL),
+            {"stage": 3, "stage3_module_granularity_threshold": 60},
+        ),
+    }
+    found = {}
+    for name, (job, zero) in jobs.items():
+        kinds: list[str] = []
+        record = training.train(job, zero, lambda engine, kinds=kinds: kinds.append(type(engine.optimizer).__module__))
+        found[name] = digest([record.weights])
+        found[f"module of {name}"] = kinds[0]
+    for stage in (2, 3):
+        piped = pipelines.train_pipeline(pipelines.Pipe(zero=SMALL), {"stage": stage})
+        found[f"pipeline with ZeRO-{stage}"] = digest(list(piped.weights.values()))
+    found["mean in 4 bits"] = quantized_mean(dist.get_rank(), dist.get_world_size())
+    return found
+
+
+def resumed_case(folder: str, resume: bool) -> str:
+    """A digest of the weights after four steps, of which two come before a checkpoint."""
+    from tests.harness import training
+    from tests.harness.training import Job, placed
+
+    job = Job(sizes=(64, 96, 64), zero=SMALL)
+    engine, model = training.make_engine(job, placed("NIG", zeropp_loco_param={"err_beta": 0.8}))
+    data = training.batches(job)
+    for number in range(4):
+        batch = next(data)
+        if number == 2 and resume:
+            assert engine.load_checkpoint(folder)[0] is not None
+        elif number == 2:
+            engine.save_checkpoint(folder)
+        if number >= 2 or not resume:
+            training.micro_step(engine, job, number, *batch)
+            engine.step()
+    weights = training.whole_weights(model)
+    engine.destroy()
+    return digest([weights])
+
+
+def quantized_mean(rank: int, world: int) -> str:
+    """Of what ``zero_quantized_gradients`` makes of a tensor, on two nodes."""
+    from unittest import mock
+
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import stage3
+
+    local = 2
+    groups = {f"local_{i}": dist.new_group([2 * i, 2 * i + 1]) for i in range(world // local)}
+    groups |= {f"global_{i}": dist.new_group([i, i + 2]) for i in range(local)}
+    tensor = torch.randn(48, 72, generator=torch.Generator().manual_seed(rank))
+    with mock.patch.object(get_accelerator(), "device_count", lambda: local):
+        return digest(stage3.all_to_all_quant_reduce([tensor], groups))
+
+
+def main() -> None:
+    from tests.harness import digests, ranks  # this module by the name that ranks know it by
+
+    ranks.prepare_environment()
+    pools = ranks.RankPools()
+    case: tuple[Any, ...] = (digests.digest_case,)
+    if sys.argv[1:]:
+        case = (digests.resumed_case, sys.argv[2], sys.argv[1] == "resume")
+    try:
+        found = pools(4).run(*case)
+    finally:
+        pools.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

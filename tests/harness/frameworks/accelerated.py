@@ -1,0 +1,85 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A training loop of Accelerate; runs inside rank processes, and is the script of ``accelerate launch``."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.utils import DummyOptim
+from torch import Tensor
+
+from tests.harness import training
+from tests.harness.frameworks import configurations, tiny
+from tests.harness.frameworks.table import Row
+
+STEPS = 4
+HALF = STEPS // 2 * configurations.ACCUMULATION  # micro-steps until the checkpoint
+
+
+def make_accelerator(zero: dict[str, Any] | None = None) -> Accelerator:
+    """An Accelerator with a DeepSpeedPlugin of this section, or with that of ``accelerate launch``.
+
+    The state comes first: without it, Accelerate finds no accelerator and one process, and with
+    ``Accelerator(cpu=True, deepspeed_plugin=...)`` it trains without DeepSpeed.
+    """
+    PartialState(cpu=True)
+    plugin = zero and DeepSpeedPlugin(hf_ds_config=configurations.for_accelerate(zero))
+    return Accelerator(deepspeed_plugin=plugin)
+
+
+def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor, bool]:
+    """Train, with a checkpoint after half of the steps, or on from it.
+
+    Returns:
+        What the run has left, the weights before it, and whether the state dict for saving has the weights at the end.
+    """
+    model = tiny.make_model()
+    start = training.whole_weights(model)
+    rows = [{key: torch.tensor(value) for key, value in row.items()} for row in tiny.sequences(64)]
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=configurations.LR), loader)
+    if resume:
+        accelerator.load_state(folder)
+    losses = []
+    for step, batch in enumerate(loader):
+        if resume and step < HALF:
+            continue
+        with accelerator.accumulate(engine):
+            loss = engine(**batch).loss
+            accelerator.backward(loss)
+        losses.append(loss.item())
+        if not resume and step + 1 == HALF:
+            accelerator.save_state(folder)
+    saved = accelerator.get_state_dict(engine)
+    run = tiny.ended(engine, losses)
+    whole = saved and torch.cat([saved[name].float().flatten() for name, _ in model.named_parameters()])
+    return run, start, not saved or torch.equal(whole, run.weights)
+
+
+def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> Row:
+    """Train with stock DeepSpeed, with our section (None: of the launch), and from the latter's checkpoint.
+
+    Raises:
+        ValueError: the state dict for saving differs from the weights.
+    """
+    runs = []
+    for number, zero in enumerate((stock, ours, ours)):
+        run, start, saved = train(make_accelerator(zero), f"{folder}/{min(number, 1)}", resume=number == 2)
+        if not saved:
+            raise ValueError(f"the state dict of run {number} differs from its weights")
+        runs.append(run)
+    return tiny.compared(start, *runs)
+
+
+if __name__ == "__main__":
+    # A shared-memory all-reduce for inference, which takes long to compile; without it DeepSpeed uses gloo.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    strategy, folder = sys.argv[1:]
+    row = compare(configurations.stock(strategy), None, folder)
+    Path(folder, f"row{os.environ['RANK']}.json").write_text(json.dumps(row))

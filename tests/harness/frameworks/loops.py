@@ -1,0 +1,64 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A training loop of DeepSpeed's own on a tiny model of transformers; everything here runs inside rank processes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from tests.harness import training
+from tests.harness.frameworks import configurations, tiny
+from tests.harness.frameworks.table import Row
+
+STEPS = 4
+Look = Callable[[Any], Any]
+
+
+def loss_of(engine: Any, batch: dict[str, Tensor]) -> Tensor:
+    """What the model makes of a micro-batch."""
+    loss: Tensor = engine(**batch).loss
+    return loss
+
+
+def train(
+    config: dict[str, Any],
+    prepare: Look = lambda engine: None,
+    finish: Look = lambda engine: None,
+    loss_of: Callable[[Any, dict[str, Tensor]], Tensor] = loss_of,
+    parts: int | None = None,
+    **given: Any,
+) -> tuple[tiny.Run, Tensor]:
+    """Train; what the run has left, and the weights before it.
+
+    Args:
+        config: configuration.
+        prepare, finish: see the engine before and after training.
+        loss_of: forward.
+        parts: of the data, each for as many ranks; by default every rank has its own.
+        given: further arguments of deepspeed.initialize; a model, if not the tiny one.
+    """
+    given.setdefault("model", tiny.make_model())
+    engine, *_ = deepspeed.initialize(config=config, **given)
+    start = training.whole_weights(engine.module)
+    prepare(engine)
+    parts = parts or dist.get_world_size()
+    part = dist.get_rank() // (dist.get_world_size() // parts)
+    tokens = torch.tensor([row["input_ids"] for row in tiny.sequences(64, 8)])[part::parts]
+    losses = []
+    for batch in tokens.split(2)[: STEPS * configurations.ACCUMULATION]:
+        loss = loss_of(engine, {"input_ids": batch, "labels": batch})
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    finish(engine)
+    return tiny.ended(engine, losses), start
+
+
+def compare(stock: dict[str, Any], ours: dict[str, Any], **options: Any) -> Row:
+    """Train with two configurations."""
+    expected, start = train(stock, **options)
+    return tiny.compared(start, expected, train(ours, **options)[0])

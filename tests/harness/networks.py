@@ -1,0 +1,160 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Networks with what makes gathering parameters hard: shared weights, weights of others, paths that ranks choose.
+
+All are called like ``training.Network``; layers 1 to the last but one must be equally wide.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from torch import Tensor, nn
+
+from tests.harness.training import Network
+
+SQUARE = (13, 29, 29, 29, 7)  # sizes for all networks here
+
+
+class Shared(Network):
+    """Layers 1 and 2 share a weight, and layer 1 is applied twice."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers[2].weight = self.layers[1].weight
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply the layers, layer 1 twice."""
+        for layer in (self.layers[i] for i in (0, 1, 2, 1, 3)):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Borrower(nn.Module):
+    """Applies the weight of another module."""
+
+    def __init__(self, lender: nn.Linear, register: bool) -> None:
+        super().__init__()
+        self.lenders = [lender]  # in a list: not a child
+        if register:
+            deepspeed.zero.register_external_parameter(self, lender.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the weight."""
+        return nn.functional.linear(x, self.lenders[0].weight)
+
+
+class External(Network):
+    """Two modules use weights of layers 1 and 2: one by itself, one registered."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.borrowers = nn.ModuleList([Borrower(self.layers[1], False), Borrower(self.layers[2], True)])
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply layers and borrowers."""
+        for layer in (*self.layers[:-1], *self.borrowers, self.layers[-1]):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Experts(nn.Module):
+    """Three experts, of which each rank uses one or two, others in each call."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route; backwards recompute nothing, so calls count micro-steps."""
+        self.calls += 1
+        first = (dist.get_rank() + self.calls) % 3
+        chosen = [self.experts[(first + i) % 3] for i in range(1 + self.calls % 2)]
+        out: Tensor = sum(expert(x) for expert in chosen) / len(chosen)  # type: ignore[assignment]
+        return out
+
+
+class Mixture(Network):
+    """Experts behind layer 1, in a leaf module."""
+
+    def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sizes, *args, **kwargs)
+        self.mixture = Experts(sizes[2])
+        deepspeed.utils.set_z3_leaf_modules(self, [Experts])
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply the layers, with the experts in between."""
+        for layer in (*self.layers[:2], self.mixture, *self.layers[2:]):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Ragged(Network):
+    """Each rank makes sequences of its own length of its input, another one in each call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply the layers to sequences of 1 to 4 elements."""
+        self.calls += 1
+        length = 1 + (dist.get_rank() + self.calls) % 4
+        scale = torch.arange(1, 1 + length, dtype=x.dtype, device=x.device).view(1, -1, 1)
+        return super().forward(x.unsqueeze(1) / scale, skipped).mean(1)
+
+
+class Wandering(Network):
+    """Ranks of the first half of the data-parallel ranks use layers in another order now and then, or leave one out.
+
+    The others always use all layers in one order.
+    """
+
+    calls = 0
+    paths: tuple[tuple[int, ...], ...] = ((1, 2), (2, 1), (2,), (1, 2, 1))
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply the layers in this call's order."""
+        for i in (0, *self.order(), len(self.layers) - 1):
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+    def order(self) -> tuple[int, ...]:
+        """Of the layers in the middle, in the next call."""
+        self.calls += 1
+        if dist.get_rank() < dist.get_world_size() // 2:
+            return self.paths[self.calls % len(self.paths)]
+        return (1, 2)
+
+
+class Reordering(Wandering):
+    """The same, where all ranks use all layers once."""
+
+    paths = ((1, 2), (2, 1))
+
+
+class ReorderingMixtures(Reordering):
+    """The same with three leaf modules of experts, which these ranks use in turns last to first, and a layer that is
+    used in every third call only."""
+
+    def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        super().__init__(sizes, *args, **kwargs)
+        self.mixtures = nn.ModuleList(Experts(sizes[2]) for _ in range(3))
+        self.seldom = nn.Linear(sizes[-1], sizes[-1])
+        deepspeed.utils.set_z3_leaf_modules(self, [Experts])
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """The layers, one after each mixture, in this call's order."""
+        x = torch.tanh(self.layers[0](x))
+        turned = dist.get_rank() < dist.get_world_size() // 2 and self.calls % 2
+        mixtures = list(self.mixtures)
+        for mixture in reversed(mixtures) if turned else mixtures:
+            x = x + torch.tanh(mixture(x))
+        for i in self.order():
+            if self.checkpointing is None:
+                x = torch.tanh(self.layers[i](x))
+            else:
+                x = torch.tanh(torch.utils.checkpoint.checkpoint(self.layers[i], x, use_reentrant=self.checkpointing))
+        x = self.layers[-1](x)
+        return self.seldom(x) if self.calls % 3 == 0 else x

@@ -1,0 +1,142 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint must bring back, whole and comparable between strategies and numbers of ranks.
+
+Everything here runs inside rank processes.
+"""
+
+import contextlib
+import io
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import Tensor, nn
+
+from tests.harness import training
+
+MOMENTS = {"Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+
+
+class Buffered(training.Network):
+    """With a buffer that each forward changes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Count and apply."""
+        self.seen.add_(1.0)
+        return super().forward(x, skipped)
+
+
+def job_of(dtype: str = "fp32", zero: dict[str, Any] | None = None, **more: Any) -> Any:
+    """Two parameter groups, a frozen layer, a buffer, a scheduler; a loss scale that has changed."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
+    return training.Job(
+        dtype=dtype,
+        optimizer="Adam",
+        groups=2,
+        frozen=(1,),
+        overflow=[(1, 1)] if dtype == "fp16" else [],
+        empty=False,
+        network=Buffered,
+        zero={**training.SMALL, **(zero or {})},
+        config={"scheduler": scheduler, **more},
+    )
+
+
+def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """This rank's batches of ``number`` optimizer steps, after the first ``skip``."""
+    data = training.batches(job)
+    return [next(data) for _ in range(skip + number)][skip:]
+
+
+def mark(engine: Any, model: nn.Module) -> None:
+    """Change what the seed has set and training does not change: frozen parameters and hyperparameters."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
+        for parameter in frozen:
+            parameter.data.mul_(1.5)
+    for number, group in enumerate(engine.optimizer.param_groups):
+        group["weight_decay"] = 0.01 * (number + 1)
+
+
+def run(engine: Any, job: training.Job, steps: Sequence[tuple[Tensor, Tensor]], first: int = 100) -> list[float]:
+    """Train, a micro-step each, which count from ``first``; the losses."""
+    losses = []
+    for number, (x, y) in enumerate(steps, first):
+        losses.append(training.micro_step(engine, job, number, x, y))
+        engine.step()
+    return losses
+
+
+def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tensor]:
+    """All that is saved, by name: whole tensors in the precision in which they are held; numbers as tensors."""
+    seen: dict[str, Tensor] = {}
+    if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # Stages 1 and 2 link the states of all parameter groups when only the first has stepped.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
+            seen[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
+            for moment in MOMENTS[job.optimizer]:
+                seen[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        seen.update({f"{name} model": parameter.detach().clone() for name, parameter in parameters.items()})
+    seen.update({f"{name} buffer": buffer.clone() for name, buffer in model.named_buffers()})
+    optimizer = engine.optimizer
+    for number, group in enumerate(optimizer.param_groups):
+        seen[f"hyperparameters {number}"] = torch.tensor([group["lr"], group.get("weight_decay", 0.0)])
+    counts = [torch.as_tensor(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state]
+    seen["steps"] = torch.stack([count.float() for count in counts]).unique() if counts else torch.empty(0)
+    seen["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
+    seen["loss scale"] = torch.tensor(float(getattr(optimizer, "loss_scale", 1.0)))
+    return seen
+
+
+def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, float]:
+    """Largest difference of each thing that differs; infinite where the shapes do, or one has no such thing."""
+    found = {}
+    for name in one.keys() | two.keys():
+        if name not in one or name not in two or one[name].shape != two[name].shape:
+            found[name] = torch.inf
+        elif not torch.equal(one[name], two[name]):
+            found[name] = (one[name].double() - two[name].double()).abs().max().item()
+    return found
+
+
+def error_of(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Type and message of what an act raises on this rank; empty if nothing."""
+    try:
+        act(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def convert(folder: str) -> None:
+    """Run DeepSpeed's converter on the first rank. Collective."""
+    if dist.get_rank() == 0:
+        source = Path(folder) / Path(folder, "latest").read_text()
+        arguments = Namespace(
+            input_folder=str(source),
+            output_folder=f"{source}_universal",
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            ds_to_universal.main(arguments)
+    dist.barrier()

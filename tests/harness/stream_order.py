@@ -1,0 +1,493 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A device with streams, simulated on the CPU, that finds what no order protects.
+
+Note [How order is checked]
+    On a GPU operations of one stream run one after the other, and those of two streams at any time, unless an event, a
+    collective's ``wait`` or the host orders them. What lacks an order gives wrong numbers now and then. Here all of it
+    runs on the CPU, at once and with right numbers, while an ``Order`` keeps vector clocks: each stream knows how far
+    it is behind each other stream. Two accesses to the same bytes, one of which writes, must be ordered by them:
+
+    - Operations of torch are seen by a dispatch mode. They read and write on the current stream.
+    - Collectives are seen at the process group. Each group has a stream of its own, which waits for the current one;
+      only ``wait`` orders others behind it. Their tensors stay alive until then, as NCCL's do.
+    - Memory belongs to the stream that was current when it was allocated. Freed while another stream may still use
+      it, which ``record_stream`` would have told, it must not be allocated again before its stream knows better.
+
+    Bytes, not tensors, are compared: views that overlap are one memory. It is known by its storage and not by its
+    address, which the CPU gives again at once.
+
+This runs inside rank processes.
+"""
+
+import contextlib
+import itertools
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+Clock = dict[int, int]  # number of a stream: how many of its operations are known to be over
+Span = tuple[int, int]  # bytes of a storage, from and to
+
+_MOST_SPANS = 256  # of one tensor; more are taken as one that holds them all
+# Outputs that nobody has filled.
+_UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_ASKS_DEVICE = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")  # the host waits for their answer
+_FRAMES = 3  # of a place that is named
+# Of the methods of a process group: numbers of the arguments that are written, and that are read.
+_COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce", "broadcast"), ((0,), (0,))),
+    **dict.fromkeys(("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "gather"), ((0,), (1,))),
+    **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), ((0,), (1,))),
+    **dict.fromkeys(("all_gather_single", "reduce_scatter_single", "all_to_all_single"), ((0,), (1,))),
+    **dict.fromkeys(("alltoall", "alltoall_base", "scatter"), ((0,), (1,))),
+    "send": ((), (0,)),
+    **dict.fromkeys(("recv", "recv_anysource"), ((0,), ())),
+}
+
+
+class Access(NamedTuple):
+    """What an operation has done to a storage."""
+
+    stream: "Stream"
+    number: int  # of the operation, in its stream
+    writes: bool
+    spans: tuple[Span, ...]
+    operation: str
+    where: str
+
+    def __str__(self) -> str:
+        did = "wrote" if self.writes else "read"
+        return f"{self.operation} {did} on {self.stream.name} at {self.where}"
+
+
+class Finding(NamedTuple):
+    """Two accesses without an order; or one, and the end of the memory."""
+
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.after}\n    without an order behind: {self.before}"
+
+
+class Stream:
+    """One of a simulated device. Its methods are those of ``torch.cuda.Stream``."""
+
+    def __init__(self, order: "Order", name: str) -> None:
+        self.order, self.name = order, name
+        self.number = len(order.streams)
+        self.clock: Clock = {}
+        order.streams.append(self)
+
+    def begin(self) -> int:
+        """An operation is put on it; its number."""
+        self.see(self.order.host)
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return self.clock[self.number]
+
+    def see(self, clock: Clock) -> None:
+        """What comes now comes after all that."""
+        _merge(self.clock, clock)
+
+    def has_seen(self, access: Access) -> bool:
+        """Whether what comes now comes after the access."""
+        return self.clock.get(access.stream.number, 0) >= access.number
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Come behind what is on the other stream now."""
+        self.see(stream.clock)
+
+    def wait_event(self, event: "Event") -> None:
+        """Come behind an event."""
+        self.see(event.clock)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """An event behind what is on this stream now."""
+        event = event or Event(self.order)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        _merge(self.order.host, self.clock)
+        self.order.synchronizations["stream"] += 1
+
+    def query(self) -> bool:
+        """Whether all is over: nothing runs late here, but the host knows of nothing that it has not waited for."""
+        return False
+
+
+class Event:
+    """A point in a stream. Its methods are those of ``torch.cuda.Event``."""
+
+    def __init__(self, order: "Order", **_: Any) -> None:
+        self.order = order
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Be behind what is on the stream now."""
+        stream = stream or self.order.current
+        stream.see(self.order.host)
+        self.clock = dict(stream.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Have a stream come behind."""
+        (stream or self.order.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        _merge(self.order.host, self.clock)
+        self.order.synchronizations["event"] += 1
+
+    def query(self) -> bool:
+        """See ``Stream.query``."""
+        return False
+
+
+class Work:
+    """A collective on its way."""
+
+    def __init__(self, order: "Order", work: Any, clock: Clock, tensors: list[Tensor]) -> None:
+        self._order, self._work, self._clock = order, work, clock
+        self._tensors = tensors
+        order.on_their_way.add(self)
+
+    def wait(self, *args: Any) -> bool:
+        """Order the current stream behind it, each time; its tensors may go."""
+        with _disable_current_modes():
+            done: bool = self._work.wait(*args)
+        self._order.current.see(self._clock)
+        self._order.on_their_way.discard(self)
+        self._tensors.clear()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "block_current_stream":
+            raise AttributeError(name)
+        return getattr(self._work, name)
+
+
+@dataclass
+class _Memory:
+    """A storage."""
+
+    home: Stream  # that it was allocated on
+    accesses: list[Access] = field(default_factory=list)
+    last: dict[int, Access] = field(default_factory=dict)  # by number of the stream
+    recorded: set[Stream] = field(default_factory=set)  # when it is freed, it waits for what is on them
+    known: Clock = field(default_factory=dict)  # what was on these
+    freed: str = ""  # where
+
+    def add(self, access: Access) -> list[Access]:
+        """Note an access; those before it that it may run beside, but must not."""
+        unordered = [
+            other
+            for other in self.accesses
+            if (access.writes or other.writes)
+            and not access.stream.has_seen(other)
+            and _overlap(access.spans, other.spans)
+        ]
+        self.accesses = [other for other in self.accesses if not _replaces(access, other)]
+        self.accesses.append(access)
+        self.last[access.stream.number] = access
+        return unordered
+
+    def in_use(self) -> list[Access]:
+        """Accesses that may run beside what gets the memory next."""
+        return [
+            access
+            for number, access in self.last.items()
+            if not self.home.has_seen(access) and self.known.get(number, 0) < access.number
+        ]
+
+
+class Order:
+    """The streams of a simulated device, and what happens on them. See Note [How order is checked]."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.host: Clock = {}  # what the host has waited for
+        self.default = Stream(self, "compute")
+        self.current = self.default
+        self.findings: Counter[Finding] = Counter()
+        self.synchronizations: Counter[str] = Counter()
+        self.on_their_way: set[Work] = set()
+        self._memories: dict[int, _Memory] = {}
+        self._freed: list[_Memory] = []  # early, and not given out again
+        self._wires: weakref.WeakKeyDictionary[Any, Stream] = weakref.WeakKeyDictionary()
+        self._watching = False
+        self._lock = threading.RLock()  # autograd may run in threads of its own
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at what is run in this context; what was run before it is over."""
+        self.synchronize()
+        self._memories.clear()
+        self._freed.clear()
+        self._watching = True
+        try:
+            with _Operations(self):
+                yield
+        finally:
+            self._watching = False
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """Make a stream the current one."""
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def synchronize(self) -> None:
+        """Have the host wait for the device."""
+        for stream in self.streams:
+            _merge(self.host, stream.clock)
+        self.synchronizations["device"] += 1
+
+    def run(
+        self,
+        stream: Stream,
+        operation: str,
+        reads: Iterable[Tensor] = (),
+        writes: Iterable[Tensor] = (),
+        made: Sequence[Tensor] = (),
+    ) -> None:
+        """An operation runs on a stream.
+
+        Args:
+            stream: which.
+            operation: its name.
+            reads, writes: tensors; what is in both is written.
+            made: tensors whose memory is new.
+        """
+        with self._lock:
+            number, where = stream.begin(), _where()
+            if made:
+                self._give_out(stream, operation, where)
+            for tensor in made:
+                self._memory(tensor, stream)
+            accessed = [(tensor, True) for tensor in writes] + [(tensor, False) for tensor in reads]
+            for tensor, writing in accessed:
+                spans = _spans(tensor)
+                if not spans:
+                    continue
+                access = Access(stream, number, writing, spans, operation, where)
+                for other in self._memory(tensor, self.default).add(access):
+                    self.findings[Finding(str(other), str(access))] += 1
+
+    def record(self, tensor: Tensor, stream: Stream) -> None:
+        """``tensor.record_stream(stream)``."""
+        self._memory(tensor, self.default).recorded.add(stream)
+
+    def communicate(self, group: Any, name: str, start: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """A collective; its handle.
+
+        Args:
+            group: process group.
+            name: of its method.
+            start: runs it.
+            args: of the method.
+        """
+        written, read = ([*_tensors([args[i] for i in which])] for which in _COLLECTIVES[name])
+        with _disable_current_modes():
+            work = start()
+        if not self._watching or work is None:
+            return work
+        wire = self._wires.get(group)
+        if wire is None:
+            wire = self._wires[group] = Stream(self, f"wire {group.group_name}")
+        self.current.see(self.host)
+        wire.wait_stream(self.current)
+        self.run(wire, name, read, written)
+        return Work(self, work, dict(wire.clock), written + read)
+
+    def _memory(self, tensor: Tensor, home: Stream) -> _Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._memories:
+            self._memories[key] = _Memory(home)
+            weakref.finalize(storage, self._free, key, self._memories[key]).atexit = False
+        return self._memories[key]
+
+    def _free(self, key: int, memory: _Memory) -> None:
+        with self._lock:
+            if self._watching and self._memories.get(key) is memory:  # else of an earlier context
+                del self._memories[key]
+                memory.freed = _where()
+                for stream in memory.recorded:
+                    _merge(memory.known, stream.clock)
+                self._freed.append(memory)
+
+    def _give_out(self, stream: Stream, operation: str, where: str) -> None:
+        """Memory is allocated on a stream: it may be any that was freed there."""
+        kept = []
+        for memory in self._freed:
+            used = memory.in_use()
+            if used and memory.home is not stream:
+                kept.append(memory)
+            for access in used if memory.home is stream else ():
+                given = f"{operation} gets memory of {stream.name}, freed at {memory.freed}, at {where}"
+                self.findings[Finding(str(access), given)] += 1
+        self._freed = kept
+
+
+class _Operations(TorchDispatchMode):
+    """Tells an order of each operation of torch."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self._order = order
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        schema = func._schema
+        if func.namespace == "c10d":
+            return outputs
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        known: set[int] = set()
+        named = {argument.name: argument for argument in schema.arguments}
+        given = [*zip(schema.arguments, args, strict=False), *((named[k], v) for k, v in (kwargs or {}).items())]
+        for argument, value in given:
+            tensors = _tensors(value)
+            known.update(tensor.untyped_storage()._cdata for tensor in tensors)
+            if argument.alias_info is None:
+                reads += tensors
+            elif argument.alias_info.is_write:
+                writes += tensors
+        made = [tensor for tensor in _tensors(outputs) if tensor.untyped_storage()._cdata not in known]
+        name = schema.name.partition("::")[2]
+        if made or writes or name in _ASKS_DEVICE:  # else it is a view
+            filled = [] if name in _UNWRITTEN else made
+            self._order.run(self._order.current, name, [] if name in _UNWRITTEN else reads, writes + filled, made)
+        if name in _ASKS_DEVICE:
+            self._order.current.synchronize()
+        return outputs
+
+
+class StreamAccelerator(CPU_Accelerator):  # type: ignore[misc]
+    """DeepSpeed's accelerator for the CPU, with streams."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self.order = order
+        self._numbers = itertools.count(1)
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def use_host_timers(self) -> bool:
+        return True
+
+    def synchronize(self, device_index: Any = None) -> None:
+        self.order.synchronize()
+
+    @property
+    def Stream(self) -> Callable[..., Stream]:
+        return lambda *_, **__: Stream(self.order, f"side {next(self._numbers)}")
+
+    @property
+    def Event(self) -> Callable[..., Event]:
+        return lambda *_, **__: Event(self.order)
+
+    def stream(self, stream: Any) -> Any:
+        return self.order.on(stream)
+
+    def current_stream(self, device_index: Any = None) -> Any:
+        return self.order.current
+
+    def default_stream(self, device_index: Any = None) -> Any:
+        return self.order.default
+
+
+@contextlib.contextmanager
+def device_with_streams() -> Iterator[Order]:
+    """In this context DeepSpeed's device has streams, and hops are what they are on NCCL; groups are gloo's."""
+    order = Order()
+
+    def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
+            return order.communicate(group, name, lambda: method(group, *args, **kwargs), args)
+
+        return collective
+
+    with contextlib.ExitStack() as patches:
+        for name in _COLLECTIVES:
+            if hasattr(ProcessGroup, name):
+                method = watched(name, getattr(ProcessGroup, name))
+                patches.enter_context(mock.patch.object(ProcessGroup, name, method))
+        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, s: order.record(t, s)))
+        patches.enter_context(mock.patch("deepspeed_ext.comm.collectives.backend_of", lambda group: "nccl"))
+        patches.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", StreamAccelerator(order)))
+        yield order
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, number in other.items():
+        if clock.get(stream, 0) < number:
+            clock[stream] = number
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def _spans(tensor: Tensor) -> tuple[Span, ...]:
+    """The bytes of a tensor in its storage."""
+    if not tensor.numel():
+        return ()
+    size, width = tensor.element_size(), 1
+    rest = []  # dimensions that are not one stretch with those inside of them
+    for count, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
+        if stride == width and not rest:
+            width *= count
+        elif count > 1 and stride:
+            rest.append((count, stride))
+    starts = [tensor.storage_offset()]
+    for count, stride in rest:
+        if len(starts) * count > _MOST_SPANS:
+            last = starts[-1] + sum((n - 1) * s for n, s in rest) + width
+            return ((tensor.storage_offset() * size, last * size),)
+        starts = [start + number * stride for start in starts for number in range(count)]
+    return tuple((start * size, (start + width) * size) for start in starts)
+
+
+def _overlap(some: tuple[Span, ...], others: tuple[Span, ...]) -> bool:
+    return any(a < d and c < b for a, b in some for c, d in others)
+
+
+def _replaces(access: Access, other: Access) -> bool:
+    """Whether what comes after an access need not look at another one before it."""
+    if access.spans != other.spans or not access.stream.has_seen(other):
+        return False
+    return access.writes or (not other.writes and access.stream is other.stream)
+
+
+def _where() -> str:
+    """The innermost places of a call, in DeepSpeed, in ours and in tests."""
+    places: list[str] = []
+    frame: Any = sys._getframe(2)
+    while frame is not None and len(places) < _FRAMES:
+        path = frame.f_code.co_filename
+        for package in ("/deepspeed_ext/", "/deepspeed/", "/tests/"):
+            if package in path and path != __file__:
+                places.append(f"{path.rpartition(package)[2]}:{frame.f_lineno}")
+                break
+        frame = frame.f_back
+    return " < ".join(places)

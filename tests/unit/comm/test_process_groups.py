@@ -1,0 +1,170 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Groups within and between groups, in the data-parallel group only."""
+
+import re
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.comm.process_groups import crossings, default_group_size, inter_ranks, intra_ranks, ranks_per_node
+
+
+def test_launcher_variables() -> None:
+    assert ranks_per_node({}) is None
+    assert ranks_per_node({"LOCAL_SIZE": "4"}) == 4
+    assert ranks_per_node({"LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}) == 8
+    assert ranks_per_node({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "0"}) is None
+
+
+def test_default_is_the_data_parallel_ranks_of_a_node() -> None:
+    assert default_group_size(range(8), 4) == 4
+    assert default_group_size([0, 2, 4, 6, 8, 10], 4) == 2  # two-way tensor parallelism on nodes of four
+    assert default_group_size([1, 9, 17], 8) == 1
+    assert default_group_size([3], None) == 1
+
+
+def test_default_refuses_unequal_nodes_and_unknown_ones() -> None:
+    with pytest.raises(ValueError, match=r"nodes of 4 processes.*6 data-parallel ranks: \[4, 2\].*paro_group_size"):
+        default_group_size(range(6), 4)
+    with pytest.raises(
+        ValueError, match=r"LOCAL_WORLD_SIZE, LOCAL_SIZE is set. Set zero_optimization.paro_group_size"
+    ):
+        default_group_size(range(6), None)
+
+
+def test_ranks_of_groups() -> None:
+    ranks = [10, 11, 12, 13, 14, 15]
+    assert [intra_ranks(ranks, 2, r) for r in (0, 1, 5)] == [[10, 11], [10, 11], [14, 15]]
+    assert [inter_ranks(ranks, 2, r) for r in (0, 3)] == [[10, 12, 14], [11, 13, 15]]
+
+
+@pytest.mark.parametrize(
+    "hosts, size, spread",
+    [
+        ("aabb", 2, ""),
+        ("abab", 2, "2 of 2 groups of 2 ranks span more hosts than the 1 "),
+        ("aaabbb", 1, ""),
+        ("aabbba", 2, ""),  # hosts of three ranks hold no groups of two
+        ("aaabbabb", 4, "2 of 2 groups of 4 ranks span more hosts than the 1 "),
+        ("aaaabb", 2, ""),
+        ("aaabab", 2, "2 of 3 groups of 2 ranks"),
+        ("aabbccdd", 4, ""),  # larger than a host, as configured
+        ("abcdabcd", 4, "2 of 2 groups of 4 ranks span more hosts than the 2 "),
+        ("abcdabcd", 8, ""),
+        ("abcd", 2, ""),  # a container for each rank
+        ("abcdeabcde", 2, "5 of 5 groups"),
+    ],
+)
+def test_groups_that_span_more_hosts_than_they_need(hosts: str, size: int, spread: str) -> None:
+    ranks = range(10, 10 + 2 * len(hosts), 2)
+    text = crossings(ranks, size, [ord(host) for host in hosts])
+    assert spread in text and bool(spread) == bool(text), text
+    if hosts == "abab":
+        assert "ranks [10, 12] make a group, and the 2 hosts hold the ranks [10, 14], [12, 16]. Have" in text
+
+
+def test_ranks_that_are_dealt_out_to_hosts_are_told_once(ranks: Any) -> None:
+    for rank, (block, cyclic) in enumerate(ranks(4).run(placement_case)):
+        assert not block
+        assert len(cyclic) == (1 if rank == 0 else 0), cyclic
+        assert all("[0, 1] make a group, and the 2 hosts hold the ranks [0, 2], [1, 3]" in line for line in cyclic)
+
+
+def placement_case() -> tuple[list[str], list[str]]:
+    """Warnings where hosts hold consecutive ranks, and where they do not."""
+    import socket
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.process_groups import get_topology
+    from tests.harness.logs import logged
+
+    found = []
+    for hosts in ("aabb", "abab"):
+        with mock.patch.object(socket, "gethostname", lambda hosts=hosts: hosts[dist.get_rank()]), logged() as lines:
+            for _ in range(2):
+                get_topology(dist.new_group(list(range(4))), 2)
+        found.append([text for level, text in lines if level == "WARNING" and "hosts" in text])
+    return found[0], found[1]
+
+
+def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> None:
+    for rank, (first, split) in enumerate(ranks(4).run(topology_case)):
+        j = rank // 2
+        assert first == ([2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank], True)
+        # Two data-parallel groups {0, 2} and {1, 3}, as under tensor parallelism: groups of one rank each.
+        assert split == ([rank], [rank % 2, rank % 2 + 2], [rank], True)
+
+
+def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
+    """Ranks of the groups of this rank, and whether a second call returns the same object."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
+
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    answers = []
+    for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
+        without = get_topology(group, size)
+        assert without.alone is None
+        topology = get_topology(group, size, alone=True)
+        assert (topology.intra, topology.inter) == (without.intra, without.inter)
+        groups = [data_parallel_ranks(g) for g in (topology.intra, topology.inter, topology.alone)]
+        answers.append((*groups, get_topology(group, size, alone=True) == topology))
+    return answers
+
+
+def test_replicas_of_a_state_are_the_ranks_that_hold_the_same_shard(ranks: Any) -> None:
+    for rank, answer in enumerate(ranks(6).run(replicas_case)):
+        assert answer == {"N": list(range(6)), "I": [rank % 3, rank % 3 + 3], "G": None}
+
+
+def replicas_case() -> dict[str, list[int] | None]:
+    """Ranks of the replica group for each placement, on 6 ranks in groups of 3."""
+    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
+    from deepspeed_ext.strategy import Placement
+
+    topology = get_topology(None, 3)
+    groups = {placement.name: topology.replica_group(placement) for placement in Placement}
+    return {name: None if group is None else data_parallel_ranks(group) for name, group in groups.items()}
+
+
+@pytest.mark.parametrize(
+    "sizes, message", [("1122", r"sizes.*\[1, 2\].*divisor of 4"), ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is")]
+)
+def test_nodes_that_disagree_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
+    errors = ranks(4).run_expect_error(nodes_case, sizes)
+    for error in errors:
+        assert error.type == "ValueError" and re.search(message, error.message), error
+
+
+def nodes_case(sizes: str) -> None:
+    """Each rank is told another node size, as on nodes with different numbers of devices."""
+    import os
+
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.process_groups import get_topology
+
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
+    get_topology(None)
+
+
+def test_groups_end_with_the_group_that_they_are_made_in(ranks: Any) -> None:
+    """Each case has a process group of its own; the threads that serve ours must go when it goes."""
+    pool = ranks(4)
+    for _ in range(2):
+        pool.run(topology_case)
+    before = pool.run(threads_case)
+    for _ in range(4):
+        pool.run(topology_case)
+    assert pool.run(threads_case) == before
+
+
+def threads_case() -> int:
+    """Threads of this process."""
+    import os
+
+    return len(os.listdir("/proc/self/task"))

@@ -1,0 +1,192 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Activation in every import order; without our keys DeepSpeed is as if we were not installed."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+CHECK = """
+from deepspeed_ext.integration import patcher
+import deepspeed.runtime.engine, deepspeed.runtime.config, deepspeed.env_report
+from deepspeed import DeepSpeedEngine
+assert all(state in ("applied", "as expected") for _, state in patcher.status()), patcher.status()
+assert DeepSpeedEngine._configure_zero_optimizer.__deepspeed_ext__
+"""
+
+ORDERS = {
+    "torch first": "import torch; import deepspeed",
+    "deepspeed first": "import deepspeed",
+    "from deepspeed": "from deepspeed import initialize",
+    "a submodule first": "from deepspeed.runtime.zero.config import DeepSpeedZeroConfig",
+    "ours first": "import deepspeed_ext; import deepspeed",
+    "ours last": "import deepspeed; import deepspeed_ext",
+}
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_import_order(order: str) -> None:
+    done = run(ORDERS[order] + CHECK)
+    assert done.returncode == 0, done.stderr
+
+
+def test_late_activation_where_the_entry_point_is_off() -> None:
+    done = run(
+        "import deepspeed, sys; assert 'deepspeed_ext' not in sys.modules; import deepspeed_ext" + CHECK,
+        TORCH_DEVICE_BACKEND_AUTOLOAD="0",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_off_switch() -> None:
+    code = (
+        "import deepspeed; from deepspeed.runtime import config as c; print(hasattr(c.get_zero_config, '__wrapped__'))"
+    )
+    assert run(code).stdout.split()[-1] == "True"
+    assert run(code, DEEPSPEED_EXT_DISABLE="1").stdout.split()[-1] == "False"
+
+
+def test_importing_torch_imports_no_deepspeed_and_survives_our_faults() -> None:
+    done = run("import torch, sys; print('deepspeed_ext' in sys.modules, 'deepspeed' in sys.modules)")
+    assert done.stdout.split() == ["True", "False"], done.stderr
+    code = (
+        "import deepspeed_ext.integration.patcher as p; p.apply = lambda name: 1 / 0\n"
+        "import torch, deepspeed; print('alive')"
+    )
+    assert run(code).stdout.split()[-1] == "alive"
+
+
+def test_source_of_hooked_modules_stays_readable() -> None:
+    code = "import torch, inspect, deepspeed.runtime.engine as e; print(len(inspect.getsource(e.DeepSpeedEngine)))"
+    assert int(run(code).stdout.split()[-1]) > 10_000
+
+
+@pytest.mark.parametrize("stage, kind", [(2, "DeepSpeedZeroOptimizer"), (3, "DeepSpeedZeroOptimizer_Stage3")])
+def test_off_means_off(ranks: Any, stage: int, kind: str) -> None:
+    """Stock stages with us and without us: same optimizer class, same collectives, same log lines."""
+    for with_us, without_us in ranks(4).run(off_case, stage):
+        assert with_us == without_us
+        assert with_us[0] == kind and with_us[1], with_us
+
+
+def off_case(stage: int) -> tuple[Any, Any]:
+    """What a stock run shows, activated and not."""
+    import deepspeed_ext
+    from deepspeed_ext.integration import activation
+
+    observe_stock_run(stage)  # DeepSpeed clones the world group once
+    with_us = observe_stock_run(stage)
+    activation.deactivate()
+    try:
+        without_us = observe_stock_run(stage)
+    finally:
+        deepspeed_ext.activate()
+    return with_us, without_us
+
+
+def observe_stock_run(stage: int) -> tuple[str, list[str], list[str]]:
+    """Class of the optimizer, collectives in order, and log messages without their numbers."""
+    import re
+    from unittest import mock
+
+    import torch
+
+    from tests.harness import training
+    from tests.harness.logs import logged
+
+    kind: list[str] = []
+    calls: list[str] = []
+
+    def spy(name: str) -> Any:
+        original = getattr(torch.distributed, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(torch.distributed, name, call)
+
+    names = (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce",
+        "broadcast",
+        "all_to_all_single",
+        "new_group",
+        "barrier",
+    )
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(spy(name))
+        lines = stack.enter_context(logged())
+        job = training.Job(steps=2, empty=stage != 3)
+        training.train(job, {"stage": stage}, look=lambda e: kind.append(type(e.optimizer).__name__))
+    return kind[0], calls, [re.sub(r"0x\w+|[\d.]+", "#", line) for _, line in lines]
+
+
+def test_several_engines_in_one_process(ranks: Any) -> None:
+    for rows in ranks(4).run(several_engines_case):
+        assert all(alike for _, alike in rows), rows
+        assert [kind for kind, _ in rows] == [
+            *("Stage12Optimizer", "DeepSpeedZeroOptimizer", "Stage3Optimizer"),
+            *("Stage12Optimizer", "DeepSpeedZeroOptimizer_Stage3", "Stage3Optimizer"),
+        ]
+
+
+def several_engines_case() -> list[tuple[str, bool]]:
+    """Six engines alive at once take steps in turn, and each is as it would be alone."""
+    import torch
+
+    from tests.harness import training
+
+    job = training.Job(steps=3, empty=False)
+    zeros: list[dict[str, Any]] = [
+        {"paro_strategy": "NIG", "paro_group_size": 2},
+        {"stage": 2},
+        {"paro_strategy": "IIG", "paro_group_size": 2},
+        {"paro_strategy": "NNI", "paro_group_size": 4},
+        {"stage": 3},
+        {"paro_strategy": "GIG", "paro_group_size": 2},
+    ]
+    training.train(job, {"stage": 3})  # it replaces torch's linear for good, by one that rounds otherwise
+    alone = [training.train(job, zero).weights for zero in zeros]
+    engines = [(*training.make_engine(job, zero), training.batches(job)) for zero in zeros]
+    for number in range(job.steps):
+        for engine, _, data in engines:
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+    rows = []
+    for weights, (engine, model, _) in zip(alone, engines, strict=True):
+        together = training.whole_weights(model)
+        rows.append((type(engine.optimizer).__name__, torch.equal(weights, together)))
+        engine.destroy()
+    return rows
+
+
+def test_report_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "deepspeed_ext", "--ranks", "6", "--group-size", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "deepspeed     0.19.8\n" in done.stdout
+    assert "symbols of DeepSpeed (supported >=0.19.8,<0.20, tested 0.19.8)" in done.stdout
+    assert "applied      deepspeed.runtime.config.get_zero_config" in done.stdout
+    assert "groups of 6 data-parallel rank(s): 3 x 2" in done.stdout
+    assert "[[0, 2, 4], [1, 3, 5]]" in done.stdout

@@ -1,0 +1,272 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules become units: flags, hooks and the report; and configurations that are refused."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.logs import is_ours
+
+LIVE = 10**9
+# Of mixtures.Mixtures, as DeepSpeed counts: parameters / (1 + modules inside that have parameters, lists left out).
+GRANULARITY = {"Mixtures": 85, "Stem": 93, "Layer": 84, "Mixer": 60, "MixtureOfExperts": 94, "Expert": 103}
+HOOKS = 252  # on all of its modules
+INSIDE = {"Stem": 2, "Layer": 27, "Mixer": 3, "MixtureOfExperts": 22, "Expert": 4}  # modules in one of each
+
+
+def choose(
+    name: str, budget: int | None, threshold: int = 0, most_live: int = LIVE, change: str = ""
+) -> dict[str, Any]:
+    """For each kind the names of modules; the hooks, before and after; the report."""
+    from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
+
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose, set_leaves
+    from tests.harness import mixtures
+
+    model = getattr(mixtures, name)((13, 7))
+    if change == "set":
+        set_z3_leaf_modules(model, [mixtures.MixtureOfExperts])
+    if change == "unset":
+        unset_z3_leaf_modules(model, [mixtures.Layer])
+    settings = Settings(budget, threshold, most_live)
+    found = choose(model, settings)
+    kinds: dict[str, list[str]] = {}
+    for one in found:
+        kinds.setdefault(one.kind.value, []).append(one.name)
+    chunks = [[len(chunk) for chunk in one.chunks] for one in found if one.chunks]
+    set_leaves(found)
+    flagged = [key for key, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
+    return {
+        **kinds,
+        "classes": sorted({type(one.module).__name__ for one in found if one.kind.value == "coarse"}),
+        "chunks": chunks,
+        "flagged": flagged,
+        "hooks": leaf_report.hooks(found, model),
+        "granularity": {type(one.module).__name__: one.granularity for one in found if one.granularity},
+        "text": leaf_report.text(found, model, settings, leaf_report.Live(LIVE, 0, 0, 0)),
+    }
+
+
+def test_granularity_is_deepspeeds(ranks: Any) -> None:
+    assert ranks(1).run(choose, "Mixtures", None, 1)[0]["granularity"] == GRANULARITY
+
+
+@pytest.mark.parametrize(
+    "threshold, classes",
+    [
+        (1, []),
+        (59, []),
+        (60, ["Mixer"]),
+        (61, ["Mixer"]),
+        (83, ["Mixer"]),
+        (84, ["Layer"]),
+        (92, ["Layer"]),
+        (93, ["Layer", "Stem"]),
+        (10**12, ["Layer", "Stem"]),  # never the root, whose 85 qualifies as well
+    ],
+)
+def test_the_threshold_takes_parents_first_and_never_the_root(ranks: Any, threshold: int, classes: list[str]) -> None:
+    result = ranks(1).run(choose, "Mixtures", None, threshold)[0]
+    counts = {"Stem": 1, "Layer": 2, "Mixer": 2}
+    assert result["classes"] == classes
+    assert result["hooks"] == (HOOKS, HOOKS - 4 * sum(counts[name] * INSIDE[name] for name in classes))
+    assert len(result["flagged"]) == sum(counts[name] for name in classes)
+
+
+def test_the_cap_is_what_may_be_live(ranks: Any) -> None:
+    # A layer has 1936 parameters, its mixture 1696, an expert 413.
+    assert ranks(1).run(choose, "Mixtures", None, 10**12, 1936)[0]["classes"] == ["Layer", "Stem"]
+    result = ranks(1).run(choose, "Mixtures", None, 10**12, 1935)[0]
+    assert result["classes"] == ["Mixer", "MixtureOfExperts", "Stem"]
+    assert "1,936 parameters are more than stage3_max_live_parameters" in result["text"]
+    assert ranks(1).run(choose, "Mixtures", None, 10**12, 1695)[0]["classes"] == ["Expert", "Mixer", "Stem"]
+
+
+@pytest.mark.parametrize(
+    "budget, classes, chunks",
+    [
+        (10**9, ["Layer", "Stem"], []),  # and not the model, which would fit
+        (12 * 1936, ["Layer", "Stem"], []),
+        (12 * 1936 - 1, ["Mixer", "MixtureOfExperts", "Stem"], []),
+        (12 * 1696, ["Mixer", "MixtureOfExperts", "Stem"], []),
+        (12 * 1696 - 1, ["Mixer", "Stem"], [[4]] * 2),  # without the router
+        (12 * 413 * 4 - 1, ["Mixer", "Stem"], [[3, 1]] * 2),
+        (12 * 413 * 2, ["Mixer", "Stem"], [[2, 2]] * 2),
+        (12 * 413, ["Mixer", "Stem"], [[1, 1, 1, 1]] * 2),
+        (12 * 413 - 1, ["Mixer", "Stem"], []),  # an expert does not fit: fetched linear by linear
+        (12 * 200, [], []),
+    ],
+)
+def test_the_budget_takes_layers_then_mixtures_then_chunks(
+    ranks: Any, budget: int, classes: list[str], chunks: list[list[int]]
+) -> None:
+    result = ranks(1).run(choose, "Mixtures", budget)[0]
+    assert (result["classes"], result["chunks"]) == (classes, chunks)
+
+
+def test_what_is_entered_from_elsewhere_is_no_unit(ranks: Any) -> None:
+    result = ranks(1).run(choose, "Tied", 10**9)[0]
+    assert result["classes"] == ["Layer"] and "it shares parameters with other modules" in result["text"]
+    result = ranks(1).run(choose, "SharedModule", 10**9)[0]
+    assert result["coarse"] == ["stem", "layers.0.mixture", "layers.1.mixture"]
+    assert "is in several places of the model" in result["text"]
+
+
+def test_flags_of_the_user_are_respected(ranks: Any) -> None:
+    result = ranks(1).run(choose, "Mixtures", 10**9, change="set")[0]
+    assert result["coarse"] == [
+        "stem",
+        *(f"layers.{i}.{name}" for i in range(2) for name in ("mixer", "mixture")),
+    ]
+    assert "has been set as a leaf module" in result["text"]
+    result = ranks(1).run(choose, "Mixtures", 10**9, change="unset")[0]
+    assert "Layer" not in result["classes"] and "it has been unset as a leaf module" in result["text"]
+
+
+def test_lists_in_lists(ranks: Any) -> None:
+    result = ranks(1).run(choose, "Nested", 10**9)[0]
+    # A pair holds lists of different things, not a stack: it is a unit.
+    assert result["coarse"] == ["stem", "layers.0", "layers.1"]
+
+
+def test_hooks_are_counted_as_deepspeed_registers_them(ranks: Any) -> None:
+    for expected, registered, leaves in ranks(2).run(hooks_case):
+        assert registered == expected and leaves, (expected, registered, leaves)
+
+
+def hooks_case() -> tuple[list[int], list[int], list[str]]:
+    """Hooks without and with units: predicted, and registered on modules; the units."""
+    from deepspeed.utils import get_z3_leaf_modules
+
+    from tests.harness import mixtures, training
+
+    job = training.Job(network=mixtures.Mixtures, empty=False)
+    registered = []
+    for zero in ({"stage": 3}, {"stage": 3, "stage3_leaf_bytes": True}, {"stage": 3, "stage3_leaf_bytes": 10_000}):
+        engine, model = training.make_engine(job, zero)
+        offload = engine.optimizer.parameter_offload
+        registered.append(len(offload.forward_hooks) + len(offload.backward_hooks))
+        leaves = [type(module).__name__ for module in get_z3_leaf_modules(model)]
+        engine.destroy()
+    one = choose("Mixtures", LIVE)["hooks"]
+    return [*one, choose("Mixtures", 10_000)["hooks"][1]], registered, leaves
+
+
+def test_the_table_is_shown(ranks: Any) -> None:
+    by_budget, by_granularity, nothing, split = ranks(2).run(report_case)[0]
+    for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
+        table = next(line for level, line in lines if level == where and "leaf modules of Mixtures" in line)
+        assert re.search(r"Layer +2 +1,936 +84 +23,232  as one", table), table
+        assert "Mixtures " in table and "it is the model" in table
+        assert "hooks on modules: 252 before, 28 after (88.9% fewer)" in table
+    warnings = [line for level, line in nothing if level == "WARNING" and "makes no module a unit" in line]
+    assert len(warnings) == 1 and "the smallest granularity is 60 (Mixer layers.0.mixer)" in warnings[0]
+    warnings = [line for level, line in split if level == "WARNING" and "mixtures of experts" in line]
+    assert len(warnings) == 1 and "MixtureOfExperts layers.0.mixture" in warnings[0]
+    others = ranks(2).run(report_case)[1]
+    assert not any(is_ours(line) for lines in others for level, line in lines)
+
+
+def report_case() -> list[list[tuple[str, str]]]:
+    """What is logged and printed with a budget, a threshold, one that does nothing, and one that splits experts."""
+    import contextlib
+    import io
+
+    from tests.harness import mixtures, training
+    from tests.harness.logs import logged
+
+    job = training.Job(network=mixtures.Mixtures, empty=False)
+    keys = [{"stage3_leaf_bytes": True}, *({"stage3_module_granularity_threshold": n} for n in (100, 5, 60))]
+    logs = []
+    for zero in keys:
+        with logged() as lines, contextlib.redirect_stdout(io.StringIO()) as printed:
+            training.make_engine(job, {"stage": 3, **zero})[0].destroy()
+        logs.append([*lines, ("printed", printed.getvalue())])
+    return logs
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 3, "stage3_leaf_bytes": -1}, "stage3_leaf_bytes must be a number of bytes .*got -1 of type int"),
+    ({"stage": 3, "stage3_leaf_bytes": 1e9}, "got 1000000000.0 of type float"),
+    ({"stage": 3, "stage3_leaf_bytes": "auto"}, "or true for the budget .*got 'auto' of type str"),
+    ({"stage": 3, "stage3_leaf_bytes": None}, "got None of type NoneType"),
+    ({"stage": 2, "stage3_leaf_bytes": 10**9}, "stage3_leaf_bytes needs zero_optimization.stage 3.*got stage 2"),
+    (
+        {"stage3_leaf_bytes": True},
+        "needs zero_optimization.stage 3, or a paro_strategy with p = I or G, got stage None",
+    ),
+    (
+        {"paro_strategy": "NIG", "stage3_leaf_bytes": 10**9},
+        "needs parameters that are cut, but paro_strategy is 'NIG'",
+    ),
+    (
+        {"stage": 3, "stage3_leaf_bytes": 5, "stage3_module_granularity_threshold": 7},
+        r"stage3_leaf_bytes \(5\) and zero_optimization.stage3_module_granularity_threshold \(7\) both choose",
+    ),
+    ({"stage": 3, "stage3_leaf_byte": 5}, "no key 'stage3_leaf_byte'.* Did you mean 'stage3_leaf_bytes'"),
+    (
+        {"stage": 3, "stage3_leaf_bytes": 2039},
+        "at least the bytes of the largest parameter.*: stem.embedding.weight needs 2,040, got 2,039. Raise it",
+    ),
+    (
+        {"stage": 3, "stage3_leaf_bytes": True, "zero_quantized_weights": True},
+        "zero_quantized_weights cannot be combined with zero_optimization.stage3_leaf_bytes",
+    ),
+]
+
+
+@pytest.mark.parametrize("zero, message", BAD, ids=lambda value: str(value)[:70])
+def test_bad_keys_are_refused_on_all_ranks(ranks: Any, zero: dict[str, Any], message: str) -> None:
+    for error in ranks(2).run_expect_error(make, zero):
+        assert error.type == "ValueError" and re.search(message, error.message), error.message
+
+
+def make(zero: dict[str, Any]) -> str:
+    """The class of the optimizer."""
+    from tests.harness import mixtures, training
+
+    engine, _ = training.make_engine(training.Job(network=mixtures.Mixtures, empty=False), zero)
+    return type(engine.optimizer).__name__
+
+
+@pytest.mark.parametrize("off", [0, False])
+def test_zero_changes_nothing(ranks: Any, off: Any) -> None:
+    assert ranks(1).run(make, {"stage": 3, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer_Stage3"]
+    assert ranks(1).run(make, {"stage": 2, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    import os
+    import subprocess
+    import sys
+
+    from scripts import ROOT
+
+    (tmp_path / "maker.py").write_text(
+        "import torch\nfrom tests.harness import mixtures\n"
+        "def model(): return mixtures.Nested((13, 7))\ndef batch(): return (torch.randn(3, 13),)\n"
+    )
+    command = [sys.executable, "-m", "deepspeed_ext", "leaf-modules", "--model", "maker:model"]
+    tight = ["--prefetch-bucket-size", "0", "--max-reuse-distance", "0", "--param-persistence-threshold", "0"]
+    here = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    out = subprocess.run(
+        [*command, "--batch", "maker:batch", *tight], **here, capture_output=True, text=True, timeout=280
+    )
+    assert out.returncode == 0, out.stderr
+    assert re.search(r"Pair +2 +500 +50 +6,000  as one", out.stdout), out.stdout
+    predicted = int(re.findall(r"at most (\d+) predicted", out.stdout)[0])
+    hooks, after = re.findall(r"hooks (\d+),", out.stdout), re.findall(r"(\d+) after", out.stdout)
+    assert predicted == 500 and hooks == after, out.stdout
+    assert "gathered at a time at most 500" in out.stdout, out.stdout
+    for bad, message in (
+        (["--bytes", "7"], "needs 2,040, got 7"),
+        (["--bytes", "7", "--threshold", "9"], "both choose leaf modules"),
+        (["--model", "nothing"], "expected PACKAGE.MODULE:FUNCTION, got 'nothing'"),
+        (["--model", "maker:none"], "'maker:none' cannot be imported"),
+    ):
+        out = subprocess.run([*command, *bad], **here, capture_output=True, text=True, timeout=280)
+        assert out.returncode == 2 and message in out.stderr, (out.stdout, out.stderr)

@@ -1,0 +1,340 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters in units are read, changed, saved and held as parameters are; and what stock does with leaf modules."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import mixtures, training
+from tests.harness.training import Job
+
+SMALL = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
+TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+AUTO = {"stage3_leaf_bytes": True}
+CHUNKS = {"stage3_leaf_bytes": 12_000}
+
+
+def job_of(network: Any, **more: Any) -> Job:
+    """As in test_units."""
+    return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, **more})
+
+
+def stock(flagged: list[str], steps: int = 2) -> None:
+    """Train with DeepSpeed alone and these classes as leaf modules."""
+    import deepspeed_ext.integration.activation
+
+    job = job_of(mixtures.Mixtures, clipping=0.0, steps=steps)
+    deepspeed_ext.integration.activation.deactivate()
+    try:
+        training.train(job, {"stage": 3, "leaf_module": {"classes": flagged}})
+    finally:
+        deepspeed_ext.integration.activation.activate()
+
+
+def ours(flagged: list[str]) -> list[Any]:
+    """The same with our package; and which classes are leaf modules."""
+    from deepspeed.utils import get_z3_leaf_modules
+    from zero.test_units import against
+
+    job = job_of(mixtures.Mixtures, clipping=0.0)
+    zero = {"paro_strategy": "GGG", "leaf_module": {"classes": flagged}}
+    engine, model = training.make_engine(job, zero)
+    classes = sorted({type(module).__name__ for module in get_z3_leaf_modules(model)})
+    engine.destroy()
+    return [classes, *against(job, [zero], {"stage": 3})]
+
+
+@pytest.mark.parametrize("flagged", ["Stem", "Mixtures"])
+def test_stock_crashes_where_inputs_need_no_gradient_and_ours_trains(ranks: Any, flagged: str) -> None:
+    # Token ids: the stem's inputs, and the model's. "size of tensor a (0) must match", "grad of different size", ...
+    for error in ranks(1).run_expect_error(stock, [flagged]):
+        assert error.type == "RuntimeError", error
+    classes, row = ranks(1).run(ours, [flagged])[0]
+    assert classes == [flagged]
+    training.check([row], losses=1e-5)
+
+
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS, {"stage3_leaf_bytes": 25_000}], ids=["layers", "chunks", "blocks"])
+def test_what_is_gathered_at_a_time(ranks: Any, keys: dict[str, Any]) -> None:
+    router = 44 if keys == CHUNKS else 0  # is used while a chunk is
+    for budget, most, largest, predicted in ranks(2).run(live_case, keys):
+        assert (most - router) * 12 <= budget, (most, budget)
+        assert most == largest + router and most <= predicted, (most, largest, predicted)
+
+
+def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
+    """The budget; elements gathered at a time, the largest unit, and what the report says."""
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose, numel_of
+
+    job = job_of(mixtures.Mixtures, zero=TIGHT, accumulation=2, steps=3)
+    most: list[int] = []
+    training.train(job, {"stage": 3, **keys}, look=lambda engine: most.append(engine.optimizer.parameters.most_live))
+    budget = 10**9 if keys == AUTO else keys["stage3_leaf_bytes"]
+    model = mixtures.Mixtures((13, 7))
+    found = choose(model, Settings(budget, 0, 10**9))
+    sizes = [one.numel for one in found if one.kind.value == "coarse"]
+    sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for one in found for chunk in one.chunks]
+    return budget, most[0], max(sizes), leaf_report.predicted_live(found, model, leaf_report.Live(10**9, 0, 0, 0))
+
+
+@pytest.mark.parametrize("zero", [{"paro_strategy": "GGG"}, {"stage": 3, "stage3_module_granularity_threshold": 60}])
+def test_what_persists_stays_before_the_record_is_complete(ranks: Any, zero: dict[str, Any]) -> None:
+    for ours, stock in ranks(2).run(persistent_case, zero):
+        assert ours == [True] * 3 and not any(stock[:1]), (ours, stock)
+
+
+def persistent_case(zero: dict[str, Any]) -> tuple[list[bool], list[bool]]:
+    """Whether all small parameters are there after each of three forwards, with ours and with stock."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    found = []
+    for keys in (zero, {"stage": 3}):
+        job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
+        engine, model = training.make_engine(job, keys)
+        there = []
+        for x, _ in (next(training.batches(job)) for _ in range(3)):
+            engine(x)
+            small = [p for p in model.parameters() if p.ds_persist]
+            there.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
+        found.append(there)
+        engine.destroy()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("strategy, keys", [("GGG", AUTO), ("IIG", CHUNKS)])
+def test_checkpoints_know_no_units(ranks: Any, tmp_path: Path, keys: dict[str, Any], strategy: str) -> None:
+    for into_units, out_of_units, converted in ranks(4).run(checkpoint_case, str(tmp_path), keys, strategy):
+        assert into_units == {} and out_of_units == {}
+        assert converted in (None, 0.0)
+
+
+def checkpoint_case(
+    folder: str, keys: dict[str, Any], strategy: str
+) -> tuple[dict[str, float], dict[str, float], float | None]:
+    """What differs after a load into the other form, both ways; how far zero_to_fp32's weights are off."""
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from tests.harness import snapshots
+
+    job = job_of(mixtures.Mixtures)
+    plain = training.placed(strategy)
+    differences = []
+    for number, (source, target) in enumerate(((plain, plain | keys), (plain | keys, plain))):
+        engine, model = training.make_engine(job, source)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        engine.save_checkpoint(f"{folder}/{number}")
+        saved = snapshots.snapshot(engine, model, job)
+        engine.destroy()
+        engine, model = training.make_engine(job, target)
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.load_checkpoint(f"{folder}/{number}")
+        differences.append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.destroy()
+    dist.barrier()
+    off = None
+    if dist.get_rank() == 0:
+        weights = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/1")
+        off = max((weights[n] - saved[f"{n} fp32"]).abs().max().item() for n in weights if f"{n} fp32" in saved)
+        assert len(weights) == len(dict(mixtures.Mixtures((13, 7)).named_parameters())) and isinstance(off, float)
+        assert all(torch.isfinite(value).all() for value in weights.values())
+    return differences[0], differences[1], off
+
+
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+def test_parameters_of_units_are_read_and_changed_alone(ranks: Any, keys: dict[str, Any]) -> None:
+    for same_inside, forwards in ranks(4).run(gathered_case, keys):
+        assert same_inside and forwards == [True] * 3, (same_inside, forwards)
+
+
+def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
+    """Whether a forward inside of GatheredParameters, where one of a unit is changed, sees it; and whether forwards
+    after it do, with all of the unit gathered again, and with small ones that persist."""
+    import deepspeed
+    import torch
+
+    forwards = []
+    for persistence in (0, 100, 10**6):
+        job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": persistence})
+        engine, model = training.make_engine(job, training.placed("IIG", **keys))
+        x, y = next(training.batches(job))
+        for _ in range(3):
+            training.micro_step(engine, job, 0, x, y)
+            engine.step()
+        expected = mixtures.Mixtures(job.sizes)
+        expert = model.layers[1].mixture.experts[2]
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            expected.load_state_dict(model.state_dict())
+        with deepspeed.zero.GatheredParameters([expert.up.weight, expert.up.bias], modifier_rank=0), torch.no_grad():
+            expert.up.weight.mul_(2.0)
+        with torch.no_grad():
+            expected.layers[1].mixture.experts[2].up.weight.mul_(2.0)
+            forwards.append(torch.equal(engine(x), expected(x)))
+    with deepspeed.zero.GatheredParameters(list(expert.parameters())), torch.no_grad():
+        same_inside = torch.equal(expert.up.weight, expected.layers[1].mixture.experts[2].up.weight)
+    engine.destroy()
+    return same_inside, forwards
+
+
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+def test_without_an_optimizer_and_without_gradients(ranks: Any, keys: dict[str, Any]) -> None:
+    assert ranks(2).run(inference_case, keys) == [[True] * 4] * 2
+
+
+def inference_case(keys: dict[str, Any]) -> list[bool]:
+    """Whether an engine without an optimizer gives the model's output, in several forwards; then a training one in
+    eval mode between two steps."""
+    import copy
+
+    import deepspeed
+    import torch
+
+    job = job_of(mixtures.Mixtures)
+    torch.manual_seed(3)
+    model = mixtures.Mixtures(job.sizes)
+    expected, x = copy.deepcopy(model), next(training.batches(job))[0]
+    config = training.configuration(job, {"stage": 3, **keys})
+    del config["optimizer"]
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    with torch.no_grad():
+        same = [torch.equal(engine(x), expected(x)) for _ in range(3)]
+    engine.destroy()
+    engine, model = training.make_engine(job, {"stage": 3, **keys})
+    for _ in range(2):
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            out = engine(x)
+        engine.train()
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        expected.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        same.append(torch.equal(engine(x), expected(x)) and bool(torch.isfinite(out).all()))
+    engine.destroy()
+    return same
+
+
+def test_experts_out_of_order_are_an_error_and_not_a_hang(ranks: Any) -> None:
+    for error in ranks(2).run_expect_error(backwards_case):
+        assert error.type == "RuntimeError" and "enters its experts in another order than theirs" in error.message
+        assert "raise zero_optimization.stage3_leaf_bytes" in error.message
+
+
+def backwards_case() -> None:
+    """Experts entered last to first, in chunks."""
+    training.train(job_of(mixtures.Backwards), {"stage": 3, **CHUNKS})
+
+
+def test_a_second_engine_chooses_for_itself(ranks: Any) -> None:
+    for hooks in ranks(2).run(second_engine_case):
+        assert hooks[1:] == [252, 28, 252] and hooks[0] < 252, hooks
+
+
+def second_engine_case() -> list[int]:
+    """Hooks of engines for one model: with chunks, with nothing of ours, with layers, with nothing."""
+    import deepspeed
+
+    job = job_of(mixtures.Mixtures)
+    model = mixtures.Mixtures(job.sizes)
+    hooks = []
+    for keys in (CHUNKS, {}, AUTO, {}):
+        config = training.configuration(job, {"stage": 3, **keys})
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        for _ in range(2):
+            training.micro_step(engine, job, 0, *next(training.batches(job)))
+            engine.step()
+        offload = engine.optimizer.parameter_offload
+        hooks.append(len(offload.forward_hooks) + len(offload.backward_hooks))
+        engine.destroy()
+    return hooks
+
+
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+def test_gradients_do_not_pile_up_after_an_evaluation_and_under_checkpointing(
+    ranks: Any, keys: dict[str, Any]
+) -> None:
+    for most in ranks(2).run(gradients_case, keys):
+        assert max(most) <= 1.3 * 1936, most  # a layer and what is beside it, not all six
+
+
+def gradients_case(keys: dict[str, Any]) -> list[int]:
+    """The most elements of gradients that are there at a time in steps: plain, after a forward that only one rank
+    keeps and an evaluation, and with checkpointing."""
+    import torch
+    from deepspeed import comm as dist
+
+    most = []
+    for checkpointing in (None, False):
+        job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
+        engine, model = training.make_engine(job, {"stage": 3, **keys})
+        params = list(model.parameters())
+        seen = [0]
+
+        def count(_: Any, params: list[Any] = params, seen: list[int] = seen) -> None:
+            seen[0] = max(seen[0], sum(p.grad.numel() for p in params if p.grad is not None))
+
+        hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
+        kept = []
+        data = training.batches(job)
+        for step in range(3):
+            if step == 2:
+                with torch.no_grad():
+                    engine(next(data)[0])
+                out = engine(next(data)[0])
+                kept += [out] if dist.get_rank() == 0 else []
+            training.micro_step(engine, job, 0, *next(data))
+            engine.step()
+        most.append(seen[0])
+        for hook in hooks:
+            hook.remove()
+        engine.destroy()
+    return most
+
+
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+def test_parameters_frozen_or_thawed_or_left_out(ranks: Any, keys: dict[str, Any]) -> None:
+    for off in ranks(2).run(frozen_case, keys):
+        assert max(off) <= 1e-5, off
+
+
+def frozen_case(keys: dict[str, Any]) -> list[float]:
+    """How far from stock weights are, where some parameters are frozen later, thawed later, or not the optimizer's;
+    copies of the model are made meanwhile."""
+    import copy
+
+    import deepspeed
+    import torch
+
+    def train(zero: dict[str, Any], how: str) -> torch.Tensor:
+        job = job_of(mixtures.Mixtures, clipping=0.0)
+        torch.manual_seed(2)
+        model = mixtures.Mixtures(job.sizes)
+        some = [*model.layers[0].mixture.experts[1].parameters(), model.layers[1].mixer.first.weight]
+        for param in some:
+            param.requires_grad_(how != "thawed")
+        given = [p for p in model.parameters() if how != "left out" or all(p is not one for one in some)]
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in given if p.requires_grad],
+            config=training.configuration(job, {"stage": 3, **zero}),
+        )
+        data = training.batches(job)
+        for step in range(4):
+            if step == 2 and how != "left out":
+                for param in some:
+                    param.requires_grad_(how == "thawed")
+            training.micro_step(engine, job, 0, *next(data))
+            engine.step()
+        copy.deepcopy(model)
+        weights = training.whole_weights(model)
+        engine.destroy()
+        return weights
+
+    ways = ("frozen", "thawed", "left out")
+    return [(train(keys, how) - train({}, how)).abs().max().item() for how in ways]
