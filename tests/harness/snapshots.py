@@ -23,6 +23,8 @@ from tests.harness import training
 
 MOMENTS = {"Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 
+SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"  # the file of a tag that rank 1 writes, whatever the strategy
+
 
 class Buffered(training.Network):
     """With a buffer that each forward changes."""
@@ -57,6 +59,13 @@ def steps_of(job: training.Job, number: int, skip: int = 0) -> list[tuple[Tensor
     """This rank's batches of ``number`` optimizer steps, after the first ``skip``."""
     data = training.batches(job)
     return [next(data) for _ in range(skip + number)][skip:]
+
+
+def after_a_step(job: training.Job, name: str) -> tuple[Any, Any]:
+    """Return engine and model of a strategy, after a step."""
+    engine, model = training.make_engine(job, training.placed(name))
+    run(engine, job, steps_of(job, 1))
+    return engine, model
 
 
 def mark(engine: Any, model: nn.Module) -> None:

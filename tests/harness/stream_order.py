@@ -22,12 +22,10 @@ This runs inside rank processes.
 
 import contextlib
 import itertools
-import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -39,14 +37,11 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-Clock = dict[int, int]  # number of a stream: how many of its operations are known to be over
-Span = tuple[int, int]  # bytes of a storage, from and to
+from tests.harness.memory_accesses import Access, Clock, Memory, byte_spans, merge, place_of_call
 
-_MOST_SPANS = 256  # of one tensor; more are taken as one that holds them all
 # Outputs that nobody has filled.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _ASKS_DEVICE = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")  # the host waits for their answer
-_FRAMES = 3  # of a place that is named
 # Of the methods of a process group: numbers of the arguments that are written, and that are read.
 _COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce", "broadcast"), ((0,), (0,))),
@@ -57,21 +52,6 @@ _COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "send": ((), (0,)),
     **dict.fromkeys(("recv", "recv_anysource"), ((0,), ())),
 }
-
-
-class Access(NamedTuple):
-    """What an operation has done to a storage."""
-
-    stream: "Stream"
-    number: int  # of the operation, in its stream
-    writes: bool
-    spans: tuple[Span, ...]
-    operation: str
-    where: str
-
-    def __str__(self) -> str:
-        did = "wrote" if self.writes else "read"
-        return f"{self.operation} {did} on {self.stream.name} at {self.where}"
 
 
 class Finding(NamedTuple):
@@ -101,7 +81,7 @@ class Stream:
 
     def see(self, clock: Clock) -> None:
         """What comes now comes after all that."""
-        _merge(self.clock, clock)
+        merge(self.clock, clock)
 
     def has_seen(self, access: Access) -> bool:
         """Whether what comes now comes after the access."""
@@ -123,7 +103,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Have the host wait."""
-        _merge(self.order.host, self.clock)
+        merge(self.order.host, self.clock)
         self.order.synchronizations["stream"] += 1
 
     def query(self) -> bool:
@@ -150,7 +130,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Have the host wait."""
-        _merge(self.order.host, self.clock)
+        merge(self.order.host, self.clock)
         self.order.synchronizations["event"] += 1
 
     def query(self) -> bool:
@@ -181,40 +161,6 @@ class Work:
         return getattr(self._work, name)
 
 
-@dataclass
-class _Memory:
-    """A storage."""
-
-    home: Stream  # that it was allocated on
-    accesses: list[Access] = field(default_factory=list)
-    last: dict[int, Access] = field(default_factory=dict)  # by number of the stream
-    recorded: set[Stream] = field(default_factory=set)  # when it is freed, it waits for what is on them
-    known: Clock = field(default_factory=dict)  # what was on these
-    freed: str = ""  # where
-
-    def add(self, access: Access) -> list[Access]:
-        """Note an access; those before it that it may run beside, but must not."""
-        unordered = [
-            other
-            for other in self.accesses
-            if (access.writes or other.writes)
-            and not access.stream.has_seen(other)
-            and _overlap(access.spans, other.spans)
-        ]
-        self.accesses = [other for other in self.accesses if not _replaces(access, other)]
-        self.accesses.append(access)
-        self.last[access.stream.number] = access
-        return unordered
-
-    def in_use(self) -> list[Access]:
-        """Accesses that may run beside what gets the memory next."""
-        return [
-            access
-            for number, access in self.last.items()
-            if not self.home.has_seen(access) and self.known.get(number, 0) < access.number
-        ]
-
-
 class Order:
     """The streams of a simulated device, and what happens on them. See Note [How order is checked]."""
 
@@ -226,8 +172,8 @@ class Order:
         self.findings: Counter[Finding] = Counter()
         self.synchronizations: Counter[str] = Counter()
         self.on_their_way: set[Work] = set()
-        self._memories: dict[int, _Memory] = {}
-        self._freed: list[_Memory] = []  # early, and not given out again
+        self._memories: dict[int, Memory] = {}
+        self._freed: list[Memory] = []  # early, and not given out again
         self._wires: weakref.WeakKeyDictionary[Any, Stream] = weakref.WeakKeyDictionary()
         self._watching = False
         self._lock = threading.RLock()  # autograd may run in threads of its own
@@ -257,7 +203,7 @@ class Order:
     def synchronize(self) -> None:
         """Have the host wait for the device."""
         for stream in self.streams:
-            _merge(self.host, stream.clock)
+            merge(self.host, stream.clock)
         self.synchronizations["device"] += 1
 
     def run(
@@ -277,14 +223,14 @@ class Order:
             made: tensors whose memory is new.
         """
         with self._lock:
-            number, where = stream.begin(), _where()
+            number, where = stream.begin(), place_of_call()
             if made:
                 self._give_out(stream, operation, where)
             for tensor in made:
                 self._memory(tensor, stream)
             accessed = [(tensor, True) for tensor in writes] + [(tensor, False) for tensor in reads]
             for tensor, writing in accessed:
-                spans = _spans(tensor)
+                spans = byte_spans(tensor)
                 if not spans:
                     continue
                 access = Access(stream, number, writing, spans, operation, where)
@@ -317,21 +263,21 @@ class Order:
         self.run(wire, name, read, written)
         return Work(self, work, dict(wire.clock), written + read)
 
-    def _memory(self, tensor: Tensor, home: Stream) -> _Memory:
+    def _memory(self, tensor: Tensor, home: Stream) -> Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memories:
-            self._memories[key] = _Memory(home)
+            self._memories[key] = Memory(home)
             weakref.finalize(storage, self._free, key, self._memories[key]).atexit = False
         return self._memories[key]
 
-    def _free(self, key: int, memory: _Memory) -> None:
+    def _free(self, key: int, memory: Memory) -> None:
         with self._lock:
             if self._watching and self._memories.get(key) is memory:  # else of an earlier context
                 del self._memories[key]
-                memory.freed = _where()
+                memory.freed = place_of_call()
                 for stream in memory.recorded:
-                    _merge(memory.known, stream.clock)
+                    merge(memory.known, stream.clock)
                 self._freed.append(memory)
 
     def _give_out(self, stream: Stream, operation: str, where: str) -> None:
@@ -438,56 +384,5 @@ def device_with_streams() -> Iterator[Order]:
         yield order
 
 
-def _merge(clock: Clock, other: Clock) -> None:
-    for stream, number in other.items():
-        if clock.get(stream, 0) < number:
-            clock[stream] = number
-
-
 def _tensors(nested: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
-
-
-def _spans(tensor: Tensor) -> tuple[Span, ...]:
-    """The bytes of a tensor in its storage."""
-    if not tensor.numel():
-        return ()
-    size, width = tensor.element_size(), 1
-    rest = []  # dimensions that are not one stretch with those inside of them
-    for count, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: dim[1]):
-        if stride == width and not rest:
-            width *= count
-        elif count > 1 and stride:
-            rest.append((count, stride))
-    starts = [tensor.storage_offset()]
-    for count, stride in rest:
-        if len(starts) * count > _MOST_SPANS:
-            last = starts[-1] + sum((n - 1) * s for n, s in rest) + width
-            return ((tensor.storage_offset() * size, last * size),)
-        starts = [start + number * stride for start in starts for number in range(count)]
-    return tuple((start * size, (start + width) * size) for start in starts)
-
-
-def _overlap(some: tuple[Span, ...], others: tuple[Span, ...]) -> bool:
-    return any(a < d and c < b for a, b in some for c, d in others)
-
-
-def _replaces(access: Access, other: Access) -> bool:
-    """Whether what comes after an access need not look at another one before it."""
-    if access.spans != other.spans or not access.stream.has_seen(other):
-        return False
-    return access.writes or (not other.writes and access.stream is other.stream)
-
-
-def _where() -> str:
-    """The innermost places of a call, in DeepSpeed, in ours and in tests."""
-    places: list[str] = []
-    frame: Any = sys._getframe(2)
-    while frame is not None and len(places) < _FRAMES:
-        path = frame.f_code.co_filename
-        for package in ("/deepspeed_ext/", "/deepspeed/", "/tests/"):
-            if package in path and path != __file__:
-                places.append(f"{path.rpartition(package)[2]}:{frame.f_lineno}")
-                break
-        frame = frame.f_back
-    return " < ".join(places)

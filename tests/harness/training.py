@@ -21,13 +21,9 @@ from torch import Tensor, nn
 
 REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
 PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
-# Several buckets, several sub-groups, and no parameter that stays gathered: by default all of these small ones do.
-SMALL = {
-    "reduce_bucket_size": 300,
-    "allgather_bucket_size": 300,
-    "sub_group_size": 100,
-    "stage3_param_persistence_threshold": 0,
-}
+SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
+# And no parameter that stays gathered: by default all of these small ones do.
+SMALL = {**SEVERAL_BUCKETS, "stage3_param_persistence_threshold": 0}
 # Bounds of ``check``: an ulp or two of bf16. Tight enough to see that the gradients of small parameters are missing:
 # that moves weights by 5e-3 and norms by 5e-3.
 BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}

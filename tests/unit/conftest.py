@@ -13,6 +13,18 @@ from tests.harness import ranks as rank_pools
 rank_pools.prepare_environment()  # before any test module imports torch or DeepSpeed
 
 
+_OF_FIXTURES = {"emulation": "root", "archive": "fork"}  # marks of what needs a fixture
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by what they need; ``quick`` and ``gpu`` stand at the tests."""
+    for item in items:
+        for name in _OF_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
+            item.add_marker(_OF_FIXTURES[name])
+        if item.path.parent.name == "frameworks":
+            item.add_marker("frameworks")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import DeepSpeed while the first tests run, if any test will need ranks."""
     needed = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)

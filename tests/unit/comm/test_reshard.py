@@ -1,9 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Moves: layouts and plans by property, hops by what arrives, whatever the backend's way."""
+"""Reshards by what arrives, and what is copied and freed on the way."""
 
 import itertools
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,156 +14,13 @@ from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, reshard
-from deepspeed_ext.comm.hops import Contents, Part, ReduceHop, Span
+from deepspeed_ext.comm.hops import Contents, Part, Span
 from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
 from deepspeed_ext.comm.packing import joined as join
 from deepspeed_ext.comm.reshard import GradientReshard
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.schedule import Started
 from deepspeed_ext.strategy import Placement
-
-LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.data())
-def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
-    starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
-    ends = [data.draw(some.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
-    ranges = data.draw(some.permutations([Range(0, a, b - a) for a, b in zip(starts, ends, strict=True)]))
-    bucket = [position for r in ranges for position in range(r.start, r.start + r.numel)]  # values = flat positions
-    plan = plan_bucket((layout,), tuple(ranges))
-
-    message = [bucket[offset + i] for offset, numel in plan.sources for i in range(numel)]
-    expected = []
-    for col, spans in enumerate(plan.spans):
-        for span in spans:
-            first = (span.row * layout.cols + col) * layout.chunk + span.start
-            expected += range(first, first + span.numel)
-        rows = plan.rows_of(col, layout.rows)
-        assert sorted(span for part in rows for span in part) == sorted(spans)
-        assert all(span.row == row for row, part in enumerate(rows) for span in part)
-        assert plan.splits(col, layout.rows) == [sum(span.numel for span in part) for part in rows]
-    assert message == expected and sorted(message) == sorted(bucket)
-    assert all(span.start + span.numel <= layout.chunk for spans in plan.spans for span in spans)
-
-
-def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
-    layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
-    plan = plan_bucket(layouts, (Range(1, 2, 5), Range(0, 0, 8)))
-    assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
-    columns = [[tuple(span) for span in spans] for spans in plan.spans]
-    assert columns == [
-        [(0, 0, 0, 2), (1, 0, 2, 1), (0, 1, 0, 2), (1, 1, 0, 1)],
-        [(0, 0, 0, 2), (1, 0, 0, 3), (0, 1, 0, 2)],
-    ]
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.integers(1, 400), some.booleans())
-def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
-    layout: FlatLayout, most: int, add: bool
-) -> None:
-    flat = torch.zeros(layout.numel)
-    positions = torch.arange(layout.rows * layout.cols * layout.chunk).view(layout.rows, layout.cols, layout.chunk)
-    windows = layout.windows(most)
-    assert sum(width for _, width in windows) == layout.chunk
-    for start, width in windows:
-        assert width == 1 or width * layout.rows <= most
-        cells = positions[:, :, start : start + width].transpose(0, 1).float()
-        layout.place(flat, start, cells, add=add)
-    assert torch.equal(flat, torch.arange(layout.numel).float())
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
-def test_pack_and_unpack_are_inverse_and_cells_are_where_they_are_defined(
-    layout: FlatLayout, dtype: torch.dtype, before: int
-) -> None:
-    flat = torch.arange(1, layout.numel + 1).to(torch.bfloat16).float()  # no zeros, exact in both dtypes
-    # A window of a message that other buffers share; every element of it must be written.
-    message = torch.full((layout.cols, layout.rows, before + layout.chunk + 1), torch.nan, dtype=dtype)
-    cells = message[:, :, before : before + layout.chunk]
-    layout.pack(flat, cells)
-    assert message[:, :, :before].isnan().all() and message[:, :, before + layout.chunk :].isnan().all()
-    for col in range(layout.cols):
-        for row in range(layout.rows):
-            start = (row * layout.cols + col) * layout.chunk
-            held = flat[start : start + layout.chunk]
-            assert torch.equal(cells[col, row, : held.numel()].float(), held)
-            assert not cells[col, row, held.numel() :].any()
-    placed = torch.full((layout.numel,), torch.nan)
-    layout.place(placed, 0, cells.float())
-    assert torch.equal(layout.unpack(cells).float(), flat) and torch.equal(placed, flat)
-
-
-class Handle:
-    """A communication that notes when it is waited for."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def wait(self) -> None:
-        self.log.append(f"wait {self.name}")
-
-
-def transfer(log: list[str], name: str) -> Any:
-    """Two hops."""
-    for hop in (1, 2):
-        log.append(f"start {name}{hop}")
-        yield Handle(log, f"{name}{hop}")
-    log.append(f"done {name}")
-    return torch.empty(0)
-
-
-def test_overlapped_transfers_are_one_hop_apart() -> None:
-    log: list[str] = []
-    schedule = Schedule(overlap=True)
-    for name in "ab":
-        schedule.submit(transfer(log, name))
-    schedule.drain()
-    # The first hop of b is on the wire together with the second of a.
-    assert log == [
-        *("start a1", "wait a1", "start a2", "start b1", "wait a2", "done a"),
-        *("wait b1", "start b2", "wait b2", "done b"),
-    ]
-
-
-def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
-    log: list[str] = []
-    schedule = Schedule(overlap=False)
-    for name in "ab":
-        schedule.submit(transfer(log, name))
-    assert log == [
-        f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
-    ]
-
-
-def test_rooted_reduces_are_one_launch() -> None:
-    log: list[str] = []
-
-    @contextmanager
-    def launch(group: Any, device: Any, requests: Any, asynchronous: bool) -> Any:
-        log.append("open")
-        yield Handle(log, "launch")
-        log.append("close")
-
-    def reduce(part: torch.Tensor, owner: int, async_op: bool, **_: Any) -> Handle:
-        log.append(f"reduce {part.numel()} to {owner}")
-        return Handle(log, str(owner))
-
-    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(supports_coalescing=True))
-    ranks = {"get_world_size": lambda group: 4, "get_rank": lambda group: 2, "get_global_rank": lambda _, rank: rank}
-    with (
-        mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
-        mock.patch.object(collectives, "get_coalescing_manager", launch),
-        mock.patch.multiple(collectives.dist, reduce=reduce, **ranks),
-    ):
-        move = backends.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
-        next(move).wait()
-        assert log == ["open", "reduce 112 to 0", "reduce 16 to 2", "reduce 32 to 3", "close", "wait launch"]
-        with pytest.raises(StopIteration) as done:
-            next(move)
-        assert done.value.value.tolist() == [100.0 + i for i in range(7)]
+from tests.harness.transfers import Handle, result
 
 
 @pytest.mark.parametrize("kind", [backends.NativeReduce, backends.AllReduceReduce])
@@ -215,36 +71,6 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
     assert 0 not in copies  # none before the first hop
 
 
-def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
-    log: list[str] = []
-    started = Started(transfer(log, "a"))
-    assert log == ["start a1"]
-    result = started.finish()
-    assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
-    assert started.finish() is result and log[-1] == "done a"
-
-
-def test_started_has_all_hops_on_the_wire_where_waiting_does_not_block_the_host() -> None:
-    log: list[str] = []
-    with mock.patch("deepspeed_ext.comm.schedule.get_accelerator") as accelerator:
-        accelerator().is_synchronized_device.return_value = False
-        started = Started(transfer(log, "a"), hops=2)
-        assert log == ["start a1", "wait a1", "start a2"]
-        assert started.finish().numel() == 0
-    assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
-
-
-def test_started_without_hops_is_finished_at_once() -> None:
-    """As in a group of one rank."""
-    kept = torch.ones(3)
-
-    def nothing() -> Any:
-        return kept
-        yield
-
-    assert Started(nothing()).finish() is kept
-
-
 @pytest.mark.parametrize("keeps_errors", [False, True])
 def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: bool) -> None:
     class Noting(backends.NativeReduce):
@@ -288,97 +114,6 @@ def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: boo
     expected = [((Span(0, 0, 3, 7),), (Span(0, 1, 0, 10),)), two, two, one, one[:1]]
     assert told == (expected if keeps_errors else [()] * 5)
     assert bool(made) == keeps_errors
-
-
-class Echo(ReduceHop):
-    """Two ranks, of which the other has zeros; keeps what it is given."""
-
-    size, multiple = 2, 1
-
-    def __init__(self) -> None:
-        pass
-
-    def reduce_scatter(self, flat: torch.Tensor, splits: Any, contents: Any = ()) -> Any:
-        self.given = flat
-        return flat[: splits[0]].clone()
-        yield
-
-    def gather_sums(self, sums: torch.Tensor) -> Any:
-        return torch.cat([sums, sums])
-        yield
-
-
-def test_an_all_reduce_copies_only_what_has_to_be_padded() -> None:
-    for numel in (6, 7):
-        hop, flat = Echo(), torch.arange(numel)
-        assert Started(hop.all_reduce(flat)).finish().numel() == numel
-        assert (hop.given.data_ptr() == flat.data_ptr()) == (numel == 6)
-        assert hop.given[:numel].tolist() == flat.tolist() and not hop.given[numel:].any()
-
-
-@settings(max_examples=10, deadline=None)
-@given(splits=some.lists(some.integers(0, 40), min_size=4, max_size=4), numel=some.integers(0, 50))
-def test_hops_agree_whatever_way_they_take(ranks: Any, splits: list[int], numel: int) -> None:
-    for rank, answers in enumerate(ranks(4).run(hops_case, splits, numel)):
-        assert len(answers) == 4
-        for kind, part, whole, gathered in answers:
-            start = sum(splits[:rank])
-            assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
-            assert whole == [4.0 * i + 6 for i in range(numel)], kind
-            assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
-
-
-def result(move: Any) -> list[float]:
-    """Run a transfer and return what it gives."""
-    kept: list[torch.Tensor] = []
-
-    def keep() -> Any:
-        kept.append((yield from move))
-        return kept[0]
-
-    Schedule(overlap=False).submit(keep())
-    return kept[0].tolist()
-
-
-def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], list[float], list[float]]]:
-    """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import AllReduceReduce, AllToAllReduce, NativeReduce, make_reduce
-
-    group, rank = dist.get_world_group(), dist.get_rank()
-    hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_reduce(group, "hop")]
-    assert type(hops[3]) is AllToAllReduce and type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
-
-    def data(size: int) -> torch.Tensor:
-        return torch.arange(size, dtype=torch.float32) + rank
-
-    return [
-        (
-            type(hop).__name__,
-            result(hop.reduce_scatter(data(sum(splits)), splits)),
-            result(hop.all_reduce(data(numel))),
-            result(hop.gather_sums(torch.full((splits[0],), float(rank)))),
-        )
-        for hop in hops
-    ]
-
-
-def test_sums_of_16_bit_gradients_are_taken_in_fp32_and_in_rank_order(ranks: Any) -> None:
-    answers = ranks(4).run(precision_case)
-    assert all(answer == answers[0] for answer in answers)
-    exact, summed = answers[0]
-    assert summed == exact
-
-
-def precision_case() -> tuple[float, float]:
-    """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import AllToAllReduce
-
-    value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
-    return 258.0, result(AllToAllReduce(dist.get_world_group()).all_reduce(value))[0]
 
 
 def test_gathers_follow_the_placements(ranks: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.packing import Packing
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 KEPT = (torch.uint8, torch.bfloat16, torch.float32)
 WIDTHS = (1, 7, 127, 128, 129, 4095, 16385, 40961)

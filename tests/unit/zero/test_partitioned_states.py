@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_states import SEVERAL_BUCKETS
 
-from tests.harness.training import PARTITIONED
+from tests.harness.training import PARTITIONED, SEVERAL_BUCKETS
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

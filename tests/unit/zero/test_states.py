@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.harness.training import PARTITIONED, REPLICATED
+from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS
 
-SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
 
 

@@ -4,11 +4,12 @@
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "deepspeed_ext"
+from scripts import ROOT
+
+PACKAGE = ROOT / "deepspeed_ext"
 WITHOUT_ZERO = sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "comm").glob("*.py"))
 
 

@@ -1,0 +1,125 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Hops by what arrives, whatever the backend's way."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from deepspeed_ext.comm import backends, collectives
+from deepspeed_ext.comm.hops import ReduceHop
+from deepspeed_ext.comm.schedule import Started
+from tests.harness.transfers import Handle, result
+
+
+def test_rooted_reduces_are_one_launch() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def launch(group: Any, device: Any, requests: Any, asynchronous: bool) -> Any:
+        log.append("open")
+        yield Handle(log, "launch")
+        log.append("close")
+
+    def reduce(part: torch.Tensor, owner: int, async_op: bool, **_: Any) -> Handle:
+        log.append(f"reduce {part.numel()} to {owner}")
+        return Handle(log, str(owner))
+
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(supports_coalescing=True))
+    ranks = {"get_world_size": lambda group: 4, "get_rank": lambda group: 2, "get_global_rank": lambda _, rank: rank}
+    with (
+        mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
+        mock.patch.object(collectives, "get_coalescing_manager", launch),
+        mock.patch.multiple(collectives.dist, reduce=reduce, **ranks),
+    ):
+        move = backends.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
+        next(move).wait()
+        assert log == ["open", "reduce 112 to 0", "reduce 16 to 2", "reduce 32 to 3", "close", "wait launch"]
+        with pytest.raises(StopIteration) as done:
+            next(move)
+        assert done.value.value.tolist() == [100.0 + i for i in range(7)]
+
+
+class Echo(ReduceHop):
+    """Two ranks, of which the other has zeros; keeps what it is given."""
+
+    size, multiple = 2, 1
+
+    def __init__(self) -> None:
+        pass
+
+    def reduce_scatter(self, flat: torch.Tensor, splits: Any, contents: Any = ()) -> Any:
+        self.given = flat
+        return flat[: splits[0]].clone()
+        yield
+
+    def gather_sums(self, sums: torch.Tensor) -> Any:
+        return torch.cat([sums, sums])
+        yield
+
+
+def test_an_all_reduce_copies_only_what_has_to_be_padded() -> None:
+    for numel in (6, 7):
+        hop, flat = Echo(), torch.arange(numel)
+        assert Started(hop.all_reduce(flat)).finish().numel() == numel
+        assert (hop.given.data_ptr() == flat.data_ptr()) == (numel == 6)
+        assert hop.given[:numel].tolist() == flat.tolist() and not hop.given[numel:].any()
+
+
+@settings(max_examples=10, deadline=None)
+@given(splits=some.lists(some.integers(0, 40), min_size=4, max_size=4), numel=some.integers(0, 50))
+def test_hops_agree_whatever_way_they_take(ranks: Any, splits: list[int], numel: int) -> None:
+    for rank, answers in enumerate(ranks(4).run(hops_case, splits, numel)):
+        assert len(answers) == 4
+        for kind, part, whole, gathered in answers:
+            start = sum(splits[:rank])
+            assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
+            assert whole == [4.0 * i + 6 for i in range(numel)], kind
+            assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
+
+
+def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], list[float], list[float]]]:
+    """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.backends import AllReduceReduce, AllToAllReduce, NativeReduce, make_reduce
+
+    group, rank = dist.get_world_group(), dist.get_rank()
+    hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_reduce(group, "hop")]
+    assert type(hops[3]) is AllToAllReduce and type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
+
+    def data(size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32) + rank
+
+    return [
+        (
+            type(hop).__name__,
+            result(hop.reduce_scatter(data(sum(splits)), splits)),
+            result(hop.all_reduce(data(numel))),
+            result(hop.gather_sums(torch.full((splits[0],), float(rank)))),
+        )
+        for hop in hops
+    ]
+
+
+def test_sums_of_16_bit_gradients_are_taken_in_fp32_and_in_rank_order(ranks: Any) -> None:
+    answers = ranks(4).run(precision_case)
+    assert all(answer == answers[0] for answer in answers)
+    exact, summed = answers[0]
+    assert summed == exact
+
+
+def precision_case() -> tuple[float, float]:
+    """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.backends import AllToAllReduce
+
+    value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
+    return 258.0, result(AllToAllReduce(dist.get_world_group()).all_reduce(value))[0]

@@ -1,0 +1,83 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of flat buffers and plans of buckets, by property."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
+
+LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(LAYOUTS, some.data())
+def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
+    starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
+    ends = [data.draw(some.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
+    ranges = data.draw(some.permutations([Range(0, a, b - a) for a, b in zip(starts, ends, strict=True)]))
+    bucket = [position for r in ranges for position in range(r.start, r.start + r.numel)]  # values = flat positions
+    plan = plan_bucket((layout,), tuple(ranges))
+
+    message = [bucket[offset + i] for offset, numel in plan.sources for i in range(numel)]
+    expected = []
+    for col, spans in enumerate(plan.spans):
+        for span in spans:
+            first = (span.row * layout.cols + col) * layout.chunk + span.start
+            expected += range(first, first + span.numel)
+        rows = plan.rows_of(col, layout.rows)
+        assert sorted(span for part in rows for span in part) == sorted(spans)
+        assert all(span.row == row for row, part in enumerate(rows) for span in part)
+        assert plan.splits(col, layout.rows) == [sum(span.numel for span in part) for part in rows]
+    assert message == expected and sorted(message) == sorted(bucket)
+    assert all(span.start + span.numel <= layout.chunk for spans in plan.spans for span in spans)
+
+
+def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
+    layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
+    plan = plan_bucket(layouts, (Range(1, 2, 5), Range(0, 0, 8)))
+    assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
+    columns = [[tuple(span) for span in spans] for spans in plan.spans]
+    assert columns == [
+        [(0, 0, 0, 2), (1, 0, 2, 1), (0, 1, 0, 2), (1, 1, 0, 1)],
+        [(0, 0, 0, 2), (1, 0, 0, 3), (0, 1, 0, 2)],
+    ]
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(LAYOUTS, some.integers(1, 400), some.booleans())
+def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
+    layout: FlatLayout, most: int, add: bool
+) -> None:
+    flat = torch.zeros(layout.numel)
+    positions = torch.arange(layout.rows * layout.cols * layout.chunk).view(layout.rows, layout.cols, layout.chunk)
+    windows = layout.windows(most)
+    assert sum(width for _, width in windows) == layout.chunk
+    for start, width in windows:
+        assert width == 1 or width * layout.rows <= most
+        cells = positions[:, :, start : start + width].transpose(0, 1).float()
+        layout.place(flat, start, cells, add=add)
+    assert torch.equal(flat, torch.arange(layout.numel).float())
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(LAYOUTS, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
+def test_pack_and_unpack_are_inverse_and_cells_are_where_they_are_defined(
+    layout: FlatLayout, dtype: torch.dtype, before: int
+) -> None:
+    flat = torch.arange(1, layout.numel + 1).to(torch.bfloat16).float()  # no zeros, exact in both dtypes
+    # A window of a message that other buffers share; every element of it must be written.
+    message = torch.full((layout.cols, layout.rows, before + layout.chunk + 1), torch.nan, dtype=dtype)
+    cells = message[:, :, before : before + layout.chunk]
+    layout.pack(flat, cells)
+    assert message[:, :, :before].isnan().all() and message[:, :, before + layout.chunk :].isnan().all()
+    for col in range(layout.cols):
+        for row in range(layout.rows):
+            start = (row * layout.cols + col) * layout.chunk
+            held = flat[start : start + layout.chunk]
+            assert torch.equal(cells[col, row, : held.numel()].float(), held)
+            assert not cells[col, row, held.numel() :].any()
+    placed = torch.full((layout.numel,), torch.nan)
+    layout.place(placed, 0, cells.float())
+    assert torch.equal(layout.unpack(cells).float(), flat) and torch.equal(placed, flat)
