@@ -1,0 +1,170 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Changes the package at random, in one place at a time, and counts the changes that the quick tests find.
+
+    python -m scripts.checks.mutants --number 20 --seed 1
+
+A change swaps a comparison, an operator or a constant, or drops a statement, within a function. Each is made in a copy
+of the repository, where ``pytest -m quick -x`` then runs. Some changes make no difference to any caller; so look at
+what survives.
+"""
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from scripts import ROOT
+
+# What does not run where there is no GPU, compiler or fork; and what is only printed.
+LEFT_OUT = ("build_lock.py", "cli/", "integration/fork.py", "loco/build_lock.py", "op_builder.py", "planner/report.py")
+COPIED = ("csrc", "deepspeed_ext", "scripts", "tests", "README.md", "pyproject.toml", "setup.py")
+SWAPPED = {
+    **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<")},
+    **{ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")},
+    **{ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.And: ("and", "or"), ast.Or: ("or", "and")},
+    **{ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.FloorDiv: ("//", "*")},
+    **{ast.Div: ("/", "*"), ast.Mod: ("%", "//")},
+}
+
+
+class Mutant(NamedTuple):
+    """A change of one file."""
+
+    path: Path  # in the repository
+    line: int
+    start: int  # in the file's bytes
+    end: int
+    new: str
+
+    def applied(self, text: bytes) -> bytes:
+        """Return the changed file."""
+        return text[: self.start] + self.new.encode() + text[self.end :]
+
+    def __str__(self) -> str:
+        lines = [text.splitlines()[self.line - 1].strip() for text in self._texts()]
+        return f"{self.path}:{self.line}: {lines[0].decode()}  ->  {lines[1].decode()}"
+
+    def _texts(self) -> tuple[bytes, bytes]:
+        text = (ROOT / self.path).read_bytes()
+        return text, self.applied(text)
+
+
+class Mutations(ast.NodeVisitor):
+    """Finds the changes of a file that can be made within its functions."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.text, self.found = path, (ROOT / path).read_bytes(), list[Mutant]()
+        self._lines = [0]
+        for line in self.text.splitlines(keepends=True):
+            self._lines.append(self._lines[-1] + len(line))
+        self.visit(ast.parse(self.text))
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        inside = [one for statement in node.body for one in ast.walk(statement)]
+        # zip's strict guards what never happens.
+        without = {id(one.value) for one in inside if isinstance(one, ast.keyword) and one.arg == "strict"}
+        for one in inside:
+            self.found += self._of(one) if id(one) not in without else ()
+
+    def _of(self, node: ast.AST) -> Iterator[Mutant]:
+        if isinstance(node, ast.Compare):
+            yield from self._swap(node.ops[0], node.left, node.comparators[0])
+        elif isinstance(node, ast.BoolOp):
+            yield from self._swap(node.op, node.values[0], node.values[1])
+        elif isinstance(node, ast.BinOp):
+            yield from self._swap(node.op, node.left, node.right)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            yield self._put(node.lineno, self._at(node), self._at(node) + len("not "), "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            new = node.value + 1 if type(node.value) is int else not node.value
+            yield self._put(node.lineno, self._at(node), self._end(node), str(new))
+        elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+            yield self._put(node.lineno, self._at(node), self._end(node), "pass")
+
+    def _swap(self, operator: ast.AST, left: ast.expr, right: ast.expr) -> Iterator[Mutant]:
+        if type(operator) not in SWAPPED:
+            return
+        old, new = SWAPPED[type(operator)]
+        start = self.text.find(old.encode(), self._end(left), self._at(right))
+        if start >= 0:
+            yield self._put(self.text.count(b"\n", 0, start) + 1, start, start + len(old), new)
+
+    def _put(self, line: int, start: int, end: int, new: str) -> Mutant:
+        return Mutant(self.path, line, start, end, new)
+
+    def _at(self, node: ast.expr | ast.stmt) -> int:
+        return self._lines[node.lineno - 1] + node.col_offset
+
+    def _end(self, node: ast.expr | ast.stmt) -> int:
+        return self._lines[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+
+
+def mutants() -> list[Mutant]:
+    """Return all changes, in a fixed order."""
+    package = ROOT / "deepspeed_ext"
+    paths = [path for path in sorted(package.rglob("*.py")) if path.name != "__main__.py"]
+    chosen = [path for path in paths if not str(path.relative_to(package)).startswith(LEFT_OUT)]
+    return [one for path in chosen for one in Mutations(path.relative_to(ROOT)).found]
+
+
+def run(copy: Path, limit: float) -> tuple[str, float]:
+    """Run the quick tests of a copy; the first test that fails ("" if all pass, "hangs"), and seconds."""
+    command = [sys.executable, "-m", "pytest", "-x", "-m", "quick", "-p", "no:cacheprovider", "-o", "addopts=-q"]
+    begin = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=copy,
+            env=os.environ | {"PYTHONPATH": str(copy)},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            passed = process.wait(limit) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return "hangs", time.monotonic() - begin
+        output.seek(0)
+        lines = [line for line in output.read().splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = lines[0].split(" - ")[0] if lines else "the session"
+    return "" if passed else failed, time.monotonic() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=20, help="of changes")
+    parser.add_argument("--seed", type=int, default=0, help="of their choice")
+    parser.add_argument("--first", type=int, default=0, help="of them to run")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds until tests count as hanging")
+    arguments = parser.parse_args()
+    everything = mutants()
+    chosen = random.Random(arguments.seed).sample(everything, arguments.number)[arguments.first :]
+    print(f"{len(chosen)} of {len(everything)} changes, seed {arguments.seed}", flush=True)
+    found = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in COPIED:
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, Path(folder, name))
+        for mutant in chosen:
+            path = Path(folder, mutant.path)
+            text = path.read_bytes()
+            path.write_bytes(mutant.applied(text))
+            failed, seconds = run(Path(folder), arguments.limit)
+            path.write_bytes(text)
+            found += bool(failed)
+            print(f"{'found' if failed else 'SURVIVED':<9}{seconds:5.0f} s  {mutant}  {failed}", flush=True)
+    print(f"{found} of {len(chosen)} found")
+
+
+if __name__ == "__main__":
+    main()
