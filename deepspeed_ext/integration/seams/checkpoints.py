@@ -4,7 +4,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_ext.deepspeed_types import Engine
 
 
 def write_files_safely(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,7 +27,7 @@ def write_files_safely(create: Callable[..., Any]) -> Callable[..., Any]:
 
 def save_as_a_whole(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
-    def save_checkpoint(self: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(self: "Engine", save_dir: str | None, *args: Any, **kwargs: Any) -> Any:
         if not save_dir or not _has_our_files(self):
             return save(self, save_dir, *args, **kwargs)
         from deepspeed_ext.checkpoint import saving
@@ -36,7 +39,7 @@ def save_as_a_whole(save: Callable[..., Any]) -> Callable[..., Any]:
 
 def load_what_was_checked(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
-    def load_checkpoint(self: Any, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(self: "Engine", load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         ours = _has_our_files(self)
         if not ours and not (self.load_universal_checkpoint() and self.zero_optimization()):
             return load(self, load_dir, tag, *args, **kwargs)
@@ -48,7 +51,7 @@ def load_what_was_checked(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
-def _has_our_files(engine: Any) -> bool:
+def _has_our_files(engine: "Engine") -> bool:
     """Whether the engine has an optimizer of ours, and writes its files through us."""
     from deepspeed_ext.checkpoint.files import CheckpointFiles
     from deepspeed_ext.zero.optimizer import ParoOptimizer
@@ -58,7 +61,7 @@ def _has_our_files(engine: Any) -> bool:
 
 def find_files_of_other_stages(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
     @functools.wraps(names)
-    def _get_all_ckpt_names(self: Any, checkpoints_path: Any, tag: Any) -> list[str]:
+    def _get_all_ckpt_names(self: "Engine", checkpoints_path: str, tag: str) -> list[str]:
         found = names(self, checkpoints_path, tag)
         if found or not self.load_universal_checkpoint():
             return found
@@ -74,7 +77,7 @@ def find_files_of_other_stages(names: Callable[..., list[str]]) -> Callable[...,
 
 def load_universal(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
-    def _load_universal_checkpoint(self: Any, folder: Any, states: bool, from_fp32: bool) -> None:
+    def _load_universal_checkpoint(self: Any, folder: str, states: bool, from_fp32: bool) -> None:
         from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
         from deepspeed_ext.checkpoint import universal

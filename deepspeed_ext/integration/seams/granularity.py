@@ -4,7 +4,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from torch import Tensor, nn
 
 
 def fetch_leaves_as_units(iter_params: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,7 +23,7 @@ def fetch_leaves_as_units(iter_params: Callable[..., Any]) -> Callable[..., Any]
 
 def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wrapped)
-    def zero3_linear_wrap(input: Any, weight: Any, bias: Any = None) -> Any:
+    def zero3_linear_wrap(input: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> Any:
         from deepspeed_ext.leaf.linear import linear
 
         return linear(wrapped, input, weight, bias)
@@ -29,7 +33,9 @@ def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
 
 def choose_leaves(choose: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(choose)
-    def _set_z3_leaf_modules_by_threshold(self: Any, module: Any, zero_module_granularity_threshold: int) -> None:
+    def _set_z3_leaf_modules_by_threshold(
+        self: "DeepSpeedZeRoOffload", module: "nn.Module", zero_module_granularity_threshold: int
+    ) -> None:
         from deepspeed_ext.leaf.setup import by_granularity
 
         by_granularity(self, module, zero_module_granularity_threshold)

@@ -4,12 +4,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed_ext.deepspeed_types import LeafOptimizer
 
 
 def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(create)
-    def create_reduce_and_remove_grad_hooks(self: Any) -> None:
+    def create_reduce_and_remove_grad_hooks(self: "LeafOptimizer") -> None:
         from deepspeed_ext.leaf.gradients import LeafReducer, watch_leaves
 
         create(self)
@@ -21,7 +24,7 @@ def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
 
 def reduce_what_waits(epilogue: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(epilogue)
-    def independent_gradient_partition_epilogue(self: Any) -> None:
+    def independent_gradient_partition_epilogue(self: "LeafOptimizer") -> None:
         from deepspeed_ext.leaf.gradients import end_of_backward
 
         end_of_backward(self)

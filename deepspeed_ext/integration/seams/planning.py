@@ -4,12 +4,17 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from deepspeed_ext.deepspeed_types import Engine
 
 
 def decide_on_a_strategy(configure: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(configure)
-    def _configure_distributed_model(self: Any, model: Any) -> None:
+    def _configure_distributed_model(self: "Engine", model: "nn.Module") -> None:
         from deepspeed_ext.config.section import undecided
 
         if undecided(self._config):

@@ -3,13 +3,17 @@
 """What ``zero_quantized_gradients`` reduces to."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 def reduce_to_the_mean(reduce: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reduce)
-    def all_to_all_quant_reduce(tensors: Any, groups: Any) -> Any:
+    def all_to_all_quant_reduce(tensors: "Sequence[Tensor]", groups: "Mapping[str, ProcessGroup]") -> Any:
         from deepspeed_ext.loco import qgz
 
         return qgz.all_to_all_quant_reduce(tensors, groups)

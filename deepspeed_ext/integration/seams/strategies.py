@@ -4,13 +4,16 @@
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_ext.deepspeed_types import Engine, ZeroParameter
 
 
 def keep_in_zero(sanity_check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(sanity_check)
-    def _do_optimizer_sanity_check(self: Any, basic_optimizer: Any) -> Any:
+    def _do_optimizer_sanity_check(self: "Engine", basic_optimizer: object) -> Any:
         wrapper = sanity_check(self, basic_optimizer)
         from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
 
@@ -23,7 +26,7 @@ def keep_in_zero(sanity_check: Callable[..., Any]) -> Callable[..., Any]:
 
 def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(configure)
-    def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
+    def _configure_zero_optimizer(self: "Engine", optimizer: object) -> Any:
         from deepspeed_ext.config.section import active_strategy
 
         strategy = active_strategy(self._config)
@@ -53,7 +56,7 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
 def gather_our_parameters(all_gather_dp_groups: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(all_gather_dp_groups)
-    def gather(groups_flat: Any, *args: Any, **kwargs: Any) -> None:
+    def gather(groups_flat: object, *args: Any, **kwargs: Any) -> None:
         own = getattr(groups_flat, "all_gather", None)
         if own is None or not own():
             all_gather_dp_groups(groups_flat, *args, **kwargs)
@@ -86,7 +89,7 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
 
 def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
-    def _exit(self: Any, *exc: Any) -> Any:
+    def _exit(self: Any, *exc: object) -> Any:
         from deepspeed_ext.zero import modifier_rank
 
         if self.src_rank is not None:
@@ -98,7 +101,7 @@ def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
 
 def partition_by_owner(partition: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(partition)
-    def _partition_params(params: Any, has_been_updated: bool) -> None:
+    def _partition_params(params: "Sequence[ZeroParameter]", has_been_updated: bool) -> None:
         from deepspeed_ext.zero import modifier_rank
 
         modifier_rank.partition_by_owner(partition, params, has_been_updated)
