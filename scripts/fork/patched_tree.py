@@ -70,7 +70,7 @@ def missing(tree: Path, mail: Mail) -> list[str]:
     """Return what the files of the patch import of the fork's package, at any time, and is not there yet."""
     found = []
     for name in targets(mail):
-        if not name.endswith(".py"):
+        if not name.endswith(".py") or not (tree / name).is_file():  # ``stale`` says which are not there
             continue
         for node in ast.walk(ast.parse((tree / name).read_text(encoding="utf-8"))):
             for module in _imported(tree, node):
