@@ -124,7 +124,7 @@ def run(copy: Path, limit: float) -> tuple[str, float]:
         process = subprocess.Popen(
             command,
             cwd=copy,
-            env=os.environ | {"PYTHONPATH": str(copy)},
+            env=os.environ | {"PYTHONPATH": str(copy), "TORCH_EXTENSIONS_DIR": str(copy / ".extensions")},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -155,6 +155,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, Path(folder, name))
+        if failed := run(Path(folder), arguments.limit)[0]:
+            sys.exit(f"without a change: {failed}")
         for mutant in chosen:
             path = Path(folder, mutant.path)
             text = path.read_bytes()

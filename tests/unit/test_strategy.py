@@ -21,6 +21,8 @@ from deepspeed_ext.strategy import (
     reshard_volume,
 )
 
+pytestmark = pytest.mark.quick
+
 # Bytes a rank receives in a step, as (intra, inter) in units of a M and b M with s micro-steps: full training in one
 # dtype, so that parameters, gradients and updates are M bytes each. From the paper's tables (arXiv:2310.06003).
 PUBLISHED: dict[str, tuple[int, Callable[[int], int], Callable[[int], int]]] = {

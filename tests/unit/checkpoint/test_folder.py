@@ -43,7 +43,7 @@ def _rename(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
 
 
-pytestmark = pytest.mark.usefixtures("_rename")
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("_rename")]
 
 
 @pytest.mark.parametrize("tag", ["global_step10", "a/b", ".hidden", "a b.c"])

@@ -295,6 +295,7 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
     return rows
 
 
+@pytest.mark.quick
 def test_weights_are_those_of_the_tag(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(4).run(tag_case, str(tmp_path)):
         assert rows == [("IIG", 0.0, True), ("NIG", 0.0, True)]

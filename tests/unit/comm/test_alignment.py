@@ -27,6 +27,8 @@ from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 
+pytestmark = pytest.mark.quick
+
 BUCKET = 500_000_000  # DeepSpeed's default
 RANKS = (2, 3, 4, 6, 7, 8, 11, 12, 24, 30, 48, 64, 96, 128, 250, 256, 510, 512, 1000, 1024, 2048, 3000, 4095, 4096)
 # A model in which nothing divides: a matrix, norms of few elements, a large embedding.

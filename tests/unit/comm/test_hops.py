@@ -17,6 +17,8 @@ from deepspeed_ext.comm.hops import ReduceHop
 from deepspeed_ext.comm.schedule import Started
 from tests.harness.transfers import Handle, result
 
+pytestmark = pytest.mark.quick
+
 
 def test_rooted_reduces_are_one_launch() -> None:
     log: list[str] = []

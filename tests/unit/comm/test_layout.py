@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of flat buffers and plans of buckets, by property."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
+
+pytestmark = pytest.mark.quick
 
 LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
 

@@ -7,6 +7,10 @@ import gc
 import time
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.quick
+
 
 def parts(sender: int, size: int, number: int) -> list[Any]:
     """What a rank sends in the swap of this number: to each rank another length, to some nothing."""

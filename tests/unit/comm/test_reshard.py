@@ -22,6 +22,8 @@ from deepspeed_ext.comm.schedule import Started
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("kind", [backends.NativeReduce, backends.AllReduceReduce])
 @pytest.mark.parametrize("spread", [False, True], ids=["rooted", "even"])

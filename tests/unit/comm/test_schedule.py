@@ -5,10 +5,13 @@
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from deepspeed_ext.comm.schedule import Schedule, Started
 from tests.harness.transfers import Handle
+
+pytestmark = pytest.mark.quick
 
 
 def transfer(log: list[str], name: str) -> Any:

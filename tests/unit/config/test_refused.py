@@ -14,6 +14,8 @@ from deepspeed_ext.strategy import STRATEGIES
 from scripts import ROOT
 from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, OFFLOADING, config
 
+pytestmark = pytest.mark.quick
+
 BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
     ({"paro_strategy": "ZeRO"}, "one of NNN, .*got 'ZeRO'"),

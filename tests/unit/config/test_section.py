@@ -13,6 +13,8 @@ from deepspeed_ext.config.keys import KEYS
 from tests.harness.logs import is_ours
 from tests.harness.sections import CPU, IIG, OFFLOADING, config
 
+pytestmark = pytest.mark.quick
+
 
 def parsed_zero_config(form: str, section: dict[str, Any], path: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Parse in one of the forms that DeepSpeed takes; class name, our fields, and the raw section as it is kept."""

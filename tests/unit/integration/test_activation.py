@@ -178,6 +178,7 @@ def several_engines_case() -> list[tuple[str, bool]]:
     return rows
 
 
+@pytest.mark.quick
 def test_report_command() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "deepspeed_ext", "--ranks", "6", "--group-size", "2"],

@@ -9,6 +9,8 @@ import pytest
 
 from scripts import ROOT
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = ROOT / "deepspeed_ext"
 WITHOUT_ZERO = sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "comm").glob("*.py"))
 

@@ -5,6 +5,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from deepspeed_ext.integration import patches, symbols
 
 PRELUDE = """
@@ -84,12 +86,14 @@ assert same() and not hasattr(linear.zero3_linear_wrap, "__deepspeed_ext__")
     )
 
 
+@pytest.mark.quick
 def test_all_symbols_are_as_recorded() -> None:
     show = "print(*(f'{state}|{p.path}' for p, state in patcher.status()), sep=chr(10)); patcher.require()"
     out = run(f"import deepspeed.env_report; {show}")
     assert out.split() and all(line.startswith(("applied|", "as expected|")) for line in out.splitlines())
 
 
+@pytest.mark.quick
 def test_applied_once_and_undone() -> None:
     run(
         """
@@ -198,6 +202,7 @@ PATCHED = "print([p.gate for p, state in patcher.status() if state == 'applied']
 DO_NOT = "print(int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage))\n"
 
 
+@pytest.mark.quick
 def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used() -> None:
     pieces = {}
     for fault, (breakage, _) in BROKEN.items():

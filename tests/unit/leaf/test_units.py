@@ -74,6 +74,7 @@ def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
     exact(ranks(2).run(against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
 def test_every_strategy(ranks: Any, keys: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2)

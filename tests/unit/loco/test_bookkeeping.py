@@ -14,6 +14,8 @@ from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.interval_map import IntervalMap
 from deepspeed_ext.loco.settings import LocoSettings
 
+pytestmark = pytest.mark.quick
+
 NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
 
 

@@ -19,6 +19,8 @@ from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 
+pytestmark = pytest.mark.quick
+
 BITS = (4, 8)
 DTYPES = ops.DTYPES
 ULP = 2.0**-23

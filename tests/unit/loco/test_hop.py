@@ -56,6 +56,7 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
     return rows
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("world", "local"), [(4, 2), (6, 3), (6, 2)])
 def test_07_one_hop_and_two_hops_agree(ranks: Any, world: int, local: int) -> None:
     for one, two, coarse, fine in ranks(world).run(hops_case, local):
@@ -94,6 +95,7 @@ def hops_case(local: int) -> tuple[float, float, float, float]:
     return one, error(plain, 2), one, error(LocoSettings(bits=8), 1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 @pytest.mark.parametrize("names", [("NNN", "NIG", "NGG", "IIG", "GGG")])
 def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
@@ -160,6 +162,7 @@ def dropped_case() -> bool:
     return same
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_14_resets_count_optimizer_steps_and_take_all_parameters(ranks: Any, accumulation: int) -> None:
     for rows in ranks(4).run(reset_case, accumulation):
@@ -191,6 +194,7 @@ def reset_case(accumulation: int) -> list[tuple[str, list[bool], float]]:
     return rows
 
 
+@pytest.mark.quick
 def test_buckets_that_change_take_their_errors_along(ranks: Any) -> None:
     for lost, memory in ranks(1).run(moving_case):
         assert lost < 0.03 and memory <= 4.1  # each move rounds to 8 bits once more; what waits is kept in fp32

@@ -13,6 +13,8 @@ from deepspeed_ext.comm.hops import Span
 from deepspeed_ext.loco import feedback
 from deepspeed_ext.loco.settings import LocoSettings
 
+pytestmark = pytest.mark.quick
+
 
 class Copies(TorchDispatchMode):
     """Copies between devices: from where, to where, whether the host waits."""

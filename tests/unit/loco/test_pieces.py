@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
 
+pytestmark = pytest.mark.quick
+
 BLOCK = 64
 
 

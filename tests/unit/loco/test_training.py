@@ -11,6 +11,7 @@ from tests.harness.training import PARTITIONED, REPLICATED
 ALL = (*REPLICATED, *PARTITIONED)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 3), ("fp16", 2)])
 def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int) -> None:
     """Gradients of stock, to within quantization: a factor of 2 in any of them would show in the norms."""
@@ -113,6 +114,7 @@ def feedback_case(accumulation: int, how: str) -> list[tuple[str, float, float]]
     return rows
 
 
+@pytest.mark.quick
 def test_padding_stays_zero(ranks: Any) -> None:
     answers = ranks(4).run(padding_case)
     for name, _, largest in (row for rows in answers for row in rows):

@@ -37,6 +37,7 @@ def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], 
     return pipelines.compare_pipelines(pipelines.Pipe(**{"zero": SMALL, **pipe}), names, group, oracles)
 
 
+@pytest.mark.quick
 @BOTH
 def test_every_strategy(ranks: Any, names: tuple[str, ...]) -> None:
     run(ranks, names)
@@ -105,6 +106,7 @@ def test_bf16_with_gradients_accumulated_in(ranks: Any, config: dict[str, Any]) 
     run(ranks, SOME, oracles=("1",), bound=4e-3, norms=2e-3, dtype="bf16", config=config)
 
 
+@pytest.mark.quick
 def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> None:
     for found in ranks(4).run(overflow_case):
         assert found == [("NIG", True), ("IIG", True)]

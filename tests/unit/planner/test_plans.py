@@ -13,6 +13,8 @@ from deepspeed_ext.planner.cost import Model, predict
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates
 
+pytestmark = pytest.mark.quick
+
 GIGA = 1e9
 CLUSTER = GroupSizes(16, 4)
 STATES = ModelStates.of(10**9, 6 * 10**8)

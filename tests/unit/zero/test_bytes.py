@@ -101,6 +101,7 @@ def bytes_case(
     return sum(numel for numel, _ in numels), sum(numel for numel, trainable in numels if trainable), rows
 
 
+@pytest.mark.quick
 def test_records_and_traces_tell_the_hops_apart(ranks: Any) -> None:
     for records, labels in ranks(4).run(logger_case):
         # Over 2 ranks, not over all 4. Inside groups the parts of a bucket are unequal, and go by rooted reduces.

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.quick
+
 RECORDS: dict[str, tuple[list[list[int]], set[int]]] = {  # each rank's record; the ranks that must raise
     "equal": ([[1, 2, 3]] * 4, set()),
     "empty": ([[]] * 4, set()),

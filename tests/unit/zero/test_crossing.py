@@ -5,11 +5,14 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from deepspeed_ext.zero.crossing import Crossing
+
+pytestmark = pytest.mark.quick
 
 ROWS = 2
 DTYPES = (torch.float32, torch.bfloat16)

@@ -8,6 +8,8 @@ import pytest
 
 from tests.harness.training import PARTITIONED, REPLICATED
 
+pytestmark = pytest.mark.quick
+
 WITH_STREAMS = ("NGG", "NIG", "ING", "IGG", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
 COMMON = {

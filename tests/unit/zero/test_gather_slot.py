@@ -8,6 +8,8 @@ import pytest
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 
+pytestmark = pytest.mark.quick
+
 STEPS = 2
 
 

@@ -64,6 +64,7 @@ def test_parity_with_two_parameter_groups_frozen_layers_and_adam(ranks: Any) -> 
     check(run(ranks, Job(groups=2, frozen=(1,), optimizer="Adam", accumulation=2, zero=SMALL_BUCKETS)))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("overlap", [False, True])
 def test_parity_with_messages_as_on_nccl(ranks: Any, overlap: bool) -> None:
     job = Job(accumulation=2, steps=2, zero={"overlap_comm": overlap, **SMALL_BUCKETS})
@@ -147,6 +148,7 @@ def test_half_precision_differs_no_more_than_stock_stages_do(ranks: Any, dtype: 
     check(run(ranks, job), weights=2 * weights, losses=2 * losses)
 
 
+@pytest.mark.quick
 def test_overflow_on_one_rank_is_skipped_by_all(ranks: Any) -> None:
     job = Job(accumulation=2, dtype="fp16", overflow=[(5, 3)], steps=5, zero=SMALL_BUCKETS)
     results = ranks(4).run(overflow_case, job)

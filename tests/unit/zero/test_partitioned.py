@@ -71,6 +71,7 @@ def test_parity_with_each_key_of_the_gathers(ranks: Any, zero: dict[str, Any]) -
     check(run(ranks, job, strategies=PARAMETER_PATHS, stage=3))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_uninitialized_memory_is_never_used(ranks: Any, backend: str) -> None:
     check(ranks(6).run(nan_case, 3, backend, PARTITIONED)[0])
@@ -159,6 +160,7 @@ def test_half_precision_differs_no_more_than_stock_stages_do(ranks: Any, dtype: 
     check(run(ranks, job, strategies=strategies), weights=2 * weights, losses=2 * losses)
 
 
+@pytest.mark.quick
 def test_overflow_on_one_rank_is_skipped_by_all(ranks: Any) -> None:
     job = Job(accumulation=2, steps=4, dtype="fp16", overflow=[(3, 3)], zero=SMALL)
     for rank_rows in ranks(4).run(overflow_case, job, PARTITIONED, {}):

@@ -51,6 +51,7 @@ def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
     return rows
 
 
+@pytest.mark.quick
 def test_updates_are_gathered_under_the_next_forward(ranks: Any) -> None:
     for started, first_layer, all_layers, after in ranks(4).run(under_way_case):
         # In buckets, and only what a layer needs is waited for: none by the step, all by the next one.

@@ -34,6 +34,7 @@ def in_flight_case(overlap: bool) -> list[int]:
     return counts
 
 
+@pytest.mark.quick
 @BOTH
 def test_stock_accessors_see_whole_states(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(accessors_case, names):
