@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How ranks agree with one another, or raise together.
 
-All functions are collective over ``group``, a process group; None means all ranks.
+All functions are collective: over ``group``, a process group, or where there is none, or it is None, over all ranks.
 """
 
 import hashlib

@@ -112,7 +112,8 @@ class Hop:
 class GatherHop(Hop):
     """The slot for parameters: an all-gather; this one sends them as they are.
 
-    One that sends them in another form must give all ranks of the group the same bits, its own part included.
+    One that sends them in another form must give all ranks of the group the same bits, its own part included, and do
+    so by one collective: when a second one would start depends on when a rank first uses what is gathered.
 
     Attributes:
         exact: whether what arrives is what was sent, so that any other all-gather would do as well.

@@ -54,10 +54,6 @@ class FlatLayout:
         """Elements of a cell. The last cells reach over the end where ``numel`` does not divide."""
         return -(-self.numel // (self.rows * self.cols))
 
-    def windows(self, most: int) -> list[tuple[int, int]]:
-        """Return windows (start, length) over the chunk; one of all rows has at most ``most`` elements."""
-        return windows(self.chunk, self.rows, most)
-
     def pack(self, flat: Tensor, cells: Tensor) -> None:
         """Copy the flat buffer into its cells, with zeros behind its end.
 

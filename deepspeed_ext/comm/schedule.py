@@ -84,23 +84,32 @@ class Schedule:
     Args:
         overlap: whether ``submit`` leaves a transfer on the wire. Then each moves all earlier ones on by one hop
             first, so that at most as many are open as one has hops.
+        own_stream: whether transfers run on a stream of their own, behind what starts them: then whoever finishes one
+            on a stream waits for the transfer, and not for what else the stream that started it has been given.
     """
 
-    def __init__(self, overlap: bool) -> None:
+    def __init__(self, overlap: bool, own_stream: bool = False) -> None:
         self._overlap = overlap
         self._open: deque[Started] = deque()
+        streams = own_stream and not get_accelerator().is_synchronized_device()
+        self._stream = get_accelerator().Stream() if streams else None
 
     def submit(self, transfer: Transfer) -> None:
         """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it."""
         self._advance()
-        self._open.append(Started(transfer))
+        self.start(transfer)
         if not self._overlap:
             self.drain()
 
     def start(self, transfer: Transfer, hops: int = 1) -> Started:
         """Start a transfer whose result ``finish`` hands out; arguments as of ``Started``."""
-        self._open.append(Started(transfer, hops))
-        return self._open[-1]
+        if self._stream is not None:
+            self._stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(self._stream):
+            started = Started(transfer, hops)
+        if not started.is_complete:
+            self._open.append(started)
+        return started
 
     def finish(self, started: Started) -> Tensor:
         """Return the result of a transfer of this schedule, for the current stream.

@@ -5,16 +5,16 @@
 A section in which ``our_keys`` finds none is not read here: DeepSpeed parses it with its own class.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import PrivateAttr
 
-from deepspeed_ext.config.implied_stage import as_written, forget_stage, imply_stage
+from deepspeed_ext.config.implied_stage import as_written, imply_stage
 from deepspeed_ext.config.keys import DECISION_FILE, FASTEST, SECTION, asked_by, our_keys
 from deepspeed_ext.config.normalize import normalized
-from deepspeed_ext.config.validate import check_section, check_top_level
+from deepspeed_ext.config.validate import check_section
 from deepspeed_ext.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -82,25 +82,17 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
         return self.paro_strategy == FASTEST and self.stage != 0
 
 
-def parse_if_ours(config: Mapping[str, Any], require: Callable[[], None]) -> DeepSpeedZeroConfig | None:
-    """Parse the section of a raw configuration if it has one of our keys; return None if it has none.
+def parse_and_imply(section: dict[str, Any]) -> DeepSpeedZeroConfig:
+    """Parse a raw section that has one of our keys, and write the stage that is implied into it.
 
-    The stage that a strategy implies is written into the section, where frameworks look it up.
+    Frameworks look it up there.
 
     Args:
-        config: as the caller keeps it.
-        require: raises if this DeepSpeed is not one that we know.
+        section: as the caller keeps it.
 
     Raises:
-        ValueError: see ``parse_section``; or a key of ours is outside the section.
-        RuntimeError: ``require``'s.
+        ValueError: see ``parse_section``.
     """
-    check_top_level(config)
-    section: Any = config.get(SECTION)
-    forget_stage(section)
-    if not our_keys(section):
-        return None
-    require()
     parsed = parse_section(section)
     if isinstance(parsed, ParoZeroConfig) and parsed.strategy:
         imply_stage(section, parsed.strategy.stage)

@@ -33,7 +33,6 @@ from deepspeed_ext.planner.models import describe
 from deepspeed_ext.strategy import STRATEGIES, ModelStates, Placement, Strategy
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
-_NAMES = tuple(STRATEGIES)
 
 
 def decide_for(engine: Engine, model: nn.Module) -> None:

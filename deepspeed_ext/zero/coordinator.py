@@ -28,6 +28,7 @@ from deepspeed.utils import z3_leaf_module
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
 
@@ -168,14 +169,12 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
     if group is None:
         return False
     checksum = zlib.crc32(torch.tensor(list(ints), dtype=torch.int64).numpy().tobytes())
-    mine = torch.tensor([len(ints), checksum], device=get_accelerator().current_device_name())
-    bounds = torch.cat([mine, -mine])
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    if not torch.equal(bounds[:2], -bounds[2:]):
+    (fewest, most), checksums = bounds([len(ints), checksum], group)
+    if fewest < most or checksums[0] < checksums[1]:
         raise RuntimeError(
             f"The ranks {data_parallel_ranks(group)}, which gather parameters together, have used modules in "
             f"different orders (rank {dist.get_rank()}: {len(ints)} entries in the record, between "
-            f"{-bounds[2].item()} and {bounds[0].item()} in the group). Modules that only some ranks use, such as "
+            f"{fewest} and {most} in the group). Modules that only some ranks use, such as "
             f"experts, must be inside a leaf module: set zero_optimization.leaf_module, or call "
             f"deepspeed.utils.set_z3_leaf_modules."
         )

@@ -164,9 +164,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
                 well counts in one of them.
         """
         norm = self._norm_of_all_parts(norm_of_this)
-        if self._replicas is None:
-            return norm
-        norm = largest(torch.where(norm < 0, torch.inf, norm), self._replicas)
+        norm = torch.where(norm < 0, torch.inf, norm)
+        if self._replicas is not None:
+            norm = largest(norm, self._replicas)
         return torch.where(norm.isinf(), -1.0, norm)
 
     def _norm_of_all_parts(self, norm_of_this: Callable[[], Tensor]) -> Tensor:

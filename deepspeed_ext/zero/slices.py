@@ -62,7 +62,7 @@ class Slices:
         self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
         self._blocks: list[Tensor] = []  # (k, elements and padding) of each sub-group
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
-        self._updates = Schedule(overlap=True)  # gathers between groups, after a step
+        self._updates = Schedule(overlap=True, own_stream=True)  # gathers between groups, after a step
         self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
 
     @property

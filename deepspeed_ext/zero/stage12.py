@@ -281,6 +281,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished."""
         self.gradients.drop()
+        self._gathers.drop()
         super().destroy()
 
     # Optimizer offload ############################################################################

@@ -3,6 +3,7 @@
 """How a checkpoint is written, checked and read."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,16 @@ def load_what_was_checked(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_our_files(engine: "Engine") -> bool:
     """Whether the engine has an optimizer of ours, and writes its files through us."""
+    if not _is_ours(engine.optimizer):
+        return False
     from deepspeed_ext.checkpoint.files import CheckpointFiles
-    from deepspeed_ext.zero.optimizer import ParoOptimizer
 
-    return isinstance(engine.optimizer, ParoOptimizer) and isinstance(engine.checkpoint_engine, CheckpointFiles)
+    return isinstance(engine.checkpoint_engine, CheckpointFiles)
+
+
+def _is_ours(optimizer: object) -> bool:
+    module = sys.modules.get("deepspeed_ext.zero.optimizer")  # whoever has made one has imported it
+    return module is not None and isinstance(optimizer, module.ParoOptimizer)
 
 
 def find_files_of_other_stages(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -81,9 +88,8 @@ def load_universal(load: Callable[..., None]) -> Callable[..., None]:
         from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
         from deepspeed_ext.checkpoint import universal
-        from deepspeed_ext.zero.optimizer import ParoOptimizer
 
-        ours, stage3 = isinstance(self, ParoOptimizer), isinstance(self, DeepSpeedZeroOptimizer_Stage3)
+        ours, stage3 = _is_ours(self), isinstance(self, DeepSpeedZeroOptimizer_Stage3)
         swapped = getattr(self, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
         if ours or (not swapped and universal.beyond_stock(stage3, folder)):
             universal.load(self, folder, states, from_fp32)

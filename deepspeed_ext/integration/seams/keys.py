@@ -16,10 +16,19 @@ def parse_our_keys(
 ) -> Callable[..., Any]:
     @functools.wraps(get_zero_config)
     def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        from deepspeed_ext.config.section import parse_if_ours
+        from deepspeed_ext.config.implied_stage import forget_stage
+        from deepspeed_ext.config.keys import SECTION, our_keys
+        from deepspeed_ext.config.validate import check_top_level
 
-        ours = parse_if_ours(param_dict, require)
-        return get_zero_config(param_dict, *args, **kwargs) if ours is None else ours
+        check_top_level(param_dict)
+        section: Any = param_dict.get(SECTION)
+        forget_stage(section)
+        if not our_keys(section):  # nothing until here knows DeepSpeed
+            return get_zero_config(param_dict, *args, **kwargs)
+        require()
+        from deepspeed_ext.config.section import parse_and_imply
+
+        return parse_and_imply(section)
 
     return parse
 
@@ -37,7 +46,6 @@ def leave_removed_keys_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
 def check_our_keys(init: Callable[..., None], require: Callable[[], None] = lambda: None) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from deepspeed_ext.config.check import check_config
         from deepspeed_ext.config.keys import SECTION, our_keys
 
         try:
@@ -47,6 +55,9 @@ def check_our_keys(init: Callable[..., None], require: Callable[[], None] = lamb
             if our_keys(getattr(self, "_param_dict", {}).get(SECTION)):
                 require()
             raise
-        check_config(self, mpu, mesh_device)
+        if our_keys(self._param_dict.get(SECTION)):
+            from deepspeed_ext.config.check import check_config
+
+            check_config(self, mpu, mesh_device)
 
     return __init__

@@ -133,7 +133,7 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
             message = mine.pack_bucket([bucket], plan, target)
             Schedule(overlap=False).submit(mine.reduce_bucket(message, plan, target))
         slices = torch.empty(layout.rows, layout.chunk, dtype=dtype, device="meta")
-        for start, width in layout.windows(BUCKET):
+        for start, width in windows(layout.chunk, layout.rows, BUCKET):
             for target in (os, Placement.N) if os == Placement.I else (os,):
                 window = slices[:, start : start + width]
                 Schedule(overlap=False).submit(mine.sync_slice(window, dtype, target, start))

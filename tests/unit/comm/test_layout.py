@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
+from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket, windows
 
 pytestmark = pytest.mark.quick
 
@@ -55,9 +55,9 @@ def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
 ) -> None:
     flat = torch.zeros(layout.numel)
     positions = torch.arange(layout.rows * layout.cols * layout.chunk).view(layout.rows, layout.cols, layout.chunk)
-    windows = layout.windows(most)
-    assert sum(width for _, width in windows) == layout.chunk
-    for start, width in windows:
+    found = windows(layout.chunk, layout.rows, most)
+    assert sum(width for _, width in found) == layout.chunk
+    for start, width in found:
         assert width == 1 or width * layout.rows <= most
         cells = positions[:, :, start : start + width].transpose(0, 1).float()
         layout.place(flat, start, cells, add=add)

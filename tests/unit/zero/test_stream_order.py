@@ -86,6 +86,44 @@ def test_stage_3_of_deepspeed_has_an_order_where_parameters_persist(ranks: Any) 
     assert ranks(4).run(training_case, "3", persist, 2, False) == [[]] * 4
 
 
+def test_compute_waits_for_no_update_that_is_gathered_ahead(ranks: Any) -> None:
+    for waits, pulled, calls in ranks(4).run(updates_case):
+        assert calls > 10 and not waits and not pulled
+
+
+def updates_case() -> tuple[int, int, int]:
+    """Where a block of slices is waited for under IIG: how often that puts the stream that computes behind a wire, how
+    often it puts the stream of gathers behind what computes, and how often it is waited for."""
+    from unittest import mock
+
+    from deepspeed_ext.zero.slices import Slices
+    from tests.harness import training
+    from tests.harness.stream_order import device_with_streams
+
+    job = Job(sizes=SQUARE, empty=False, zero={**SMALL, **FEW_AT_A_TIME}, config=WITHOUT_TIMER)
+    waits, pulled = [], []
+    plain = Slices._wait_for_updates
+    with device_with_streams() as order:
+
+        def seen_of_wires() -> dict[int, int]:
+            return {one.number: order.default.clock.get(one.number, 0) for one in order.streams if "wire" in one.name}
+
+        def watched(self: Slices, params: Any) -> None:
+            wires, computed = seen_of_wires(), order.current.clock.get(order.default.number, 0)
+            plain(self, params)
+            waits.append(seen_of_wires() != wires and order.current is not order.default)
+            pulled.append(order.current.clock.get(order.default.number, 0) > computed)
+
+        engine, _ = training.make_engine(job, placed("IIG"))
+        data = training.batches(job)
+        with mock.patch.object(Slices, "_wait_for_updates", watched), order.watch():
+            for number in range(3):
+                training.micro_step(engine, job, number, *next(data))
+                engine.step()
+        engine.destroy()
+    return sum(waits), sum(pulled), len(waits)
+
+
 @pytest.mark.parametrize("name", ["III", "GGG"])
 def test_a_gather_that_another_stream_has_finished_is_waited_for(ranks: Any, name: str) -> None:
     assert ranks(4).run(gathers_case, name) == [([], True)] * 4
