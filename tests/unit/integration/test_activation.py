@@ -71,6 +71,16 @@ def test_importing_torch_imports_no_deepspeed_and_survives_our_faults() -> None:
     assert run(code).stdout.split()[-1] == "alive"
 
 
+def test_without_our_keys_nothing_of_ours_is_imported_that_depends_on_deepspeed() -> None:
+    code = (
+        "import sys, torch, deepspeed.runtime.config as c; c.DeepSpeedConfig({'train_batch_size': 1})\n"
+        "print(*[n for n in sys.modules if n.startswith(('deepspeed_ext.config.s', 'deepspeed_ext.config.check', "
+        "'deepspeed_ext.zero', 'deepspeed_ext.comm'))], 'end')"
+    )
+    done = run(code)
+    assert done.stdout.splitlines()[-1] == "end", (done.stdout, done.stderr)
+
+
 def test_source_of_hooked_modules_stays_readable() -> None:
     code = "import torch, inspect, deepspeed.runtime.engine as e; print(len(inspect.getsource(e.DeepSpeedEngine)))"
     assert int(run(code).stdout.split()[-1]) > 10_000
