@@ -71,7 +71,7 @@ def _check_names(section: Mapping[str, Any]) -> None:
             known = ", ".join((*OURS, *REMOVED))
             raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {known}.{hint}")
     if STRATEGY not in section:
-        alone = next(key for key in (GROUP_SIZE, *OF_FASTEST) if key in section)
+        alone = next(key for key in OURS if key in section)
         raise ValueError(
             f"{SECTION}.{alone} is set ({section[alone]!r}) without {SECTION}.{STRATEGY}: "
             f"add a strategy, one of {', '.join(STRATEGIES)}, or remove {alone}."

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.config.keys import KEYS, MICS_KEYS, OF_FASTEST, our_keys
+from deepspeed_ext.config.keys import KEYS, MICS_KEYS, OF_FASTEST, OURS, REMOVED, our_keys
 from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
 from deepspeed_ext.config.validate import check_section
 from deepspeed_ext.strategy import STRATEGIES
@@ -70,9 +70,17 @@ def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the README."""
     assert KEYS == ("paro_strategy", "paro_group_size")
     assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file")
+    assert (*KEYS, *OF_FASTEST, "stage3_leaf_bytes") == OURS
     assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")
+    assert (*MICS_KEYS, "zeropp_loco_param") == REMOVED
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{key}`" in readme for key in (*KEYS, *OF_FASTEST, *MICS_KEYS))
+    assert all(f"`{key}`" in readme for key in (*OURS, *REMOVED))
+
+
+@pytest.mark.parametrize("key", OURS[1:])
+def test_no_key_stands_without_a_strategy(key: str) -> None:
+    with pytest.raises(ValueError, match=f"{key} is set .* without zero_optimization.paro_strategy"):
+        check_section({key: 1})
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
