@@ -33,7 +33,7 @@ def replicated(params: object) -> list[ZeroParameter]:
 
 
 @contextmanager
-def cut_over_all(params: Sequence[ZeroParameter]) -> Iterator[None]:
+def sharded_over_all(params: Sequence[ZeroParameter]) -> Iterator[None]:
     """Meanwhile a modifier rank is a rank of all groups, as DeepSpeed finds it through the parameters' group."""
     groups = [param.ds_process_group for param in params]
     for param in params:

@@ -69,7 +69,7 @@ class PartitionedParameters(Slices):
         for param in self._params:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
-        self._cut()
+        self._partition_all()
         self._make_slices()
         self._attach()
         self._leaves = list(leaves)
@@ -77,7 +77,7 @@ class PartitionedParameters(Slices):
 
     # Making ###########################################################################################
 
-    def _cut(self) -> None:
+    def _partition_all(self) -> None:
         """Shard every parameter over the group of its optimizer states, with zeros in the padding."""
         group = self.topology.shard_group(self.strategy.os)
         rank, ranks = dist.get_rank(group=group), data_parallel_ranks(group)
@@ -86,7 +86,7 @@ class PartitionedParameters(Slices):
         }
         for param in self._params:
             if elsewhere[id(param.ds_process_group)]:
-                recut(param, group)
+                repartition(param, group)
             chunk = param.ds_tensor.ds_numel
             param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
 
@@ -124,7 +124,7 @@ class PartitionedParameters(Slices):
         """Give the parameters back to DeepSpeed, with its methods; each stays sharded as it is.
 
         No communication: this runs where an engine is deleted. So with os = I parameters stay sharded inside groups,
-        and ``REPLICAS`` tells those who need them otherwise (``recut_for_stock``).
+        and ``REPLICAS`` tells those who need them otherwise (``repartition_for_stock``).
         """
         self.drain()
         forget_units(self._leaves, self._units)
@@ -279,7 +279,7 @@ def partition(
     )
 
 
-def recut(param: ZeroParameter, group: ProcessGroup | None) -> None:
+def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:
     """Cut a ZeRO parameter, which has DeepSpeed's own methods, over another process group. Collective over both."""
     param.all_gather()
     param.ds_process_group = group
@@ -289,7 +289,7 @@ def recut(param: ZeroParameter, group: ProcessGroup | None) -> None:
     param.partition()
 
 
-def recut_for_stock(module: nn.Module) -> None:
+def repartition_for_stock(module: nn.Module) -> None:
     """Shard what an engine of ours has sharded inside groups over all ranks again, for DeepSpeed's own ZeRO-3.
 
     It reduces each parameter over the group that the parameter is sharded over: that must be the one it was sharded
@@ -297,5 +297,5 @@ def recut_for_stock(module: nn.Module) -> None:
     """
     for param in filter(is_partitioned, module.parameters()):
         if hasattr(param, REPLICAS):
-            recut(param, getattr(param, REPLICAS))
+            repartition(param, getattr(param, REPLICAS))
             delattr(param, REPLICAS)

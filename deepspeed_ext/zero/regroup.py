@@ -15,7 +15,7 @@ from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DIC
 from torch import Tensor
 
 
-def cut_otherwise(saved: str, wanted: str) -> ValueError:
+def sharded_otherwise(saved: str, wanted: str) -> ValueError:
     """Return the error for optimizer states that are sharded otherwise: as ``saved``, not as ``wanted``."""
     return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")
 
@@ -30,7 +30,7 @@ def check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> N
     flats, groups = _flats_by_group(state)
     saved = [[flats[index].numel() for index in group] for group in groups]
     if [sum(group) for group in saved] != [sum(group) for group in numels]:
-        raise cut_otherwise(
+        raise sharded_otherwise(
             f"for parameter groups of {[sum(group) for group in saved]} elements on this rank",
             f"for groups of {[sum(group) for group in numels]}: it has another model or other parameter groups",
         )

@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from deepspeed_ext.zero.flat_gradients import FlatGradients
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-from deepspeed_ext.zero.regroup import cut_otherwise
+from deepspeed_ext.zero.regroup import sharded_otherwise
 
 
 class Stage12States(ParoOptimizer):
@@ -28,7 +28,7 @@ class Stage12States(ParoOptimizer):
         """
         stage, saved = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
         if stage > 2 or saved != self.partition_count:
-            raise cut_otherwise(
+            raise sharded_otherwise(
                 f"of stage {stage} and cut over {saved} ranks",
                 f"are of stage 1 or 2 and cut over {self.partition_count} ranks (an entry for each parameter group)",
             )
@@ -40,7 +40,7 @@ class Stage12States(ParoOptimizer):
             for mappings in (state[PARAM_SLICE_MAPPINGS], self._param_slice_mappings)
         )
         if saved != own:
-            raise cut_otherwise(
+            raise sharded_otherwise(
                 "in another order", "go by round_robin_gradients, the parameter groups and the sizes of parameters"
             )
 

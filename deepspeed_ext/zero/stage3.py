@@ -4,7 +4,7 @@
 
 Note [What runs when, parameters sharded]
     The parent holds, steps and saves chunks of parameters over the process group in which the optimizer states are
-    cut. Ours are the ways to and from them:
+    sharded. Ours are the ways to and from them:
 
     - Forward and backward gather parameters p -> N (``parameters.py``).
     - A full bucket moves N -> g (``__avg_scatter_grads``) in every micro-step if g is I or G. With g = N gradients

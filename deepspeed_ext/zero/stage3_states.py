@@ -15,7 +15,7 @@ from torch import Tensor
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
-from deepspeed_ext.zero.regroup import check_groups, cut_otherwise, regroup
+from deepspeed_ext.zero.regroup import check_groups, regroup, sharded_otherwise
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
@@ -35,7 +35,7 @@ class Stage3States(ParoOptimizer):
         """
         stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
         if (stage, saved) != (3, self.partition_count):
-            raise cut_otherwise(
+            raise sharded_otherwise(
                 f"of stage {stage} and cut over {saved} ranks", f"are of stage 3 and cut over {self.partition_count}"
             )
         check_groups(state, self._sub_group_numels())

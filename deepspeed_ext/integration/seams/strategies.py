@@ -36,9 +36,9 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
             unset_leaves(self.module)  # of an engine before this one
         if strategy is None:
             if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.parameters" in sys.modules:
-                from deepspeed_ext.zero.parameters import recut_for_stock
+                from deepspeed_ext.zero.parameters import repartition_for_stock
 
-                recut_for_stock(self.module)
+                repartition_for_stock(self.module)
             if not self.zero_module_granularity_threshold():
                 return configure(self, optimizer)
             from deepspeed_ext.zero.coordinator import coordinator_of
@@ -81,7 +81,7 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
         from deepspeed_ext.zero import modifier_rank
 
         params = modifier_rank.listed(params)
-        with modifier_rank.cut_over_all(modifier_rank.replicated(params)):
+        with modifier_rank.sharded_over_all(modifier_rank.replicated(params)):
             init(self, params, *args, **kwargs)
 
     return __init__
