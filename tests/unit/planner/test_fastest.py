@@ -21,9 +21,9 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
     from unittest import mock
 
     import torch.distributed as dist
-    from zero.test_factory import make_engine
 
     from deepspeed_ext.planner import probe
+    from tests.harness.half_frozen import make_engine
     from tests.harness.logs import is_ours, logged
 
     mine = rates[dist.get_rank()] if isinstance(rates, list) else rates
