@@ -74,7 +74,7 @@ class FlatGradients(Gradients):
         self._dtype = dtype
         self._shard = shard
         self._added = added
-        self.held: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
+        self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
 
     def reduce(self, tensors: Sequence[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype) -> None:
         """Move a bucket to where it arrives, and add it there.
@@ -95,9 +95,9 @@ class FlatGradients(Gradients):
         """Make what buckets of this flat buffer are added to, on the current stream, where it is used last."""
         if self._arrives == Placement.G:
             self._shard(buffer)
-        elif buffer not in self.held:
+        elif buffer not in self.slices:
             layout, device = self.layouts[buffer], get_accelerator().current_device_name()
-            self.held[buffer] = torch.zeros(layout.rows, layout.chunk, dtype=self._dtype, device=device)
+            self.slices[buffer] = torch.zeros(layout.rows, layout.chunk, dtype=self._dtype, device=device)
 
     def prepare_all(self) -> None:
         """Make what the boundary needs: of all flat buffers, for ranks may have used different parameters."""
@@ -117,11 +117,11 @@ class FlatGradients(Gradients):
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
         super().drop()
-        self.held.clear()
+        self.slices.clear()
 
     def to(self, device: str) -> None:
         """Move the slices to a device."""
-        self.held = {buffer: held.to(device) for buffer, held in self.held.items()}
+        self.slices = {buffer: held.to(device) for buffer, held in self.slices.items()}
 
     def _accumulate(self, transfer: Transfer, plan: BucketPlan) -> Transfer:
         """Add what a bucket brings."""
@@ -133,12 +133,12 @@ class FlatGradients(Gradients):
             if self._arrives == Placement.G:
                 self._add_to_shard(span.buffer, span.start, self._mean.multiply(part))
             else:
-                self.held[span.buffer][span.row].narrow(0, span.start, span.numel).add_(part)
+                self.slices[span.buffer][span.row].narrow(0, span.start, span.numel).add_(part)
         return mine
 
-    def _slices(self) -> Iterator[tuple[int, Tensor]]:
+    def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:
         # With one row a window may be a view, which hops overwrite: slices are dropped after this.
-        return iter(sorted(self.held.items(), key=lambda item: item[0]))
+        return iter(sorted(self.slices.items(), key=lambda item: item[0]))
 
     def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
         total, layout = self._mean.multiply(total), self.layouts[buffer]

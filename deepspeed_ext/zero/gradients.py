@@ -56,7 +56,7 @@ class Gradients(ABC):
             dtype: on the wire.
             bucket: elements (of all rows) moved at a time.
         """
-        for buffer, held in self._slices():
+        for buffer, held in self._numbered_slices():
             for start, width in windows(held.shape[1], held.shape[0], bucket):
                 self._schedule.submit(self._move_window(buffer, held[:, start : start + width], start, dtype))
         self._schedule.drain()
@@ -67,7 +67,7 @@ class Gradients(ABC):
         return total
 
     @abstractmethod
-    def _slices(self) -> Iterator[tuple[int, Tensor]]:
+    def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:
         """Return the number of each flat buffer, and this rank's I-slice of it: (rows, elements)."""
 
     @abstractmethod

@@ -273,7 +273,7 @@ class PartitionedGradients(Gradients):
             start = self._starts[param.ds_id]
             self.shard[start + present : start + chunk].zero_()
 
-    def _slices(self) -> Iterator[tuple[int, Tensor]]:
+    def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, self.held
 
     def _deliver(self, buffer: int, start: int, total: Tensor) -> None:

@@ -221,7 +221,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         with self._reduction_stream():
             self.gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
         self._wait_for_reductions()
-        self.gradients.held.clear()
+        self.gradients.slices.clear()
         if self.cpu_offload:
             self._wait_for_offload_copies()
         for group, padding in enumerate([] if self._gradient_reshard.inter.keeps_zeros else self.groups_padding):

@@ -26,7 +26,7 @@ def held(engine: Any) -> StateBytes:
         gradients = [optimizer.gradients.held, *optimizer.gradients._whole.values()]
     else:
         shards = [shard.flat_partition for shard in optimizer.averaged_gradients.values() if shard is not None]
-        gradients = [*optimizer.gradients.held.values(), *shards]
+        gradients = [*optimizer.gradients.slices.values(), *shards]
     gradients += [getattr(p, name, None) for p in [*parameters, *masters] for name in ("grad", "grad_accum")]
     moments = [value for state in masters.values() for value in state.values()]
     seen: set[int] = set()

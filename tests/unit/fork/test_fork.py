@@ -65,11 +65,11 @@ import torch, deepspeed, deepspeed_ext
 from deepspeed_ext.integration import patcher
 from deepspeed_ext.leaf import units
 import deepspeed_ext.planner.estimate
-from deepspeed.runtime.paro import placement
-from deepspeed.runtime.paro.zero import units as theirs
-assert units is theirs and sys.modules["deepspeed_ext.zero"] is sys.modules["deepspeed.runtime.paro.zero"]
-assert units.__spec__.name == units.__name__ == "deepspeed.runtime.paro.zero.units"
-assert deepspeed_ext.STRATEGIES is placement.STRATEGIES and deepspeed_ext.Placement is placement.Placement
+from deepspeed.runtime.paro import strategy
+from deepspeed.runtime.paro.leaf import units as theirs
+assert units is theirs and sys.modules["deepspeed_ext.leaf"] is sys.modules["deepspeed.runtime.paro.leaf"]
+assert units.__spec__.name == units.__name__ == "deepspeed.runtime.paro.leaf.units"
+assert deepspeed_ext.STRATEGIES is strategy.STRATEGIES and deepspeed_ext.Placement is strategy.Placement
 deepspeed_ext.activate(); deepspeed_ext.activate()
 patcher.import_all()
 assert not any(state == "applied" for _, state in patcher.status())

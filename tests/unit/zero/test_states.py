@@ -105,4 +105,4 @@ def offload_states_case(name: str) -> tuple[float, int]:
         training.micro_step(engine, job, 0, *next(data))
         optimizer = engine.optimizer
         engine.destroy()
-    return (weights[0] - weights[1]).abs().max().item(), len(optimizer.gradients.held)
+    return (weights[0] - weights[1]).abs().max().item(), len(optimizer.gradients.slices)
