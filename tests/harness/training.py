@@ -339,3 +339,14 @@ def compare(job: Job, group_size: int, strategies: Sequence[str] = REPLICATED, s
         )
         rows.append(difference(name, ours, stock, kind[0]))
     return rows
+
+
+def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) -> list[Difference]:
+    """Differences of variants of zero_optimization from the oracle's."""
+    stock = train(job, oracle)
+    rows = []
+    for zero in variants:
+        kind: list[str] = []
+        ours = train(job, zero, look=lambda engine, kind=kind: kind.append(type(engine.optimizer).__name__))
+        rows.append(difference(str(zero), ours, stock, kind[0]))
+    return rows

@@ -33,3 +33,9 @@ def test_what_moves_bytes_knows_nothing_of_zero(module: str) -> None:
 def test_late_imports_are_seen() -> None:
     text = "import torch\ndef f():\n    from deepspeed.runtime import zero\n    import deepspeed.runtime.zero.stage3\n"
     assert list(imported(text)) == ["torch", "deepspeed.runtime.zero", "deepspeed.runtime.zero.stage3"]
+
+
+def test_no_test_imports_another() -> None:
+    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    names = [(path.name, name) for path in files for name in imported(path.read_text(encoding="utf-8"))]
+    assert len(names) > 500 and not [one for one in names if ".test_" in f".{one[1]}"]

@@ -24,17 +24,6 @@ def job_of(network: Any, **more: Any) -> Job:
     return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, "steps": 2, **more})
 
 
-def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) -> list[Any]:
-    """Differences of variants of zero_optimization from the oracle's."""
-    stock = training.train(job, oracle)
-    rows = []
-    for zero in variants:
-        kind: list[str] = []
-        ours = training.train(job, zero, look=lambda engine, kind=kind: kind.append(type(engine.optimizer).__name__))
-        rows.append(training.difference(str(zero), ours, stock, kind[0]))
-    return rows
-
-
 def exact(rows: list[Any]) -> None:
     """Not a bit is different."""
     for row in rows:
@@ -64,14 +53,14 @@ BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 def test_every_network_on_two_ranks(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2)
     variants = [{"stage": 3, **keys} for keys in (BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO, CHUNKS)]
-    rows = ranks(2).run(against, job, variants, {"stage": 3})[0]
+    rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
     exact(rows) if name == "Nested" else check(rows, losses=1e-5)  # of losses of about 10
 
 
 @pytest.mark.parametrize("name", ["Mixtures", "Tied", "Routed"])
 def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2)
-    exact(ranks(2).run(against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
+    exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
 
 
 @pytest.mark.quick
@@ -80,14 +69,14 @@ def test_every_strategy(ranks: Any, keys: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2)
     strategies = ("INI", "IIG", "GIG", "GGG") if keys is AUTO else ("ING", "III", "IGG", "GNG")
     variants = [training.placed(strategy, **keys) for strategy in strategies]
-    check(ranks(4).run(against, job, variants, {"stage": 3})[0])
+    check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])
 
 
 @pytest.mark.parametrize("threshold", [1, 60, 84, 10**12])
 def test_thresholds_on_deepspeeds_own_optimizer(ranks: Any, threshold: int) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2)
     zero = {"stage": 3, "stage3_module_granularity_threshold": threshold}
-    rows = ranks(2).run(against, job, [zero], {"stage": 3})[0]
+    rows = ranks(2).run(training.against, job, [zero], {"stage": 3})[0]
     check(rows, optimizer="DeepSpeedZeroOptimizer_Stage3")
     if threshold < 60:
         exact(rows)
@@ -97,21 +86,21 @@ def test_thresholds_to_the_bit(ranks: Any) -> None:
     job = job_of(mixtures.Nested, accumulation=2)
     keys = [{"stage3_module_granularity_threshold": n} for n in (0, 49, 50, 10**12)]
     variants = [zero | more for zero in ({"stage": 3}, {"paro_strategy": "GGG"}) for more in keys]
-    exact(ranks(2).run(against, job, variants, {"stage": 3})[0])
+    exact(ranks(2).run(training.against, job, variants, {"stage": 3})[0])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     job = job_of(mixtures.Routed, checkpointing=reentrant, accumulation=2)
     variants = [training.placed("GGG", **AUTO), training.placed("IIG", **CHUNKS)]
-    check(ranks(4).run(against, job, variants, BY_HAND)[0])
+    check(ranks(4).run(training.against, job, variants, BY_HAND)[0])
 
 
 @pytest.mark.parametrize("keys", [AUTO, BLOCKS, CHUNKS], ids=["layers", "blocks", "chunks"])
 def test_experts_that_ranks_choose(ranks: Any, keys: dict[str, Any]) -> None:
     job = job_of(mixtures.Routed, accumulation=2, steps=4)
     variants = [training.placed(strategy, **keys) for strategy in ("GGG", "IIG")]
-    check(ranks(4).run(against, job, variants, BY_HAND)[0])
+    check(ranks(4).run(training.against, job, variants, BY_HAND)[0])
 
 
 @pytest.mark.parametrize(
@@ -133,17 +122,17 @@ def test_with_what_else_may_be_set(ranks: Any, more: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, **more)
     variants = [training.placed("IIG", **AUTO), training.placed("GGG", **CHUNKS)]
     # Stock ZeRO-3 counts the gradients of coalesced micro-steps in another way; stage 2 does not.
-    check(ranks(4).run(against, job, variants, {"stage": 2 if more.get("boundary") == "coalesce" else 3})[0])
+    check(ranks(4).run(training.against, job, variants, {"stage": 2 if more.get("boundary") == "coalesce" else 3})[0])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_16_bits_and_overflow(ranks: Any, dtype: str) -> None:
     overflow = [(3, 1)] if dtype == "fp16" else []
     job = job_of(mixtures.Mixtures, accumulation=2, dtype=dtype, overflow=overflow)
-    exact(ranks(2).run(against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
+    exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
     as_chunks = {"stage": 3, "leaf_module": {"classes": ["Mixer", "Expert"]}}
     half = {"stage3_leaf_bytes": CHUNKS["stage3_leaf_bytes"] // 2}
-    exact(ranks(2).run(against, job, [{"stage": 3, **half}], as_chunks)[0])
+    exact(ranks(2).run(training.against, job, [{"stage": 3, **half}], as_chunks)[0])
 
 
 @pytest.mark.parametrize("device", ["offload_optimizer", "offload_param"])
@@ -151,4 +140,4 @@ def test_offload(ranks: Any, device: str) -> None:
     offload = {device: {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     job = job_of(mixtures.Mixtures, accumulation=2, zero={**SMALL, **offload})
     variants = [training.placed("GGG", **keys) for keys in (AUTO, CHUNKS)]
-    check(ranks(4).run(against, job, variants, {"stage": 3})[0])
+    check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])

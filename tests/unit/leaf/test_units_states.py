@@ -36,14 +36,13 @@ def stock(flagged: list[str], steps: int = 2) -> None:
 def ours(flagged: list[str]) -> list[Any]:
     """The same with our package; and which classes are leaf modules."""
     from deepspeed.utils import get_z3_leaf_modules
-    from zero.test_units import against
 
     job = job_of(mixtures.Mixtures, clipping=0.0)
     zero = {"paro_strategy": "GGG", "leaf_module": {"classes": flagged}}
     engine, model = training.make_engine(job, zero)
     classes = sorted({type(module).__name__ for module in get_z3_leaf_modules(model)})
     engine.destroy()
-    return [classes, *against(job, [zero], {"stage": 3})]
+    return [classes, *training.against(job, [zero], {"stage": 3})]
 
 
 @pytest.mark.parametrize("flagged", ["Stem", "Mixtures"])
