@@ -5,7 +5,6 @@
 All functions are collective: over ``group``, a process group, or where there is none, or it is None, over all ranks.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -132,9 +131,5 @@ def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) ->
     Raises:
         kind: it does; with the value of the first rank that differs from rank 0.
     """
-    number = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=7).digest(), "big")
-    expected = torch.tensor([number], dtype=torch.int64, device=get_accelerator().current_device_name())
-    dist.broadcast(expected, 0)
-    same = int(expected.item()) == number
     problem = ValueError(f"{what} must be the same on all ranks, but here it is {value!r}.")
-    raise_together(None if same else problem, kind)
+    raise_together(None if told(value, 0) == value else problem, kind)

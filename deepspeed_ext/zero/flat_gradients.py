@@ -105,15 +105,6 @@ class FlatGradients(Gradients):
             self._shard(buffer)
             self.prepare(buffer)
 
-    def finish(self, dtype: torch.dtype, bucket: int) -> None:
-        """Complete the optimizer's shards: what is in I moves on to os, in windows.
-
-        Args:
-            dtype: on the wire.
-            bucket: elements (of all rows) moved at a time.
-        """
-        self._move_on(dtype, bucket)
-
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
         super().drop()

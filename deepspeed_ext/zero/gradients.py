@@ -47,8 +47,8 @@ class Gradients(ABC):
         """Drop what has been accumulated, and what is on the wire."""
         self._schedule.drop()
 
-    def _move_on(self, dtype: torch.dtype, bucket: int) -> None:
-        """Reshard I -> os all slices, in windows.
+    def finish(self, dtype: torch.dtype, bucket: int) -> None:
+        """Complete the optimizer's shards at the boundary: reshard I -> os all slices, in windows.
 
         These span all rows of a slice, so every rank sends and receives the same, whatever bucket held what.
 

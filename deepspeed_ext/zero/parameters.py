@@ -280,7 +280,7 @@ def partition(
 
 
 def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:
-    """Cut a ZeRO parameter, which has DeepSpeed's own methods, over another process group. Collective over both."""
+    """Partition a ZeRO parameter, with DeepSpeed's own methods, over another process group. Collective over both."""
     param.all_gather()
     param.ds_process_group = group
     param.ds_zero_partition_rank = dist.get_rank(group=group)

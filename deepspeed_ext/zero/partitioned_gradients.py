@@ -258,7 +258,7 @@ class PartitionedGradients(Gradients):
         if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not self._finished:
-            self._move_on(dtype, bucket)
+            super().finish(dtype, bucket)
         self._finished = True
         if not self._reshard.inter.keeps_zeros:
             self._clear_padding()

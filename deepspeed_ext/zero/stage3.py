@@ -9,7 +9,7 @@ Note [What runs when, parameters sharded]
     - Forward and backward gather parameters p -> N (``parameters.py``).
     - A full bucket moves N -> g (``__avg_scatter_grads``) in every micro-step if g is I or G. With g = N gradients
       stay where they are, and move at the accumulation boundary: all of them, in one order, so that ranks may have
-      used different parameters (``gradients.py``).
+      used different parameters (``partitioned_gradients.py``).
     - At the boundary what is in I moves on to ``os`` once (``_sync_gradients``).
     - After the step, updated parameters move os -> p (``gather_updates``).
 """

@@ -15,7 +15,7 @@ WITH_STREAMS = ("NGG", "NIG", "ING", "IGG", "GGG")
 COMMON = {
     "flat_gradients.py:reduce": "NGG",
     "gradients.py:drain": "NGG",
-    "gradients.py:_move_on": "NIG",
+    "gradients.py:finish": "NIG",
     "stage12.py:_gather_parameters": "NGG",
     "partitioned_gradients.py:reduce": "GGG",
     "partitioned_gradients.py:_cross": "IGG",
