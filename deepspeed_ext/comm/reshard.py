@@ -40,13 +40,14 @@ class ParameterReshard(_Reshard):
         self._inter = inter
         self.exact = intra.exact and inter.exact
 
-    def gather(self, shard: Tensor, source: Placement, target: Placement) -> Transfer:
+    def gather(self, shard: Tensor, source: Placement, target: Placement, out: Tensor | None = None) -> Transfer:
         """Gather a window of this rank's shard: between groups first, while it is smallest.
 
         Args:
             shard: 1D; for G a window of this rank's chunk (``width`` elements), for I the same of each row of its
                 slice (``rows * width``).
             source, target: placements.
+            out: where the hop inside the group gathers; by default a new tensor.
 
         Returns:
             1D: for I ``rows * width`` elements, for N ``cols * rows * width``, in that order.
@@ -54,11 +55,11 @@ class ParameterReshard(_Reshard):
         if source == Placement.G > target:
             shard = yield from self._inter.all_gather(shard)
         if source > target == Placement.N:
-            shard = yield from self._intra.all_gather(shard)
+            shard = yield from self._intra.all_gather(shard, out)
         return shard
 
     def hops(self, source: Placement, target: Placement) -> int:
-        """Return of how many communications that gather is made at most."""
+        """Return of how many communications that gather is made."""
         between = source == Placement.G > target and self.rows > 1
         within = source > target == Placement.N and self.cols > 1
         return int(between) + int(within)

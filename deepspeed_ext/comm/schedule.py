@@ -1,14 +1,56 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""When transfers travel, and who waits: what is in flight, in which order, on which stream."""
+"""When transfers travel, and who waits: what is in flight, in which order, on which stream.
+
+Note [Relays]
+    On a device with streams to wait for a communication is to order a stream behind it; the host goes on. So a
+    transfer can be given to the device as a whole: its second hop starts when the first is over, not when somebody
+    submits the next transfer, and nothing but who needs its result stands behind it. It takes a stream of its own for
+    that, a *relay*: on a shared one whoever waits for that stream would wait for every hop that the relay waits for.
+
+    There are two relays, which take turns: one transfer is in its first hop while the one before it is in its second.
+    A third would find both links busy, and hold memory. What a transfer allocates is its relay's memory, from packing
+    to the result, so it needs no care; what it reads is another stream's, which follows the reading
+    (``submit``).
+
+    Step by step transfers stay in the order in which they were submitted, and so do their results: what a hop keeps
+    from one to the next, and sums, have one order.
+"""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
+
+Deliver = Callable[[Tensor], object]
+
+_RELAYS = 2
+
+
+class Point:
+    """Where the current stream is now. On devices without streams everything is behind it."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        if not get_accelerator().is_synchronized_device():
+            self._stream, self._event = get_accelerator().current_stream(), get_accelerator().Event()
+            self._event.record()
+
+    def follow(self, *read: Tensor) -> None:
+        """Have the current stream come behind the point.
+
+        Args:
+            read: what it will read, of another stream's memory: that is not given out again before.
+        """
+        current: Any = None if self._stream is None else get_accelerator().current_stream()
+        if current != self._stream:
+            current.wait_event(self._event)
+            for tensor in read:
+                tensor.record_stream(current)
 
 
 class Started:
@@ -19,37 +61,34 @@ class Started:
 
     Args:
         transfer: what to start.
-        hops: of how many communications it is made at most. Where waiting for one orders streams and does not block
-            the host, all are started at once.
+        deliver: puts the result where it belongs; it is not kept then.
     """
 
-    def __init__(self, transfer: Transfer, hops: int = 1) -> None:
+    def __init__(self, transfer: Transfer, deliver: Deliver | None = None) -> None:
         self._transfer = transfer
+        self._deliver = deliver
         self._handle: Any = None
         self._result: Tensor | None = None
-        self._streams = not get_accelerator().is_synchronized_device()
+        self._done: Point | None = None
         self._home = get_accelerator().current_stream()
-        self._done: Any = None  # event: the result is complete
         self._resume()
-        if self._streams:
-            for _ in range(hops - 1):
-                self._advance()
 
     @property
     def is_complete(self) -> bool:
         """Whether the result is there, for what runs on the home stream from now on."""
-        return self._result is not None
+        return self._done is not None
 
     def advance(self) -> None:
         """Wait for the hop that is on the wire, and start the next one."""
         with get_accelerator().stream(self._home):
-            self._advance()
+            if not self.is_complete:
+                self._handle.wait()
+                self._resume()
 
     def complete(self) -> None:
         """Run the rest."""
-        with get_accelerator().stream(self._home):
-            while not self.is_complete:
-                self._advance()
+        while not self.is_complete:
+            self.advance()
 
     def finish(self) -> Tensor:
         """Return the transfer's result, complete for what the current stream runs from now on.
@@ -57,56 +96,94 @@ class Started:
         To wait for the handle again would not do, for results may be made of what has arrived.
         """
         self.complete()
-        assert self._result is not None
-        if self._streams and get_accelerator().current_stream() != self._home:
-            get_accelerator().current_stream().wait_event(self._done)
-            self._result.record_stream(get_accelerator().current_stream())
+        assert self._done is not None and self._result is not None
+        self._done.follow(self._result)
         return self._result
-
-    def _advance(self) -> None:
-        if not self.is_complete:
-            self._handle.wait()
-            self._resume()
 
     def _resume(self) -> None:
         try:
             self._handle = next(self._transfer)
         except StopIteration as done:
-            self._result, self._handle = done.value, None
-            if self._streams:
-                self._done = get_accelerator().Event()
-                self._done.record()
+            self._handle = None
+            self._arrive(done.value)
+
+    def _arrive(self, result: Tensor) -> None:
+        if self._deliver is None:
+            self._result = result
+        else:
+            self._deliver(result)
+        self._done = Point()
+
+
+class _Relayed(Started):
+    """A transfer that a relay takes to its end; see Note [Relays].
+
+    Args:
+        transfer, deliver: see ``Started``.
+        relay: a stream.
+        before: ``steps`` of the transfer before it.
+
+    Attributes:
+        steps: where the relay was behind each step: packed and sent, received and sent on, ..., delivered.
+    """
+
+    def __init__(self, transfer: Transfer, deliver: Deliver | None, relay: Any, before: Sequence[Point]) -> None:
+        self.steps: list[Point] = []
+        self._before = before
+        relay.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(relay):
+            super().__init__(transfer, deliver)
+            self.complete()
+        self._before = ()
+
+    def _resume(self) -> None:
+        if len(self.steps) < len(self._before):
+            self._before[len(self.steps)].follow()
+        super()._resume()
+        self.steps.append(Point())
+
+    def _arrive(self, result: Tensor) -> None:
+        if self._before:
+            self._before[-1].follow()
+        super()._arrive(result)
 
 
 class Schedule:
     """Transfers in flight. All ranks start the same communications in the same order.
 
     Args:
-        overlap: whether ``submit`` leaves a transfer on the wire. Then each moves all earlier ones on by one hop
-            first, so that at most as many are open as one has hops.
-        own_stream: whether transfers run on a stream of their own, behind what starts them: then whoever finishes one
-            on a stream waits for the transfer, and not for what else the stream that started it has been given.
+        overlap: whether ``submit`` leaves a transfer on the wire. Where the host has to wait for communications each
+            one then moves all earlier ones on by one hop first, so that at most as many are open as one has hops.
+        relayed: whether relays take overlapped transfers, on devices with streams; see Note [Relays].
     """
 
-    def __init__(self, overlap: bool, own_stream: bool = False) -> None:
+    def __init__(self, overlap: bool, relayed: bool = False) -> None:
         self._overlap = overlap
         self._open: deque[Started] = deque()
-        streams = own_stream and not get_accelerator().is_synchronized_device()
-        self._stream = get_accelerator().Stream() if streams else None
+        streams = relayed and overlap and not get_accelerator().is_synchronized_device()
+        self._relays = deque(get_accelerator().Stream() for _ in range(_RELAYS if streams else 0))
+        self._last: Sequence[Point] = ()  # of the last transfer that a relay has taken
 
-    def submit(self, transfer: Transfer) -> None:
-        """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it."""
+    def submit(self, transfer: Transfer, deliver: Deliver) -> None:
+        """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it.
+
+        What it reads in its first step may be overwritten, or freed, by what the current stream runs from now on.
+        """
         self._advance()
-        self.start(transfer)
-        if not self._overlap:
+        started = self.start(transfer, deliver)
+        if isinstance(started, _Relayed):
+            started.steps[0].follow()
+        elif not self._overlap:
             self.drain()
 
-    def start(self, transfer: Transfer, hops: int = 1) -> Started:
+    def start(self, transfer: Transfer, deliver: Deliver | None = None) -> Started:
         """Start a transfer whose result ``finish`` hands out; arguments as of ``Started``."""
-        if self._stream is not None:
-            self._stream.wait_stream(get_accelerator().current_stream())
-        with get_accelerator().stream(self._stream):
-            started = Started(transfer, hops)
+        if self._relays:
+            self._relays.rotate()
+            relayed = _Relayed(transfer, deliver, self._relays[0], self._last)
+            self._last = relayed.steps
+            return relayed
+        started = Started(transfer, deliver)
         if not started.is_complete:
             self._open.append(started)
         return started
@@ -123,11 +200,16 @@ class Schedule:
 
     def drain(self) -> None:
         """Complete all transfers: hop by hop over all of them, so that they overlap to the end."""
+        for step in self._last[-1:]:
+            step.follow()
         while self._open:
             self._advance()
 
     def drop(self) -> None:
         """Leave all transfers where they are: nobody will read what they bring."""
+        for step in self._last[-1:]:  # the device has been given all of them, and will deliver
+            step.follow()
+        self._last = ()
         self._open.clear()
 
     def _advance(self) -> None:

@@ -18,6 +18,7 @@ Note [One order between groups]
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,16 +26,50 @@ from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
 from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.comm.schedule import Point
 from deepspeed_ext.deepspeed_types import ZeroParameter
 
 
 class _Piece(NamedTuple):
-    """A parameter's part of what has arrived: ``numel`` columns of it, from ``start``."""
+    """A parameter's part of what has arrived: ``numel`` columns of it, from ``start``; complete from a point on."""
 
     param: ZeroParameter
     arrived: Tensor
+    ready: Point
     start: int
     numel: int
+
+
+@dataclass
+class CrossingBucket:
+    """What crosses together.
+
+    Attributes:
+        params: side by side, in the order of most buckets, so that neighbors are copied together.
+    """
+
+    params: list[ZeroParameter]
+    _pieces: list[_Piece]
+    _multiple: int
+
+    def pack(self) -> Tensor:
+        """Return (rows, columns and padding) of the parameters, on the current stream; once."""
+        pieces, self._pieces = self._pieces, []
+        for ready, arrived in {id(piece.ready): (piece.ready, piece.arrived) for piece in pieces}.values():
+            ready.follow(arrived)
+        stretches: list[_Piece] = []
+        for piece in pieces:
+            last = stretches[-1] if stretches else None
+            if last is not None and last.arrived is piece.arrived and last.start + last.numel == piece.start:
+                stretches[-1] = last._replace(numel=last.numel + piece.numel)
+            else:
+                stretches.append(piece)
+        parts = [one.arrived[:, one.start : one.start + one.numel] for one in stretches]
+        width = sum(one.numel for one in stretches)
+        missing = fill_up(width, self._multiple) - width
+        if missing:
+            parts.append(parts[0].new_zeros(1, 1).expand(parts[0].shape[0], missing))
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 class Crossing:
@@ -43,13 +78,15 @@ class Crossing:
 
     Args:
         params: all that may arrive.
+        rows: of the I-slice.
         bucket: elements (of whole parameters) of a bucket at most, unless one parameter has more.
         multiple: what the columns of a bucket are filled up to with zeros.
     """
 
-    def __init__(self, params: Iterable[ZeroParameter], bucket: int, multiple: int = 1) -> None:
+    def __init__(self, params: Iterable[ZeroParameter], rows: int, bucket: int, multiple: int = 1) -> None:
         self._order = sorted(params, key=lambda param: -param.ds_id)
         self._position = {param.ds_id: number for number, param in enumerate(self._order)}
+        self._rows = rows
         self._bucket = bucket
         self._multiple = multiple
         self._expect(self._order)
@@ -68,11 +105,13 @@ class Crossing:
 
         Args:
             params: side by side in ``arrived``.
-            arrived: (rows, columns): their parts of this rank's I-slice; what is behind them is padding.
+            arrived: (rows, columns) or flat: their parts of this rank's I-slice; what is behind them is padding.
+                Complete on the current stream.
         """
+        arrived, ready = arrived.view(self._rows, -1), Point()
         start = 0
         for param in params:
-            piece = _Piece(param, arrived, start, param.ds_tensor.ds_numel)
+            piece = _Piece(param, arrived, ready, start, param.ds_tensor.ds_numel)
             start += piece.numel
             first = param.ds_id in self._expected_ids and param.ds_id not in self._used
             self._used.add(param.ds_id)
@@ -81,8 +120,8 @@ class Crossing:
             else:
                 self._late.append(piece)
 
-    def buckets(self, last: bool = False) -> Iterator[tuple[list[ZeroParameter], Tensor]]:
-        """Return what can cross by now, in order: the parameters, and (rows, columns and padding).
+    def buckets(self, last: bool = False) -> Iterator[CrossingBucket]:
+        """Return what can cross by now, in order.
 
         Args:
             last: whether the backward has ended.
@@ -99,7 +138,7 @@ class Crossing:
             for piece in sorted(self._late, key=lambda piece: self._position[piece.param.ds_id]):
                 yield from self._fill(piece, 0)
             for dtype in sort_dtypes(self._open):
-                yield _packed(self._open[dtype], self._multiple)
+                yield self._bucket_of(self._open[dtype])
             if self._used:
                 self._expect([param for param in self._order if param.ds_id in self._used])
             self.clear()
@@ -108,35 +147,20 @@ class Crossing:
         self._expected = params
         self._expected_ids = {param.ds_id for param in params}
 
-    def _fill(self, piece: _Piece, after: int) -> Iterator[tuple[list[ZeroParameter], Tensor]]:
+    def _bucket_of(self, pieces: Iterable[_Piece]) -> CrossingBucket:
+        pieces = sorted(pieces, key=lambda piece: piece.param.ds_id)
+        return CrossingBucket([piece.param for piece in pieces], pieces, self._multiple)
+
+    def _fill(self, piece: _Piece, after: int) -> Iterator[CrossingBucket]:
         """Add a piece to the open bucket of its dtype; that is complete where neither it nor ``after`` elements more
         would fit."""
         dtype = piece.arrived.dtype
         some = self._open.setdefault(dtype, [])
         numel = sum(other.param.ds_numel for other in some) + piece.param.ds_numel
         if some and (numel > self._bucket or any(other.param is piece.param for other in some)):
-            yield _packed(some, self._multiple)
+            yield self._bucket_of(some)
             some, numel = [], piece.param.ds_numel
         some.append(piece)
         self._open[dtype] = some
         if numel + after > self._bucket:
-            yield _packed(self._open.pop(dtype), self._multiple)
-
-
-def _packed(pieces: Sequence[_Piece], multiple: int) -> tuple[list[ZeroParameter], Tensor]:
-    """Return pieces side by side, in the order of most buckets, so that neighbors are copied together."""
-    pieces = sorted(pieces, key=lambda piece: piece.param.ds_id)
-    stretches: list[_Piece] = []
-    for piece in pieces:
-        last = stretches[-1] if stretches else None
-        if last is not None and last.arrived is piece.arrived and last.start + last.numel == piece.start:
-            stretches[-1] = last._replace(numel=last.numel + piece.numel)
-        else:
-            stretches.append(piece)
-    parts = [one.arrived[:, one.start : one.start + one.numel] for one in stretches]
-    width = sum(one.numel for one in stretches)
-    missing = fill_up(width, multiple) - width
-    if missing:
-        parts.append(parts[0].new_zeros(1, 1).expand(parts[0].shape[0], missing))
-    packed = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
-    return [piece.param for piece in pieces], packed
+            yield self._bucket_of(self._open.pop(dtype))

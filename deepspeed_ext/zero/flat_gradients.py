@@ -10,6 +10,7 @@ Note [Where buckets of flat buffers arrive]
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -85,11 +86,12 @@ class FlatGradients(Gradients):
             dtype: on the wire.
         """
         plan = plan_bucket(self.layouts, ranges)
-        # Packed at once, and owned by the transfer alone: nothing of full size waits for hops that do not need it.
-        packed = self._mean.divide(self._reshard.pack_bucket(tensors, plan, self._arrives)).to(dtype)
-        transfer = self._accumulate(self._reshard.reduce_bucket(packed, plan, self._arrives), plan)
-        del packed
-        self._schedule.submit(transfer)
+        self._schedule.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan))
+
+    def _move(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
+        packed = [self._mean.divide(self._reshard.pack_bucket(tensors, plan, self._arrives)).to(dtype)]
+        del tensors  # nothing of full size waits for hops that do not need it, what was packed neither
+        return (yield from self._reshard.reduce_bucket(packed.pop(), plan, self._arrives))
 
     def prepare(self, buffer: int) -> None:
         """Make what buckets of this flat buffer are added to, on the current stream, where it is used last."""
@@ -114,9 +116,8 @@ class FlatGradients(Gradients):
         """Move the slices to a device."""
         self.slices = {buffer: held.to(device) for buffer, held in self.slices.items()}
 
-    def _accumulate(self, transfer: Transfer, plan: BucketPlan) -> Transfer:
+    def _accumulate(self, plan: BucketPlan, mine: Tensor) -> None:
         """Add what a bucket brings."""
-        mine = yield from transfer
         offset = 0
         for span in self._reshard.bucket_spans(plan, self._arrives):
             part = mine.narrow(0, offset, span.numel)
@@ -125,7 +126,6 @@ class FlatGradients(Gradients):
                 self._add_to_shard(span.buffer, span.start, self._mean.multiply(part))
             else:
                 self.slices[span.buffer][span.row].narrow(0, span.start, span.numel).add_(part)
-        return mine
 
     def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:
         # With one row a window may be a view, which hops overwrite: slices are dropped after this.

@@ -4,11 +4,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import windows
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
@@ -37,7 +37,7 @@ class Gradients(ABC):
         self._reshard = reshard
         self._os = os
         self._arrives = arrives
-        self._schedule = Schedule(overlap)
+        self._schedule = Schedule(overlap, relayed=True)
 
     def drain(self) -> None:
         """Wait for all buckets."""
@@ -58,13 +58,10 @@ class Gradients(ABC):
         """
         for buffer, held in self._numbered_slices():
             for start, width in windows(held.shape[1], held.shape[0], bucket):
-                self._schedule.submit(self._move_window(buffer, held[:, start : start + width], start, dtype))
+                window = held[:, start : start + width]
+                transfer = self._reshard.sync_slice(window, dtype, self._os, start, buffer)
+                self._schedule.submit(transfer, partial(self._deliver, buffer, start))
         self._schedule.drain()
-
-    def _move_window(self, buffer: int, window: Tensor, start: int, dtype: torch.dtype) -> Transfer:
-        total = yield from self._reshard.sync_slice(window, dtype, self._os, start, buffer)
-        self._deliver(buffer, start, total)
-        return total
 
     @abstractmethod
     def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:

@@ -18,7 +18,7 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.agreement import any_rank, largest
+from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import GradientReshard
@@ -37,7 +37,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
             adds what else belongs to them.
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
-            nobody reads gradients between the two, and the host need not wait for the device.
+            nobody reads gradients between the two.
     """
 
     strategy: Strategy
@@ -48,6 +48,8 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     gradients: Gradients
     _gradient_reshard: GradientReshard
     _stepping = False
+    _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
+    _over_replicas = False  # whether what is reduced over the parts is so over the replicas as well
     _put_off: bool | None = None  # whether a sum over the parts was asked for; None where it is taken at once
 
     # Where optimizer states and gradients are #########################################################
@@ -104,6 +106,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             done = super().step(closure)
         finally:
             self._stepping = False
+        if self._autocast_scale is not None:  # in use: the host asks the device for it here, not for each message
+            self._autocast_scale = None
+            self._gradient_scale()
         self.error_state.finish_step(not self.overflow)
         return done
 
@@ -125,8 +130,10 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         reshard.inter.scale = self._gradient_scale
 
     def _gradient_scale(self) -> float:
-        scaler = self.torch_autocast_gradscaler
-        return float(self.loss_scale) * (scaler.get_scale() if scaler else 1.0)
+        if self._autocast_scale is None:
+            scaler = self.torch_autocast_gradscaler
+            self._autocast_scale = float(scaler.get_scale()) if scaler else 1.0
+        return float(self.loss_scale) * self._autocast_scale
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload DeepSpeed's states, and the errors that are kept."""
@@ -150,9 +157,12 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         return self.topology.replica_group(self.strategy.os)
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether one of the replicas has found an overflow."""
-        found = bool(super().has_overflow(partition_gradients))
-        return found if self._replicas is None else any_rank(found, self._replicas)
+        """Whether one of the replicas has found an overflow. The host asks the device once for all of them."""
+        self._over_replicas = True
+        try:
+            return bool(super().has_overflow(partition_gradients))
+        finally:
+            self._over_replicas = False
 
     def _global_norm(self, norm_of_this: Callable[[], Tensor]) -> Tensor:
         """Return the norm over all parts of the model, the largest of all replicas.
@@ -193,6 +203,8 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             super()._model_parallel_all_reduce(tensor, op)
         else:
             self._put_off = True
+        if self._over_replicas and self._replicas is not None:
+            dist.all_reduce(tensor, op=op, group=self._replicas)
 
 
 def is_replica(param: Tensor) -> bool:
@@ -201,14 +213,11 @@ def is_replica(param: Tensor) -> bool:
 
 
 @contextmanager
-def ordered_by_streams(enough: bool) -> Iterator[None]:
-    """Keep DeepSpeed from having the host wait for the device in this context, if streams order it enough.
+def ordered_by_streams() -> Iterator[None]:
+    """Keep DeepSpeed from having the host wait for the device in this context: streams order it enough.
 
     It does so at the end of a micro-step, before buffers that a stream of reductions reads are given back. Ours are
     recorded on that stream, and what has been reduced is read behind it.
     """
-    if not enough or get_accelerator().resolves_data_dependency():
-        yield
-        return
     with mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: True):
         yield

@@ -17,10 +17,11 @@ from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
 from deepspeed.utils import get_z3_leaf_modules
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.packing import joined_and_aligned
+from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.comm.reshard import ParameterReshard
@@ -64,7 +65,9 @@ class PartitionedParameters(Slices):
         super().__init__(params, strategy, topology, reshard, bucket, written)
         self._sequential = sequential
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
-        self._gathers = Schedule(overlap=True)  # gathers for use
+        self._path = strategy.p, Placement.N
+        self._relayed = reshard.hops(*self._path) > 1
+        self._gathers = Schedule(overlap=True, relayed=self._relayed)  # for use
         self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
         for param in self._params:
             if hasattr(param, OWNER):
@@ -154,14 +157,24 @@ class PartitionedParameters(Slices):
     def _start(self, params: Sequence[ZeroParameter], dtype: torch.dtype, alone: bool = True) -> Gather:
         """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
         self._wait_for_updates(params)
-        device = get_accelerator().current_device_name()
         held = [self._held(param) for param in params]
-        pieces = [rows[i].to(device=device, dtype=dtype) for i in range(len(held[0])) for rows in held]
-        shard = joined_and_aligned(pieces, self._reshard.multiple)
-        path = (self.strategy.p, Placement.N)
-        started = self._gathers.start(self._reshard.gather(shard, *path), self._reshard.hops(*path))
+        whole = None
+        if self._relayed:  # what outlives the transfer is memory of this stream, which gives it out again sooner
+            width = fill_up(sum(row.numel() for rows in held for row in rows), self._reshard.multiple)
+            device = get_accelerator().current_device_name()
+            whole = torch.empty(self.topology.sizes.ranks * width, dtype=dtype, device=device)
+        started = self._gathers.start(self._send(held, dtype, whole))
         self._live(sum(param.ds_numel for param in params))
         return Gather(params, self._gathers, started, self._bucket_of(params, alone), len(held[0]), alone)
+
+    def _send(self, held: Sequence[Sequence[Tensor]], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
+        device = get_accelerator().current_device_name()
+        pieces = [
+            rows[i].to(device=device, dtype=dtype, non_blocking=True) for i in range(len(held[0])) for rows in held
+        ]
+        shard = [joined_and_aligned(pieces, self._reshard.multiple)]
+        del pieces
+        return (yield from self._reshard.gather(shard.pop(), *self._path, whole))
 
     @torch.no_grad()
     def all_gather_coalesced(

@@ -13,6 +13,7 @@ With p = I and g = G what arrives in the group crosses in an order of its own: N
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.crossing import Crossing
+from deepspeed_ext.zero.crossing import Crossing, CrossingBucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.gradients import Gradients, add_to
 
@@ -61,8 +62,8 @@ class PartitionedGradients(Gradients):
         self._layout = layout
         self._ranks = ranks
         ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
-        self._crossing = Crossing(self._params, bucket, reshard.multiple) if ordered else None
-        self._crosses = Schedule(overlap)  # what ``_crossing`` gives
+        self._crossing = Crossing(self._params, reshard.rows, bucket, reshard.multiple) if ordered else None
+        self._crosses = Schedule(overlap, relayed=True)  # what ``_crossing`` gives
         self.rows = layout(self._params[0]).rows if self._arrives == Placement.I else 1
         self._starts: dict[int, int] = {}  # ds_id: first column in ``held``
         self.numel = 0  # columns
@@ -139,22 +140,38 @@ class PartitionedGradients(Gradients):
             sequence_parallel_size: ranks that count as one in the mean.
         """
         self._begin()
-        bucket = ParameterBucket([self._layout(param) for param, _ in gradients])
+        params = [param for param, _ in gradients]
+        deliver = self._accumulate if self._crossing is None else self._crossing.add
+        self._schedule.submit(self._move(gradients, dtype, sequence_parallel_size), partial(deliver, params))
+        self._cross()
+
+    def _move(
+        self, gradients: Sequence[tuple[Any, Tensor | None]], dtype: torch.dtype, sequence_parallel_size: int
+    ) -> Transfer:
+        params = [param for param, _ in gradients]
+        cells = [self._pack(params, [gradient for _, gradient in gradients], dtype, sequence_parallel_size)]
+        del gradients  # nothing of full size waits for hops that do not need it, what was packed neither
+        if self._crossing is None:
+            transfer = self._reshard.reduce_cells(cells.pop(), self._arrives, self._spans(params))
+        else:
+            transfer = self._reshard.reduce_cells(cells.pop(), Placement.I, ())
+        return (yield from transfer)
+
+    def _pack(
+        self,
+        params: Sequence[ZeroParameter],
+        gradients: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        sequence_parallel_size: int,
+    ) -> Tensor:
+        bucket = ParameterBucket([self._layout(param) for param in params])
         device = get_accelerator().current_device_name()
         width = fill_up(bucket.width, self._reshard.multiple)
         cells = torch.empty(bucket.cols, bucket.rows, width, dtype=dtype, device=device)
-        bucket.pack([gradient for _, gradient in gradients], cells)
+        bucket.pack(gradients, cells)
         cells[:, :, bucket.width :].zero_()
         # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
-        cells.div_(self._ranks / sequence_parallel_size)
-        params = [param for param, _ in gradients]
-        if self._crossing is None:
-            transfer = self._accumulate(params, self._reshard.reduce_cells(cells, self._arrives, self._spans(params)))
-        else:
-            transfer = self._arrive(params, self._reshard.reduce_cells(cells, Placement.I, ()))
-        del cells  # owned by the transfer alone, which frees it after the first hop
-        self._schedule.submit(transfer)
-        self._cross()
+        return cells.div_(self._ranks / sequence_parallel_size)
 
     def end_backward(self) -> None:
         """Hear that all gradients of a backward have been given to ``reduce``."""
@@ -186,23 +203,19 @@ class PartitionedGradients(Gradients):
                     self.held[row].zero_()
         self.begun, self._finished = True, False
 
-    def _arrive(self, params: Sequence[ZeroParameter], transfer: Transfer) -> Transfer:
-        """Hand over what a reshard to I brings; (rows, columns) of the parameters."""
-        arrived = yield from transfer
-        self._crossing.add(params, arrived.view(self._reshard.rows, -1))  # type: ignore[union-attr]
-        return arrived
-
     def _cross(self, last: bool = False) -> None:
         if self._crossing is not None:
-            for params, bucket in self._crossing.buckets(last):
-                self._crosses.submit(self._accumulate(params, self._reshard.reduce_rows(bucket, self._spans(params))))
+            for bucket in self._crossing.buckets(last):
+                self._crosses.submit(self._move_on(bucket), partial(self._accumulate, bucket.params))
 
-    def _accumulate(self, params: Sequence[ZeroParameter], transfer: Transfer) -> Transfer:
-        """Add what a reshard of these parameters brings."""
-        arrived = (yield from transfer).view(self.rows, -1)
+    def _move_on(self, bucket: CrossingBucket) -> Transfer:
+        return (yield from self._reshard.reduce_rows(bucket.pack(), self._spans(bucket.params)))
+
+    def _accumulate(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
+        """Add what a reshard of these parameters has brought."""
+        arrived = arrived.view(self.rows, -1)
         for start, offset, numel in self._runs(params):
             add_to(self.held[:, start : start + numel], arrived[:, offset : offset + numel])
-        return arrived
 
     def _spans(self, params: Sequence[ZeroParameter]) -> list[tuple[int, int]]:
         """Return (column in ``held``, elements) of parameters, neighbors joined."""

@@ -62,7 +62,7 @@ class Slices:
         self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
         self._blocks: list[Tensor] = []  # (k, elements and padding) of each sub-group
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
-        self._updates = Schedule(overlap=True, own_stream=True)  # gathers between groups, after a step
+        self._updates = Schedule(overlap=True, relayed=True)  # gathers between groups, after a step
         self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
 
     @property
@@ -166,14 +166,24 @@ class Slices:
         """Reshard os -> p after a step: start to complete the slices from the groups' rows, if there are slices.
 
         All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
-        another does with its data.
+        another does with its data. It is that of the model: parameter groups cut each layer's parameters apart, and
+        the first layer would wait for the last group's blocks.
         """
         self._written()
-        if not self.sliced:
-            return
         self.drain()
-        for number, block in enumerate(self._blocks):
-            self._update_of[number] = self._updates.start(self._reshard.complete_rows(block.detach()))
+        for number in dict.fromkeys(self._block_of[ds_id] for ds_id in sorted(self._block_of)):
+            self._gather_block(number)
+
+    @torch.no_grad()
+    def gather_updates_of(self, number: int) -> None:
+        """Do so for one sub-group, in a step in which all ranks take sub-groups in one order."""
+        self._written()
+        self._gather_block(number)
+
+    def _gather_block(self, number: int) -> None:
+        if self.sliced:
+            rows = self._blocks[number].detach()
+            self._update_of[number] = self._updates.start(self._reshard.complete_rows(rows))
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""

@@ -19,6 +19,7 @@ Note [What runs when]
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
         self._parameter_reshard = slots.parameter_reshard(topology)
-        self._gathers = Schedule(overlap=self.overlap_comm)
+        self._gathers = Schedule(overlap=self.overlap_comm, relayed=True)
         self._offsets = {
             self.get_param_id(param): offset
             for params, offsets in zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
@@ -190,7 +191,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
             self._sync_gradients()
         elif not self.overlaps_micro_steps:
             self._finish_buckets()
-        with ordered_by_streams(self.overlaps_micro_steps):
+        with ordered_by_streams():
             super().independent_gradient_partition_epilogue()
         if boundary:
             # All is in the shards now. Kept, as the parent does, it would be reduced again by another backward.
@@ -329,15 +330,17 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
             own = self.parallel_partitioned_bit16_groups[group][self.topology.rank]
             for start, width in windows(own.numel(), sizes.ranks, self.allgather_bucket_size):
                 window = own.detach()[start : start + width]
-                self._gathers.submit(self._gather_window(flat, self.gradients.layouts[group], window, start))
+                place = partial(self._place_window, flat.detach(), self.gradients.layouts[group], start, width)
+                self._gathers.submit(self._gather_window(window), place)
         self._gathers.drain()
         return True
 
-    def _gather_window(self, flat: Tensor, layout: FlatLayout, window: Tensor, start: int) -> Transfer:
+    def _gather_window(self, window: Tensor) -> Transfer:
         shard = aligned(window, self._parameter_reshard.multiple)
-        cells = yield from self._parameter_reshard.gather(shard, self.strategy.os, self.strategy.p)
-        layout.place(flat.detach(), start, cells.view(layout.cols, layout.rows, -1)[..., : window.numel()])
-        return cells
+        return (yield from self._parameter_reshard.gather(shard, self.strategy.os, self.strategy.p))
+
+    def _place_window(self, flat: Tensor, layout: FlatLayout, start: int, width: int, cells: Tensor) -> None:
+        layout.place(flat, start, cells.view(layout.cols, layout.rows, -1)[..., :width])
 
     # Streams ######################################################################################
 

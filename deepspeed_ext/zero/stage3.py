@@ -124,7 +124,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         The parent gathers persistent parameters here. They are in every block, so that would wait for all gathers
         between groups: where there are any, the modules of the next forward gather them, which then persist.
         """
-        self.parameters.gather_updates()
+        if not self._starts_updates_early:
+            self.parameters.gather_updates()
         persistent = self.persistent_parameters
         if self.parameters.sliced:
             self.persistent_parameters = []
@@ -132,6 +133,17 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             super()._post_step(timer_names)
         finally:
             self.persistent_parameters = persistent
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        """Write what a step has made of a sub-group's parameters; send it to the other groups at once if the next
+        sub-group's step takes long."""
+        super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        if self._starts_updates_early:
+            self.parameters.gather_updates_of(sub_group_id)
+
+    @property
+    def _starts_updates_early(self) -> bool:
+        return self._stepping and bool(self.offload_optimizer)
 
     def _pre_step(self) -> None:
         self.parameters.drain()
@@ -157,7 +169,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self.reduce_bucket_size,
             self._overlap,
         )
-        if self.gradients.rows == 1 and self.strategy.g != Placement.N:
+        if self.gradients.rows == 1 and (self.strategy.g != Placement.N or self.offload_optimizer):
             self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
             return
         if self.offload_optimizer_pin_memory:
@@ -197,7 +209,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
-            if not self.gradients.begun and not self.gradients.is_placeholder:
+            if not (self.gradients.begun or self.gradients.is_placeholder or self.offload_optimizer):
                 self._drop_shard()
             self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype)
             param.grad = None
@@ -254,7 +266,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         end_of_backward(self)
         for dtype in sort_dtypes(self.ipg_buckets):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
-        with ordered_by_streams(self.overlaps_micro_steps):
+        with ordered_by_streams():
             super().independent_gradient_partition_epilogue()
         with self._reduction_stream():
             self.gradients.end_backward()
@@ -307,6 +319,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
 
     def _refuse_unfinished_gradients(self) -> None:
         self._finish_buckets()
+        if self._gradient_stream is not None and self.offload_optimizer:
+            self._gradient_stream.synchronize()  # gradients are in host memory
         if self._waiting and self.strategy.g != self.strategy.os:
             raise RuntimeError(
                 f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "

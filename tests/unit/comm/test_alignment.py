@@ -5,6 +5,7 @@
 No ranks run: hops note what they would have sent, and tensors have a size but no memory (the meta device).
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket, windows
 from deepspeed_ext.comm.packing import fill_up, joined
 from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
-from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -131,12 +132,12 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
         for target in (Placement.I, os):
             pointers.as_they_are = target == Placement.I  # a group's part may still be too unequal for the second hop
             message = mine.pack_bucket([bucket], plan, target)
-            Schedule(overlap=False).submit(mine.reduce_bucket(message, plan, target))
+            Started(mine.reduce_bucket(message, plan, target)).finish()
         slices = torch.empty(layout.rows, layout.chunk, dtype=dtype, device="meta")
         for start, width in windows(layout.chunk, layout.rows, BUCKET):
             for target in (os, Placement.N) if os == Placement.I else (os,):
                 window = slices[:, start : start + width]
-                Schedule(overlap=False).submit(mine.sync_slice(window, dtype, target, start))
+                Started(mine.sync_slice(window, dtype, target, start)).finish()
         flat = torch.empty(numel, dtype=dtype, device="meta")
         optimizer = SimpleNamespace(
             topology=topology,
@@ -148,7 +149,8 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
             _parameter_reshard=gathers,
             _gathers=Schedule(overlap=False),
         )
-        optimizer._gather_window = lambda *arguments: Stage12Optimizer._gather_window(optimizer, *arguments)
+        for name in ("_gather_window", "_place_window"):
+            setattr(optimizer, name, functools.partial(getattr(Stage12Optimizer, name), optimizer))
         Stage12Optimizer._gather_parameters(optimizer)
     return pointers.astray()
 
@@ -171,6 +173,8 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         held.strategy, held.topology, held._reshard = strategy, topology, gathers
         held._block_of, held._update_of, held._buckets = {}, {}, {}
         held._updates, held._gathers = Schedule(overlap=True), Schedule(overlap=True)
+        held._path = strategy.p, Placement.N
+        held._relayed = gathers.hops(*held._path) > 1
         held.live = held.most_live = 0
         shared = torch.empty(sum(layout.chunk for layout in layouts) + 1, dtype=dtype, device="meta")[1:]
         params, offset = [], 0

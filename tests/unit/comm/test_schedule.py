@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ext.comm.schedule import Schedule, Started
+from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
 
 pytestmark = pytest.mark.quick
@@ -23,11 +24,15 @@ def transfer(log: list[str], name: str) -> Any:
     return torch.empty(0)
 
 
+def ignore(result: torch.Tensor) -> None:
+    """Deliver it nowhere."""
+
+
 def test_overlapped_transfers_are_one_hop_apart() -> None:
     log: list[str] = []
     schedule = Schedule(overlap=True)
     for name in "ab":
-        schedule.submit(transfer(log, name))
+        schedule.submit(transfer(log, name), ignore)
     schedule.drain()
     # The first hop of b is on the wire together with the second of a.
     assert log == [
@@ -40,7 +45,7 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     log: list[str] = []
     schedule = Schedule(overlap=False)
     for name in "ab":
-        schedule.submit(transfer(log, name))
+        schedule.submit(transfer(log, name), ignore)
     assert log == [
         f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
     ]
@@ -55,14 +60,84 @@ def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
     assert started.finish() is result and log[-1] == "done a"
 
 
-def test_started_has_all_hops_on_the_wire_where_waiting_does_not_block_the_host() -> None:
+def test_a_relay_has_all_hops_at_once_where_waiting_does_not_block_the_host() -> None:
     log: list[str] = []
     with mock.patch("deepspeed_ext.comm.schedule.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
-        started = Started(transfer(log, "a"), hops=2)
-        assert log == ["start a1", "wait a1", "start a2"]
-        assert started.finish().numel() == 0
-    assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
+        schedule = Schedule(overlap=True, relayed=True)
+        schedule.submit(transfer(log, "a"), lambda _: log.append("delivered a"))
+        assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a", "delivered a"]
+
+
+class Behind:
+    """A communication on a stream of its own, which the stream that waits comes behind."""
+
+    def __init__(self, order: Order, wire: Stream) -> None:
+        self.order = order
+        wire.wait_stream(order.current)
+        wire.begin()
+        self.clock = dict(wire.clock)
+
+    def wait(self) -> None:
+        self.order.current.see(self.clock)
+
+
+def over(order: Order, wires: list[Stream]) -> Any:
+    """A hop over each of these."""
+    for wire in wires:
+        yield Behind(order, wire)
+    return torch.empty(0)
+
+
+def seen(stream: Stream, wires: list[Stream]) -> list[int]:
+    """How many communications of each wire this stream is behind."""
+    return [stream.clock.get(wire.number, 0) for wire in wires]
+
+
+def test_nobody_waits_for_transfers_whose_result_it_does_not_need() -> None:
+    with device_with_streams() as order:
+        wires = [Stream(order, "intra"), Stream(order, "inter")]
+        gathers = Schedule(overlap=True, relayed=True)
+        first, second, _ = (gathers.start(over(order, wires)) for _ in range(3))
+        assert seen(order.default, wires) == [0, 0]
+        gathers.finish(first)
+        assert seen(order.default, wires) == [1, 1]
+        gathers.finish(second)
+        assert seen(order.default, wires) == [2, 2]
+
+
+def test_buckets_leave_the_stream_that_packs_them_to_the_next_ones() -> None:
+    delivered: list[list[int]] = []
+    with device_with_streams() as order:
+        wires = [Stream(order, "intra"), Stream(order, "inter")]
+        reductions = Schedule(overlap=True, relayed=True)
+        for number in range(4):
+            reductions.submit(over(order, wires), lambda _: delivered.append(seen(order.current, wires)))
+            # Two are in flight: the third one's packing waits for the first one's relay.
+            assert seen(order.default, wires) == [max(0, number - 1)] * 2
+            assert [wire.clock[wire.number] for wire in wires] == [number + 1] * 2  # given to the device at once
+        reductions.drain()
+        assert seen(order.default, wires) == [4, 4]
+    assert delivered == [[number, number] for number in (1, 2, 3, 4)]  # in their order, each behind its own hops
+
+
+def test_a_bucket_that_stays_in_its_group_is_delivered_behind_those_before_it() -> None:
+    behind: list[bool] = []
+    with device_with_streams() as order:
+        wires = [Stream(order, "intra"), Stream(order, "inter")]
+        reductions = Schedule(overlap=True, relayed=True)
+        reductions.submit(over(order, wires), ignore)
+        reductions.submit(over(order, wires[:1]), lambda _: behind.append(seen(order.current, wires) == [2, 1]))
+    assert behind == [True]
+
+
+def test_what_is_dropped_is_over_for_what_comes_next() -> None:
+    with device_with_streams() as order:
+        wires = [Stream(order, "intra")]
+        reductions = Schedule(overlap=True, relayed=True)
+        reductions.submit(over(order, wires), ignore)
+        reductions.drop()
+        assert seen(order.default, wires) == [1]
 
 
 def test_started_without_hops_is_finished_at_once() -> None:

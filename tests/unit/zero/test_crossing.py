@@ -27,7 +27,8 @@ def backward(crossing: Crossing, used: list[Any], cuts: set[int]) -> Crossed:
     crossed: Crossed = []
 
     def take(last: bool = False) -> None:
-        for params, message in crossing.buckets(last):
+        for bucket in crossing.buckets(last):
+            params, message = bucket.params, bucket.pack()
             ids = [param.ds_id for param in params]
             expected = [
                 [10.0 * param.ds_id + row for param in params for _ in range(param.ds_tensor.ds_numel)]
@@ -71,7 +72,7 @@ def test_messages_do_not_depend_on_the_order_of_arrival(data: Any, count: int, l
         )
         for number, width in enumerate(data.draw(some.lists(some.integers(1, 12), min_size=count, max_size=count)))
     ]
-    groups = [Crossing(params, limit) for _ in range(2)]
+    groups = [Crossing(params, ROWS, limit) for _ in range(2)]
     for _ in range(3):
         used = data.draw(some.lists(some.sampled_from(params), max_size=12))  # some twice, some not at all
         crossed = [
@@ -91,8 +92,8 @@ def test_what_arrives_in_the_order_of_the_model_crosses_at_once() -> None:
         SimpleNamespace(ds_id=n, ds_numel=ROWS * 3, ds_tensor=SimpleNamespace(ds_numel=3), dtype=torch.float32)
         for n in range(8)
     ]
-    crossing = Crossing(params, 2 * ROWS * 3)
+    crossing = Crossing(params, ROWS, 2 * ROWS * 3)
     for end in (8, 6, 4, 2):
         arrive(crossing, params[end - 2 : end])
-        crossed = [[param.ds_id for param in some] for some, _ in crossing.buckets(last=end == 2)]
+        crossed = [[param.ds_id for param in bucket.params] for bucket in crossing.buckets(last=end == 2)]
         assert crossed == [[end - 2, end - 1]]

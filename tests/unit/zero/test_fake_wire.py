@@ -14,20 +14,27 @@ WITH_STREAMS = ("NGG", "NIG", "ING", "IGG", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
 COMMON = {
     "flat_gradients.py:reduce": "NGG",
-    "gradients.py:drain": "NGG",
     "gradients.py:finish": "NIG",
     "stage12.py:_gather_parameters": "NGG",
     "partitioned_gradients.py:reduce": "GGG",
     "partitioned_gradients.py:_cross": "IGG",
-    "partitioned_gradients.py:end_backward": "IGG",
-    "partitioned_gradients.py:drain": "GGG",
-    "gathers.py:wait": "GGG",
     "slices.py:_gather_slices": "IGG",
-    "slices.py:_wait_for_updates": "IGG",
 }
-WAITS = {
-    False: COMMON,
-    True: {**COMMON, "parameters.py:_start": "GGG"},
+WAITS = {  # by whether the device has streams
+    False: {
+        **COMMON,
+        "gradients.py:drain": "NGG",
+        "partitioned_gradients.py:end_backward": "IGG",
+        "partitioned_gradients.py:drain": "GGG",
+        "gathers.py:wait": "GGG",
+        "slices.py:_wait_for_updates": "IGG",
+    },
+    True: {  # relays wait at once; what is left is p = I
+        **COMMON,
+        "parameters.py:_start": "GGG",
+        "gathers.py:wait": "IGG",
+        "slices.py:gather_updates": "IGG",
+    },
 }
 STOCK = ("torch.py", "partition_parameters.py")  # DeepSpeed's, which waits for its own
 OTHERS = {"slices.py:drain"}  # it protects what is sent, of parameters that no module uses

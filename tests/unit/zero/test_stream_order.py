@@ -143,7 +143,7 @@ def gathers_case(name: str) -> tuple[list[str], bool]:
     from tests.harness.stream_order import device_with_streams
 
     with device_with_streams() as order:
-        _, model = training.make_engine(Job(sizes=SQUARE, empty=False, zero=SMALL), placed(name))
+        engine, model = training.make_engine(Job(sizes=SQUARE, empty=False, zero=SMALL), placed(name))
         ahead, used = get_accelerator().Stream(), get_accelerator().current_stream()
         params = list(model.layers[0].parameters())
         with order.watch():
@@ -159,6 +159,7 @@ def gathers_case(name: str) -> tuple[list[str], bool]:
             whole = sum(param.abs().sum() for param in params)
             params[0].partition(param_list=params)
             torch.zeros(10)
+        engine.destroy()
         return [str(finding) for finding in order.findings], bool(whole > 0)
 
 
