@@ -23,6 +23,13 @@ class LeafModuleConfig(Protocol):
     classes: list[str]
 
 
+class ThroughputTimerConfig(Protocol):
+    """A parsed ``timers.throughput``."""
+
+    synchronized: bool
+    model_fields_set: set[str]
+
+
 class ZeroConfig(Protocol):
     """A parsed ``zero_optimization`` with a strategy of ours."""
 
@@ -54,7 +61,9 @@ class Config(Protocol):
 
     _param_dict: dict[str, Any]
     zero_config: ZeroConfig
+    timers_config: ThroughputTimerConfig
     gradient_accumulation_steps: int
+    managed_gradient_accumulation: bool
 
 
 class Timers(Protocol):

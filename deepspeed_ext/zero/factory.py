@@ -5,7 +5,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,7 @@ from torch import nn
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, SECTION, STRATEGY
 from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
-from deepspeed_ext.deepspeed_types import Engine, ZeroConfig
+from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
@@ -54,7 +54,7 @@ def configure_with(
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
-    announce(strategy, topology, engine)
+    announce(strategy, topology, engine, use_streams(engine._config, strategy))
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topology, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
@@ -121,20 +121,50 @@ def _inference(
     return offload
 
 
-def announce(strategy: Strategy, topology: Topology, engine: Engine) -> None:
+def use_streams(config: Config, strategy: Strategy) -> list[str]:
+    """Overlap on devices with streams, where DeepSpeed's defaults would not: what the user has set stays.
+
+    By default DeepSpeed's throughput timer has the host wait for the device, communication included, at the end of
+    each step and at the beginning of each forward (``utils/timer.py``), and stages 1 and 2 reduce gradients on the
+    stream that computes them.
+
+    Returns:
+        What was changed, in words.
+    """
+    changed: list[str] = []
+    if get_accelerator().is_synchronized_device():
+        return changed
+    if "synchronized" not in config.timers_config.model_fields_set:
+        config.timers_config.synchronized = False
+        changed.append("timers.throughput.synchronized false")
+    zero = config.zero_config
+    # DeepSpeed refuses it at stage 1 where the caller manages accumulation.
+    possible = strategy.stage > 1 or config.managed_gradient_accumulation
+    if not zero.overlap_comm and config._param_dict[SECTION].get("overlap_comm") is None and possible:
+        zero.overlap_comm = True
+        changed.append(f"{SECTION}.overlap_comm true")
+    return changed
+
+
+def announce(strategy: Strategy, topology: Topology, engine: Engine, changed: Sequence[str]) -> None:
     """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
 
     At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
     will be. Where the planner has chosen, its own warning says what and why, and this line is INFO.
+
+    Args:
+        changed: what else was, of DeepSpeed's defaults.
     """
     chosen = getattr(engine._config, "strategy_was_chosen", False)
     n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
+    defaults = f" (by default here: {', '.join(changed)})" if changed else ""
     hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
-        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}{hint}",
+        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}{hint}"
+        f"{defaults}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
     )

@@ -1,0 +1,270 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""On a device with streams: where the host waits, what overlaps by default, and which updates are sent first."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.harness.networks import SQUARE
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+def host_waits_case(names: list[str], dtype: str, config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+    """How often the host has waited in micro-steps 5 to 10, for each strategy or stage.
+
+    Two micro-steps make a step. Kinds are "device", "stream" and "event", in ``engine.step()`` or outside of it. Such
+    events are those of DeepSpeed's brakes: the host must not be far ahead of gathers and reductions.
+    """
+    from collections import Counter
+
+    from tests.harness import training
+    from tests.harness.stream_order import device_with_streams
+
+    job = Job(sizes=SQUARE, accumulation=2, empty=False, dtype=dtype, zero={**SMALL, **zero}, config=config)
+    waits = {}
+    for name in names:
+        counts: Counter[str] = Counter()
+        with device_with_streams() as order:
+            engine, _ = training.make_engine(job, placed(name))
+            data = training.batches(job)
+            with order.watch():
+                for number in range(10):
+                    x, y = next(data)
+                    before = order.synchronizations.copy()
+                    loss = ((engine(x) - y) ** 2).float().mean()
+                    engine.backward(loss)
+                    between = order.synchronizations.copy()
+                    engine.step()
+                    if number >= 4:
+                        counts.update({f"{kind} outside": many for kind, many in (between - before).items()})
+                        counts.update({f"{kind} in step": n for kind, n in (order.synchronizations - between).items()})
+            engine.destroy()
+        waits[name] = dict(counts)
+    return waits
+
+
+@pytest.mark.parametrize(
+    "dtype, config, zero",
+    [
+        ("fp16", {}, {}),
+        # The scale of torch's scaler is on the device; each message in four bits needs it.
+        (
+            "fp32",
+            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+            {"zeropp_loco_param": {}},
+        ),
+    ],
+)
+def test_the_host_waits_only_where_a_step_is_decided(
+    ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any]
+) -> None:
+    names = ["NIG", "NGG", "IIG", "IGG"] if zero else [*REPLICATED, *PARTITIONED]
+    ours = ranks(4).run(host_waits_case, names, dtype, config, zero)[0]
+    stocks = ranks(4).run(host_waits_case, ["2", "3"], dtype, config, {})[0]
+    assert all(waits["device outside"] >= 6 <= waits["device in step"] for waits in stocks.values())
+    for name, waits in ours.items():
+        stock = stocks["2" if name.startswith("N") else "3"]
+        assert not {"device outside", "stream outside", "device in step"} & set(waits), (name, waits)
+        scales = 3 if zero else 0  # once in a step
+        assert waits["stream in step"] <= stock["stream in step"] + scales, (name, waits, stock)
+
+
+def test_four_bits_know_the_scale_of_this_step(ranks: Any, kernels: bool) -> None:
+    for scales in ranks(4).run(scales_case):
+        assert len({scale for scale, _ in scales}) > 1
+        assert all(known == scale for scale, known in scales)
+
+
+def scales_case() -> list[tuple[float, float]]:
+    """The scale of torch's scaler after each step, in which it grows, and what messages in four bits take it for."""
+    from tests.harness import training
+
+    job = Job(
+        sizes=SQUARE,
+        empty=False,
+        steps=3,
+        zero={**SMALL, "zeropp_loco_param": {}},
+        config={"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    )
+    engine, _ = training.make_engine(job, placed("NIG"))
+    engine.optimizer.torch_autocast_gradscaler.set_growth_interval(1)
+    data = training.batches(job)
+    scales = []
+    for number in range(job.steps):
+        training.micro_step(engine, job, number, *next(data))
+        engine.step()
+        optimizer = engine.optimizer
+        scales.append((optimizer.torch_autocast_gradscaler.get_scale(), optimizer._gradient_scale()))
+    return scales
+
+
+def settings(synchronized: bool | None, overlap: bool | None, managed: bool = True) -> Any:
+    """What ``use_streams`` looks at of a parsed configuration."""
+    section = {} if overlap is None else {"overlap_comm": overlap}
+    return SimpleNamespace(
+        _param_dict={"zero_optimization": section},
+        managed_gradient_accumulation=managed,
+        timers_config=SimpleNamespace(
+            synchronized=synchronized is not False,
+            model_fields_set=set() if synchronized is None else {"synchronized"},
+        ),
+        zero_config=SimpleNamespace(overlap_comm=bool(overlap)),
+    )
+
+
+@pytest.mark.quick
+def test_overlap_is_the_default_on_devices_with_streams_alone() -> None:
+    from deepspeed_ext.strategy import STRATEGIES
+    from deepspeed_ext.zero.factory import use_streams
+    from tests.harness.stream_order import device_with_streams
+
+    def used(name: str, config: Any) -> tuple[bool, bool, int]:
+        changed = use_streams(config, STRATEGIES[name])
+        return config.timers_config.synchronized, config.zero_config.overlap_comm, len(changed)
+
+    assert used("NIG", settings(None, None)) == (True, False, 0)  # the CPU
+    with device_with_streams():
+        assert used("NIG", settings(None, None)) == (False, True, 2)
+        assert used("NNG", settings(None, None)) == (False, True, 2)
+        assert used("NIG", settings(True, None)) == (True, True, 1)
+        assert used("NIG", settings(None, False)) == (False, False, 1)
+        assert used("NIG", settings(False, True)) == (False, True, 0)
+        # DeepSpeed refuses overlap at stage 1 where the caller manages accumulation.
+        assert used("NNG", settings(None, None, managed=False)) == (False, False, 1)
+        assert used("NIG", settings(None, None, managed=False)) == (False, True, 2)
+
+
+def test_what_was_set_by_default_is_used_and_said(ranks: Any) -> None:
+    for lines, overlaps in ranks(2).run(defaults_case):
+        assert overlaps == [True, False]
+        assert not lines or [line.partition("(by default here: ")[2] for line in lines] == [
+            "timers.throughput.synchronized false, zero_optimization.overlap_comm true)",
+            "timers.throughput.synchronized false)",
+        ]
+
+
+def defaults_case() -> tuple[list[str], list[bool]]:
+    """Lines of the log about two engines, and whether their optimizers overlap: by default, and where that is off."""
+    from tests.harness import training
+    from tests.harness.logs import logged
+    from tests.harness.stream_order import device_with_streams
+
+    overlaps = []
+    with device_with_streams(), logged() as lines:
+        for zero in ({}, {"overlap_comm": False}):
+            engine, _ = training.make_engine(Job(zero=SMALL), placed("NIG", group_size=1, **zero))
+            overlaps.append(engine.optimizer.overlap_comm)
+            engine.destroy()
+    return [line for _, line in lines if "data-parallel ranks" in line], overlaps
+
+
+def test_updates_are_sent_in_the_order_of_the_model(ranks: Any) -> None:
+    for sent, waited in ranks(4).run(updates_case):
+        assert len(sent) > 2 and sent == sorted(sent)
+        # Of two parameter groups the second has every other layer: the first layer's parameters are in few blocks.
+        assert 0 < waited <= 2
+
+
+def updates_case() -> tuple[list[int], int]:
+    """The smallest ds_id of each block, in the order in which they are sent; how many the first module waits for."""
+    from unittest import mock
+
+    from deepspeed_ext.comm.reshard import ParameterReshard
+    from deepspeed_ext.zero.slices import Slices
+    from tests.harness import training
+    from tests.harness.stream_order import device_with_streams
+
+    job = Job(sizes=(16,) * 7, empty=False, groups=2, zero={**SMALL, "stage3_prefetch_bucket_size": 0})
+    sent: list[int] = []
+    waited: list[int] = []
+    complete_rows, wait = ParameterReshard.complete_rows, Slices._wait_for_updates
+    with device_with_streams() as order:
+        engine, _ = training.make_engine(job, placed("IIG", sub_group_size=600))
+        parameters = engine.optimizer.parameters
+
+        def complete(self: Any, rows: Any) -> Any:
+            (block,) = (n for n, held in enumerate(parameters._blocks) if held.data_ptr() == rows.data_ptr())
+            sent.append(min(ds_id for ds_id, number in parameters._block_of.items() if number == block))
+            return complete_rows(self, rows)
+
+        def sent_before(stream: Any) -> int:
+            return int(stream.clock.get(wire.number, 0) - began)
+
+        def waiting(self: Any, params: Any) -> None:
+            wait(self, params)
+            waited.append(sent_before(order.current))
+
+        data = training.batches(job)
+        with order.watch():
+            training.micro_step(engine, job, 0, *next(data))
+            name = f"wire {engine.optimizer.topology.inter.group_name}"
+            wire = next(one for one in order.streams if one.name == name)
+            began = wire.clock.get(wire.number, 0)
+            with mock.patch.object(ParameterReshard, "complete_rows", complete):
+                engine.step()
+            with mock.patch.object(Slices, "_wait_for_updates", waiting):
+                engine(next(data)[0])
+        engine.destroy()
+    return sent, waited[0]
+
+
+def test_with_an_offloaded_optimizer_updates_leave_as_soon_as_they_are_made(ranks: Any) -> None:
+    for log in ranks(4).run(early_case):
+        assert log.count("step") == log.count("send") > 2
+        assert log[: len(log) // 2 * 2] == ["step", "send"] * (len(log) // 2)
+
+
+def early_case() -> list[str]:
+    """Steps of sub-groups and gathers of blocks, in their order."""
+    from unittest import mock
+
+    from deepspeed_ext.comm.reshard import ParameterReshard
+    from deepspeed_ext.zero.stage3 import Stage3Optimizer
+    from tests.harness import training
+
+    log: list[str] = []
+    step, complete_rows = Stage3Optimizer._optimizer_step, ParameterReshard.complete_rows
+
+    def stepped(*args: Any) -> Any:
+        log.append("step")
+        return step(*args)
+
+    def sent(*args: Any) -> Any:
+        log.append("send")
+        return complete_rows(*args)
+
+    job = Job(sizes=SQUARE, empty=False, zero={**SMALL, **OFFLOADED})
+    engine, _ = training.make_engine(job, placed("IIG", sub_group_size=600))
+    training.micro_step(engine, job, 0, *next(training.batches(job)))
+    with (
+        mock.patch.object(Stage3Optimizer, "_optimizer_step", stepped),
+        mock.patch.object(ParameterReshard, "complete_rows", sent),
+    ):
+        engine.step()
+    return log
+
+
+@pytest.mark.parametrize("name", ["GNG", "ING", "INI"])
+def test_an_offloaded_optimizer_gets_its_gradients_where_they_were_in_the_step_before(ranks: Any, name: str) -> None:
+    for places in ranks(4).run(held_case, name):
+        assert len(set(places)) == 1
+
+
+def held_case(name: str) -> list[int]:
+    """Addresses of the gradients of the optimizer's shard: when it is made, and at the boundary of three steps."""
+    from tests.harness import training
+
+    job = Job(sizes=SQUARE, empty=False, accumulation=2, zero={**SMALL, **OFFLOADED})
+    engine, _ = training.make_engine(job, placed(name))
+    data = training.batches(job)
+    places = [engine.optimizer.gradients.shard.data_ptr()]
+    for number in range(6):
+        training.micro_step(engine, job, number, *next(data))
+        if number % 2:
+            places.append(engine.optimizer.gradients.shard.data_ptr())
+        engine.step()
+    return places
