@@ -45,19 +45,19 @@ class Memory:
     known: Clock = field(default_factory=dict)  # what was on these
     freed: str = ""  # where
 
-    def add(self, access: Access) -> list[Access]:
-        """Note an access; those before it that it may run beside, but must not."""
-        unordered = [
+    def add(self, access: Access) -> tuple[int, list[Access]]:
+        """Note an access; how many before it, on other streams, it must not run beside, and those that it may."""
+        conflicting = [
             other
             for other in self.accesses
-            if (access.writes or other.writes)
-            and not access.stream.has_seen(other)
+            if access.stream is not other.stream
+            and (access.writes or other.writes)
             and _overlap(access.spans, other.spans)
         ]
         self.accesses = [other for other in self.accesses if not _replaces(access, other)]
         self.accesses.append(access)
         self.last[access.stream.number] = access
-        return unordered
+        return len(conflicting), [other for other in conflicting if not access.stream.has_seen(other)]
 
     def in_use(self) -> list[Access]:
         """Accesses that may run beside what gets the memory next."""

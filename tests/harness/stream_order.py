@@ -162,7 +162,14 @@ class Work:
 
 
 class Order:
-    """The streams of a simulated device, and what happens on them. See Note [How order is checked]."""
+    """The streams of a simulated device, and what happens on them. See Note [How order is checked].
+
+    Attributes:
+        findings: what has no order, and how often.
+        accesses: of tensors, how many were looked at.
+        pairs: of accesses to the same bytes on two streams, at least one of which writes: how many were compared.
+        synchronizations: how often the host has waited for the device, by kind.
+    """
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
@@ -170,6 +177,7 @@ class Order:
         self.default = Stream(self, "compute")
         self.current = self.default
         self.findings: Counter[Finding] = Counter()
+        self.accesses = self.pairs = 0
         self.synchronizations: Counter[str] = Counter()
         self.on_their_way: set[Work] = set()
         self._memories: dict[int, Memory] = {}
@@ -234,7 +242,10 @@ class Order:
                 if not spans:
                     continue
                 access = Access(stream, number, writing, spans, operation, where)
-                for other in self._memory(tensor, self.default).add(access):
+                conflicting, unordered = self._memory(tensor, self.default).add(access)
+                self.accesses += 1
+                self.pairs += conflicting
+                for other in unordered:
                     self.findings[Finding(str(other), str(access))] += 1
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
