@@ -85,6 +85,7 @@ OPTIONS = {
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options(pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
+    "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, "zeropp_loco_param": {}}, pipe=_PIPE),
 }
 
 

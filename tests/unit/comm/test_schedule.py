@@ -131,6 +131,26 @@ def test_a_bucket_that_stays_in_its_group_is_delivered_behind_those_before_it() 
     assert behind == [True]
 
 
+def test_what_a_hop_keeps_passes_from_transfer_to_transfer_in_order() -> None:
+    """As errors of gradients do, of which the next bucket between groups may be the same one."""
+    kept: list[tuple[Stream, int]] = []
+    behind: list[bool] = []
+
+    def keeping(order: Order, wires: list[Stream]) -> Any:
+        yield Behind(order, wires[0])
+        behind.extend(order.current.clock.get(stream.number, 0) >= number for stream, number in kept)
+        kept.append((order.current, order.current.begin()))
+        yield Behind(order, wires[1])
+        return torch.empty(0)
+
+    with device_with_streams() as order:
+        wires = [Stream(order, "intra"), Stream(order, "inter")]
+        reductions = Schedule(overlap=True, relayed=True)
+        for _ in range(3):
+            reductions.submit(keeping(order, wires), ignore)
+    assert behind == [True] * 3
+
+
 def test_what_is_dropped_is_over_for_what_comes_next() -> None:
     with device_with_streams() as order:
         wires = [Stream(order, "intra")]

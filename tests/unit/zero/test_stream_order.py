@@ -30,6 +30,7 @@ SETS = {
     "no_sync": 3,
     "pipeline": 14,
     "pipeline, overlap": 14,
+    "pipeline, LoCo": 3,
 }
 
 
