@@ -97,7 +97,7 @@ def reshard_volume(sizes: GroupSizes, source: Placement, target: Placement, nbyt
 
 
 class Direction(Enum):
-    """Of a move: towards N, or towards G."""
+    """Where a move goes: towards N, or towards G."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -187,8 +187,8 @@ class Strategy:
         coarser = [letter for letter in ("p", "g") if getattr(self, letter) > self.os]
         if coarser:
             raise ValueError(
-                f"{self.name} is not a strategy: optimizer states must be cut at least as finely as parameters and as "
-                f"gradients (N < I < G), but os = {self.os.name} is coarser than "
+                f"{self.name} is not a strategy: optimizer states must be sharded at least as finely as parameters "
+                f"and as gradients (N < I < G), but os = {self.os.name} is coarser than "
                 f"{' and than '.join(f'{c} = {getattr(self, c).name}' for c in coarser)}. Optimizer states are the "
                 f"largest of the three and are used once a step: replicating them to save a smaller one costs memory."
             )

@@ -201,7 +201,7 @@ class Check:
         strategy, sizes = self._optimizer.strategy, self._optimizer.topology.sizes
         return (
             f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
-            f"{sizes.ranks} ranks. If these cut the states otherwise, convert it once:\n"
+            f"{sizes.ranks} ranks. If these shard the states otherwise, convert it once:\n"
             f"  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {self._folder} "
             f"--output_folder {self._folder}_universal\n"
             f'and load it with "checkpoint": {{"load_universal": true}} in the configuration.'

@@ -3,7 +3,7 @@
 """How flat buffers are divided into cells, and where the parts of a bucket belong.
 
 Note [Flat buffers, cells and slices]
-    A flat buffer is cut into rows x cols *cells* of ``chunk`` elements; cell (row j, column i) starts at element
+    A flat buffer is divided into rows x cols *cells* of ``chunk`` elements; cell (row j, column i) starts at element
     (j*cols + i)*chunk. With columns = numbers in the group (m) and rows = groups (k), cell (j, i) is the chunk that
     ZeRO gives to data-parallel rank j*m + i. The I-slice of a rank is its column, the *strided* chunks
     {i, m+i, 2m+i, ...}: a reduce-scatter of it between groups lands on exactly ZeRO's chunk, so checkpoints need no
@@ -37,7 +37,7 @@ def windows(numel: int, rows: int, most: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """How a flat buffer of ``numel`` elements is cut into cells; see Note [Flat buffers, cells and slices]."""
+    """How a flat buffer of ``numel`` elements is divided into cells; see Note [Flat buffers, cells and slices]."""
 
     numel: int
     rows: int
@@ -129,7 +129,7 @@ class BucketPlan:
 
 @lru_cache(maxsize=4096)  # training repeats the same buckets
 def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> BucketPlan:
-    """Cut a bucket that holds ``ranges``, one after the other, along the cells of their buffers."""
+    """Divide a bucket that holds ``ranges``, one after the other, along the cells of their buffers."""
     pieces: list[tuple[int, int, int, int, int, int]] = []  # col, row, buffer, start in cell, numel, offset
     offset = 0
     for buffer, start, numel in ranges:

@@ -114,7 +114,7 @@ def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> 
 
 
 def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Repeated]:
-    """Cut a list into runs: from the left, the pattern of at most ``longest`` that reaches farthest."""
+    """Divide a list into runs: from the left, the pattern of at most ``longest`` that reaches farthest."""
     numels = [layout.numel for layout in layouts]
     first = start = 0
     while first < len(layouts):

@@ -51,7 +51,7 @@ def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
     size, hierarchical = section.get(MICS_SIZE, -1), section.get(MICS_HIERARCHICAL, False)
     if not is_count(size) and (size != -1 or not isinstance(size, int)):
         raise must_be(
-            MICS_SIZE, "an integer of at least 1 (ranks over which model states are cut), or -1 for off", size
+            MICS_SIZE, "an integer of at least 1 (ranks over which model states are sharded), or -1 for off", size
         )
     if size == -1:
         if hierarchical:
@@ -102,7 +102,7 @@ def with_leaf_bytes(section: Mapping[str, Any]) -> dict[str, Any]:
         if not (isinstance(given, str) and given[:1].upper() == Placement.N.name):
             return section
         raise ValueError(
-            f"{SECTION}.{LEAF_BYTES} needs parameters that are cut, but {STRATEGY} is {given!r}. Use a strategy with "
+            f"{SECTION}.{LEAF_BYTES} needs sharded parameters, but {STRATEGY} is {given!r}. Use a strategy with "
             f"p = I or G, or remove {LEAF_BYTES}."
         )
     stage = section.get("stage")

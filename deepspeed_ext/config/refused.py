@@ -130,13 +130,13 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         f"{SECTION}.offload_param",
         lambda c: c.zero_config.offload_param,
-        "parameters are not cut; it needs stage 3",
+        "parameters are not sharded; it needs stage 3",
         _replicated,
     ),
     Refusal(
         f"{SECTION}.stage3_module_granularity_threshold",
         lambda c: c.zero_config.module_granularity_threshold,
-        "parameters are not cut; it needs stage 3",
+        "parameters are not sharded; it needs stage 3",
         _replicated,
     ),
     Refusal(
@@ -179,7 +179,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         f"{SECTION}.zero_hpz_partition_size",
         lambda c: c.zero_config.zero_hpz_partition_size > 1,
-        "hpZ cuts the parameters of stage 3 inside a group; strategies with p = I do that",
+        "hpZ shards the parameters of stage 3 inside a group; strategies with p = I do that",
     ),
     Refusal(
         f"{SECTION}.zero_quantized_weights",

@@ -26,8 +26,8 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
 
     paro_strategy: str
     """
-    Placement of parameters, gradients and optimizer states, a letter each: N not cut, I cut inside a group, G cut
-    over all ranks. Sets ``stage`` where that is absent.
+    Placement of parameters, gradients and optimizer states, a letter each: N replicated, I sharded inside a group, G
+    sharded over all ranks. Sets ``stage`` where that is absent.
     """
 
     paro_group_size: int | None = None

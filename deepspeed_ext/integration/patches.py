@@ -113,13 +113,13 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__",
-        "take modifier_rank as a data-parallel rank where parameters are cut inside groups",
+        "take modifier_rank as a data-parallel rank where parameters are sharded inside groups",
         "(self, params, modifier_rank=None, fwd_module=None, enabled=True)",
         strategies.modify_in_all_groups,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._exit",
-        "bring what one rank has modified to all groups where parameters are cut inside groups",
+        "bring what one rank has modified to all groups where parameters are sharded inside groups",
         "(self, *exc)",
         strategies.broadcast_to_all_groups,
     ),

@@ -90,7 +90,7 @@ RELIED_ON: tuple[Patch, ...] = (
             ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
             (
                 "_load_legacy_checkpoint",
-                "refuse a checkpoint that is cut otherwise",
+                "refuse a checkpoint that is sharded otherwise",
                 "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False)",
             ),
             ("_load_global_state", "load from universal checkpoints", "(self, sd)"),
@@ -118,7 +118,7 @@ RELIED_ON: tuple[Patch, ...] = (
             ("_pre_step", "wait for gathers of parameters", "(self)"),
             ("_post_step", "gather updated parameters", "(self, timer_names)"),
             ("_setup_for_real_optimizer", "place gradients", "(self)"),
-            ("reduce_ready_partitions_and_remove_grads", "keep a gradient that is not cut", "(self, param)"),
+            ("reduce_ready_partitions_and_remove_grads", "keep a gradient that is not sharded", "(self, param)"),
             (
                 "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
                 "reduce a full bucket",
@@ -155,7 +155,7 @@ RELIED_ON: tuple[Patch, ...] = (
             ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
             (
                 "load_state_dict",
-                "refuse a checkpoint that is cut otherwise",
+                "refuse a checkpoint that is sharded otherwise",
                 "(self, state_dict_list, load_optimizer_states=True, load_from_fp32_weights=False, "
                 "checkpoint_folder=None, load_serial=None, param_shapes=None)",
             ),

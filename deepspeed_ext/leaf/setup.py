@@ -134,7 +134,7 @@ def _warn(found: list[Found], settings: Settings) -> None:
         logger.warning(
             f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, "
             f"{type(first.module).__name__} {first.name} for one ({_own_bytes(first):,} bytes, budget {budget:,}): "
-            f"they are fetched at once all the same. Packed experts cannot be cut into chunks."
+            f"they are fetched at once all the same. Packed experts cannot be divided into chunks."
         )
     split = [one for one in found if one.kind == LeafKind.FINE and experts_of(one.module)]
     if split:

@@ -108,7 +108,7 @@ class ShardedPipelineEngine(PipelineEngine):
         options = self._config.activation_checkpointing_config
         if options.partition_activations or options.cpu_checkpointing:
             raise ValueError(
-                "pipeline.use_reentrant false with parameters that are cut cannot be combined with "
+                "pipeline.use_reentrant false with sharded parameters cannot be combined with "
                 "activation_checkpointing.partition_activations and cpu_checkpointing. Remove one of the two."
             )
         module.activation_checkpoint_func = functools.partial(torch_checkpoint, use_reentrant=False)

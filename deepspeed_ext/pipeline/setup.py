@@ -32,7 +32,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         lambda engine, module: any(hasattr(param, "ds_id") for param in module.parameters()),
-        "the PipelineModule has parameters that are cut already; build it outside of deepspeed.zero.Init",
+        "the PipelineModule has parameters that are sharded already; build it outside of deepspeed.zero.Init",
     ),
 )
 
@@ -97,8 +97,9 @@ def refuse_zero_init() -> None:
 
     if partition_parameters.zero_init_context:
         raise ValueError(
-            "A PipelineModule cannot be built under deepspeed.zero.Init, which cuts parameters over all ranks, while "
-            "each stage has its own. Build it outside: stages hold their own layers only, and cut them afterwards."
+            "A PipelineModule cannot be built under deepspeed.zero.Init, which shards parameters over all ranks, "
+            "while each stage has its own. Build it outside: stages hold their own layers only, and shard them "
+            "afterwards."
         )
 
 

@@ -78,14 +78,14 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
     possible = possible_strategies(engine._config)
     reasons = []
     if any(is_partitioned(parameter) for parameter in model.parameters()):
-        reasons.append("the model was built under zero.Init, which cuts parameters")
+        reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
-        reasons.append("there is no optimizer, whose states are all that the others cut")
+        reasons.append("there is no optimizer, whose states are all that the others shard")
     sharded = [row for row in possible if row.p != Placement.N]
     if reasons and not sharded:
         raise ValueError(
             f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, where parameters "
-            f"are not cut, but {' and '.join(reasons)}. Set stage 3."
+            f"are not sharded, but {' and '.join(reasons)}. Set stage 3."
         )
     return sharded if reasons else possible
 

@@ -38,7 +38,7 @@ _METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 
 class PartitionedParameters(Slices):
-    """The parameters of a model, cut as a strategy says. See Note [Rows] in ``slices.py``.
+    """The parameters of a model, sharded as a strategy says. See Note [Rows] in ``slices.py``.
 
     Args:
         params: ZeRO parameters, sharded over any process group; trainable and frozen.
@@ -270,7 +270,7 @@ def partition(
     reshard: ParameterReshard,
     gathers: Mapping[str, Any],
 ) -> PartitionedParameters:
-    """Hold the parameters of a model, which DeepSpeed has cut, as a strategy says.
+    """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says.
 
     Args:
         offload: DeepSpeed's, with a coordinator of ours.

@@ -39,7 +39,7 @@ class PartitionedGradients(Gradients):
 
     Args:
         params: trainable ZeRO parameters, in the order of the optimizer's shard.
-        layout: how a parameter is cut into cells.
+        layout: how a parameter is divided into cells.
         strategy: one with p = I or G.
         ranks: data-parallel ranks, over which the mean is taken.
         reshard: hops of the data-parallel group.

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that are sharded otherwise, and those of ZeRO-3 whose sub-groups have other sizes.
 
-A rank of ZeRO-3 saves its chunks of the parameters of a parameter group one after the other, cut into sub-groups where
-``sub_group_size`` or, for some strategies, ``allgather_bucket_size`` says. The order is the same whatever the sizes,
-so the states of a parameter group need only be sharded elsewhere.
+A rank of ZeRO-3 saves its chunks of the parameters of a parameter group one after the other, divided into sub-groups
+where ``sub_group_size`` or, for some strategies, ``allgather_bucket_size`` says. The order is the same whatever the
+sizes, so the states of a parameter group need only be divided elsewhere.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ def sharded_otherwise(saved: str, wanted: str) -> ValueError:
 
 
 def check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> None:
-    """Whether ``regroup`` can cut the sub-groups as wanted. Arguments as there.
+    """Whether ``regroup`` can divide the sub-groups as wanted. Arguments as there.
 
     Raises:
         ValueError: a parameter group of the checkpoint has another number of elements, or its sub-groups differ in a
@@ -40,13 +40,13 @@ def check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> N
             values = [states[index][key] for index in group]
             if not _has_elements(values, [flats[index] for index in group]) and _differ(values):
                 raise ValueError(
-                    f"The sub-groups of the checkpoint differ in the optimizer's {key!r}, so they cannot be cut into "
-                    f"others. Load it with the sub_group_size and allgather_bucket_size that saved it."
+                    f"The sub-groups of the checkpoint differ in the optimizer's {key!r}, so they cannot be divided "
+                    f"into others. Load it with the sub_group_size and allgather_bucket_size that saved it."
                 )
 
 
 def regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return a rank's state dict of ZeRO-3's optimizer, with its sub-groups cut as wanted.
+    """Return a rank's state dict of ZeRO-3's optimizer, with its sub-groups divided as wanted.
 
     Args:
         state: as ``state_dict()`` of ZeRO-3's optimizer gives it, and ``check_groups`` accepts it.

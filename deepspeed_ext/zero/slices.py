@@ -166,7 +166,7 @@ class Slices:
         """Reshard os -> p after a step: start to complete the slices from the groups' rows, if there are slices.
 
         All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
-        another does with its data. It is that of the model: parameter groups cut each layer's parameters apart, and
+        another does with its data. It is that of the model: parameter groups split each layer's parameters, and
         the first layer would wait for the last group's blocks.
         """
         self._written()

@@ -29,8 +29,9 @@ class Stage12States(ParoOptimizer):
         stage, saved = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
         if stage > 2 or saved != self.partition_count:
             raise sharded_otherwise(
-                f"of stage {stage} and cut over {saved} ranks",
-                f"are of stage 1 or 2 and cut over {self.partition_count} ranks (an entry for each parameter group)",
+                f"of stage {stage} and sharded over {saved} ranks",
+                f"are of stage 1 or 2 and sharded over {self.partition_count} ranks (an entry for each parameter "
+                f"group)",
             )
         if PARAM_SLICE_MAPPINGS not in state:  # of an older DeepSpeed
             return

@@ -93,7 +93,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     # Parameters #######################################################################################
 
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
-        """Have DeepSpeed cut the model's parameters and watch its modules; then hold the parameters as p says."""
+        """Have DeepSpeed shard the model's parameters and watch its modules; then hold the parameters as p says."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
         self.parameters = partition(

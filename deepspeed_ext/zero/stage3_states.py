@@ -36,12 +36,13 @@ class Stage3States(ParoOptimizer):
         stage, saved = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
         if (stage, saved) != (3, self.partition_count):
             raise sharded_otherwise(
-                f"of stage {stage} and cut over {saved} ranks", f"are of stage 3 and cut over {self.partition_count}"
+                f"of stage {stage} and sharded over {saved} ranks",
+                f"are of stage 3 and sharded over {self.partition_count}",
             )
         check_groups(state, self._sub_group_numels())
 
     def load_state_dict(self, state_dict_list: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
-        """Also refuse states that are sharded otherwise, and cut sub-groups anew.
+        """Also refuse states that are sharded otherwise, and divide sub-groups anew.
 
         Raises:
             ValueError: see ``check_states``.

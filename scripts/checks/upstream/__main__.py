@@ -122,7 +122,9 @@ def _strategies(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(f"expected a strategy for each of the stages 1, 2 and 3, got {text!r}")
     for stage, name in enumerate(names, start=1):
         if (stage == 3) != (STRATEGIES[name].stage == 3):
-            raise argparse.ArgumentTypeError(f"{name} cannot stand for stage {stage}: parameters are cut at stage 3")
+            raise argparse.ArgumentTypeError(
+                f"{name} cannot stand for stage {stage}: parameters are sharded at stage 3"
+            )
     return names
 
 

@@ -12,7 +12,7 @@ from tests.harness.training import PARTITIONED, REPLICATED
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 
 
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 def test_the_model_is_saved_in_its_own_precision(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(bit16_case, str(tmp_path), names):
         assert rows == [(name, True, []) for name in names]

@@ -148,8 +148,14 @@ def spoilt_universal_case(folder: str, name: str, file: str) -> list[tuple[str, 
 
 # (saved by, keys then; loaded by, keys now; what the error says)
 MISFITS = [
-    ("GGG", {}, "III", {}, "of stage 3 and cut over 4 ranks, but those of this run are of stage 3 and cut over 2"),
-    ("NIG", {}, "NNN", {}, "of stage 2 and cut over [4] ranks"),
+    (
+        "GGG",
+        {},
+        "III",
+        {},
+        "of stage 3 and sharded over 4 ranks, but those of this run are of stage 3 and sharded over 2",
+    ),
+    ("NIG", {}, "NNN", {}, "of stage 2 and sharded over [4] ranks"),
     ("NIG", {}, "IIG", {}, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing"),
     ("IIG", {}, "NIG", {}, "mp_rank_00_model_states.pt is missing"),
     ("NIG", {}, "NIG", {"round_robin_gradients": True}, "order"),

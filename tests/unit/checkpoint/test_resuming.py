@@ -11,7 +11,7 @@ from torch import nn
 from tests.harness.snapshots import error_of, job_of
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
 
 

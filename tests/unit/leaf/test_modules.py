@@ -201,7 +201,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"paro_strategy": "NIG", "stage3_leaf_bytes": 10**9},
-        "needs parameters that are cut, but paro_strategy is 'NIG'",
+        "needs sharded parameters, but paro_strategy is 'NIG'",
     ),
     (
         {"stage": 3, "stage3_leaf_bytes": 5, "stage3_module_granularity_threshold": 7},

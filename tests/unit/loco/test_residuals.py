@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize(("dtype", "backend"), [("fp32", "gloo"), ("fp16", "gloo"), ("fp32", "nccl")])
-@pytest.mark.parametrize("names", [("NNN", "NII", "NIG", "NGG"), ("INI", "IIG", "IGG", "GGG")], ids=["p=N", "p-cut"])
+@pytest.mark.parametrize("names", [("NNN", "NII", "NIG", "NGG"), ("INI", "IIG", "IGG", "GGG")], ids=["p=N", "p=I,G"])
 def test_15_a_run_that_is_resumed_is_the_run(
     ranks: Any, names: tuple[str, ...], dtype: str, backend: str, tmp_path: Any
 ) -> None:

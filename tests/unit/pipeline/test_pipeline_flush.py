@@ -24,7 +24,7 @@ ZERO = {
 RELATIVE, ABSOLUTE = 0.02, 4000  # of what is due; bytes of norms, losses, and ZeRO-3's compared records
 
 
-@pytest.mark.parametrize("names", [("NNG", "NIG"), ("IIG", "GGG")], ids=["p=N", "p-cut"])
+@pytest.mark.parametrize("names", [("NNG", "NIG"), ("IIG", "GGG")], ids=["p=N", "p=I,G"])
 def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
     results = ranks(8).run(flush_case, names)
     for index, name in enumerate(names):

@@ -9,7 +9,7 @@ import pytest
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL
 
 SOME = ("NIG", "IIG")
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 
 
 def run(

@@ -37,7 +37,7 @@ def check(rows: list[Row], cluster: GroupSizes, states: ModelStates, accumulatio
         assert total == pytest.approx((whole.intra, whole.inter), rel=RELATIVE), name
 
 
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 @pytest.mark.parametrize("world, group, accumulation", [(4, 2, 1), (4, 2, 4), (6, 3, 1), (6, 2, 4)])
 def test_bytes_within_and_between_groups(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
@@ -47,7 +47,7 @@ def test_bytes_within_and_between_groups(
     check(rows, GroupSizes(world, group), states, accumulation)
 
 
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 def test_frozen_parameters_are_gathered_but_neither_reduced_nor_updated(ranks: Any, names: tuple[str, ...]) -> None:
     # Not the first layer: without a gradient to compute, backward would not need its parameters.
     parameters, trainable, rows = ranks(4).run(bytes_case, names, 2, 2, frozen=(1,))[0]

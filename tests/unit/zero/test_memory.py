@@ -47,7 +47,7 @@ if mallinfo2 is not None:
     mallinfo2.restype = Mallinfo2
 
 
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 
 
@@ -121,7 +121,7 @@ def crossing(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> fl
     return states.gradients / cluster.shards(Placement.I if strategy.g == Placement.N else strategy.os)
 
 
-@pytest.mark.parametrize("names", [("NNN", "NNG", "NIG", "NGG"), ("ING", "IIG", "GGG")], ids=["p=N", "p-cut"])
+@pytest.mark.parametrize("names", [("NNN", "NNG", "NIG", "NGG"), ("ING", "IIG", "GGG")], ids=["p=N", "p=I,G"])
 @has_mallinfo
 def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)

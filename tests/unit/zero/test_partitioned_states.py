@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What strategies that cut parameters hold between steps: saved, offloaded, under way, incomplete."""
+"""What strategies that shard parameters hold between steps: saved, offloaded, under way, incomplete."""
 
 from pathlib import Path
 from typing import Any

@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS
 
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p-cut"])
+BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
