@@ -7,17 +7,21 @@ order is checked] in ``stream_order.py``.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import deepspeed
+import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from tests.harness import mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
+from tests.harness.left_out_waits import sites, under
 from tests.harness.stream_order import Order, device_with_streams
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
@@ -47,7 +51,7 @@ class Options:
         job: without these keys.
         gathering: whether parameters are looked at, and changed, between forward and backward, while gathers for the
             backward are on their way.
-        saving: whether a checkpoint is saved behind each step.
+        saving: whether a checkpoint is saved and loaded behind each step.
         pipe: a pipeline instead of the job.
     """
 
@@ -63,18 +67,22 @@ _OVERLAP = {"overlap_comm": True}
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
+_PLAIN = replace(_JOB, groups=1, frozen=(), network=None, skipped=((2, 1), (3, 1)))  # a layer rests for a step
+_EVERY = replace(_BF16, accumulation=1, steps=3, network=None, skipped=((1, 1), (2, 0)))
 _MIXTURES = replace(_JOB, network=mixtures.Routed, frozen=(1,))
 _ALL_USED = replace(_MIXTURES, network=mixtures.Mixtures)
 _PIPE = pipelines.Pipe(steps=2, zero=SMALL, config=WITHOUT_TIMER, groups=2, frozen=(1,))
+BY_HAND = "by hand"
 OPTIONS = {
     "defaults": Options(),
-    "plain": Options(BOTH_STAGES, job=replace(_JOB, groups=1, frozen=()), gathering=False),
+    "plain": Options(BOTH_STAGES, job=_PLAIN, gathering=False),
     "overlap": Options(REPLICATED, _OVERLAP),
     "no overlap": Options(ALL, {"overlap_comm": False}, replace(_BF16, boundary="step")),
-    "every micro-step": Options(ALL, _OVERLAP, replace(_BF16, accumulation=1), saving=True),
-    "bf16": Options(ALL, _OVERLAP, replace(_BF16, boundary="user")),
+    "every micro-step": Options(ALL, _OVERLAP, _EVERY, saving=True),
+    "bf16": Options(BOTH_STAGES, _OVERLAP, replace(_BF16, boundary="user")),
     "fp16": Options(ALL, _OVERLAP, replace(_JOB, dtype="fp16", overflow=((3, 1),), steps=3)),
-    "units": Options(PARTITIONED, {"stage3_leaf_bytes": True}, _MIXTURES),
+    "no buffers": Options(BOTH_STAGES, {**_OVERLAP, "contiguous_gradients": False, "reduce_scatter": False}),
+    "units": Options(("ING", "III", "IGG", "GIG", "GGG"), {"stage3_leaf_bytes": True}, _MIXTURES),
     "chunks": Options(
         ("INI", "IIG", "GNG", "GGG"), {"stage3_leaf_bytes": 12_000}, replace(_MIXTURES, network=mixtures.Mixtures)
     ),
@@ -83,9 +91,10 @@ OPTIONS = {
     "offload": Options(ALL, {**_OVERLAP, **_OFFLOAD}, _ADAM),
     "offload, LoCo": Options(BOTH_STAGES, {"zeropp_loco_param": {}, **_OFFLOAD}, _ADAM),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
-    "pipeline": Options(pipe=_PIPE),
+    "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
     "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, "zeropp_loco_param": {}}, pipe=_PIPE),
+    "pipeline, offload": Options(BOTH_STAGES, {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")),
 }
 
 
@@ -114,6 +123,22 @@ def watch_case(name: str, options: str, folder: str = "", **more: Any) -> Watche
     return Watched([str(finding) for finding in order.findings], order.accesses, order.pairs)
 
 
+def leave_out(places: Sequence[str], name: str, options: str, folder: str = "") -> dict[str, list[str]]:
+    """Leave out one wait after the other; what has no order, by its place.
+
+    Args:
+        places: names of ``left_out_waits.sites``.
+        name, options, folder: see ``run_case``.
+    """
+    found = {}
+    for place in places:
+        with device_with_streams() as order:
+            order.left_out = under(sites()[place])
+            run_case(order, name, options, folder)
+        found[place] = [str(finding) for finding in order.findings]
+    return found
+
+
 def run_case(order: Order, name: str, options: str, folder: str = "", steps: int = 0, **more: Any) -> None:
     """Train a strategy, or a stage, with a set of options, while the order is watched.
 
@@ -122,16 +147,19 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     Args:
         order: of the device.
         name: of the strategy, or the stage.
-        options: name of the set.
+        options: name of the set, or ``BY_HAND``.
         folder: for checkpoints.
         steps: how many; 0 for as many as the options say.
         more: further keys of zero_optimization.
     """
+    if options == BY_HAND:
+        gather_by_hand(order, name)
+        return
     given = OPTIONS[options]
     if given.pipe is not None:
         engine: Any = pipelines.make_pipeline(given.pipe, placed(name, 1, **given.zero, **more))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        with order.watch():
+        with stepping_on_host(engine, order), order.watch():
             for _ in range(steps or given.pipe.steps):
                 engine.train_batch(data)
         engine.destroy()
@@ -142,7 +170,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     engine, model = training.make_engine(job, placed(name, **given.zero, **more))
     data = training.batches(job)
     batches = [next(data) for _ in range(job.steps * job.accumulation)]
-    with order.watch():
+    with stepping_on_host(engine, order), order.watch():
         for number, batch in enumerate(batches):
             last = (number + 1) % job.accumulation == 0
             micro_step(engine, model, job, number, batch, given.gathering)
@@ -152,6 +180,9 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
                 engine.step()
             if last and given.saving:
                 engine.save_checkpoint(folder, tag=f"{name}-{number}")
+                engine.load_checkpoint(folder, tag=f"{name}-{number}")
+            if last and given.gathering and name[0] == name[2] != "N":
+                next(model.parameters()).ds_tensor.mul_(0.9)  # the user writes what this rank holds of a parameter
     engine.destroy()
 
 
@@ -168,6 +199,47 @@ def micro_step(engine: Any, model: Any, job: Job, number: int, batch: tuple[Tens
         if gathering:
             gather_and_change(list(model.parameters()))
         engine.backward(loss)
+
+
+def gather_by_hand(order: Order, name: str) -> float:
+    """Gather parameters ahead on a stream, and others meanwhile on the current one; the sum of the gathered ones.
+
+    Gathers are finished in the order in which they have begun, so the second finishes the first. A third one begins
+    on the stream ahead and is used on the current one. Afterwards the parameters are released.
+    """
+    engine, model = training.make_engine(Job(sizes=networks.SQUARE, empty=False, zero=SMALL), placed(name))
+    ahead, used = get_accelerator().Stream(), get_accelerator().current_stream()
+    params, others = list(model.layers[0].parameters()), list(model.layers[1].parameters())
+    with order.watch():
+        ahead.wait_stream(used)
+        with get_accelerator().stream(ahead):
+            handle = params[0].all_gather_coalesced(params)
+        with deepspeed.zero.GatheredParameters([model.unused]):
+            model.unused.sum()  # without a look at the sum, which would synchronize
+        with get_accelerator().stream(ahead):
+            handle.wait()
+            torch.zeros(10)
+            handle = others[0].all_gather_coalesced(others)
+        handle.wait()
+        with get_accelerator().stream(ahead):
+            torch.zeros(10)
+        used.wait_stream(ahead)
+        whole = sum(param.abs().sum() for param in params + others)
+        params[0].partition(param_list=params + others)
+        torch.zeros(10)
+    engine.destroy()
+    return float(whole)
+
+
+@contextlib.contextmanager
+def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
+    """Have an offloaded optimizer clip and step on the host in this context, and tied gradients summed there."""
+    optimizer = engine.optimizer
+    parts = [(optimizer.optimizer, "step"), (optimizer, "unscale_and_clip_grads"), (optimizer, "complete_gradients")]
+    with contextlib.ExitStack() as patches:
+        for owner, name in parts if engine.zero_cpu_offload() else ():
+            patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
+        yield
 
 
 def gather_and_change(parameters: list[Any]) -> None:

@@ -38,6 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.harness.memory_accesses import Access, Clock, Memory, byte_spans, merge, place_of_call
+from tests.harness.streams import Event, Stream, Work
 
 # Outputs that nobody has filled.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -64,101 +65,14 @@ class Finding(NamedTuple):
         return f"{self.after}\n    without an order behind: {self.before}"
 
 
-class Stream:
-    """One of a simulated device. Its methods are those of ``torch.cuda.Stream``."""
+class Synchronization(NamedTuple):
+    """The host waits."""
 
-    def __init__(self, order: "Order", name: str) -> None:
-        self.order, self.name = order, name
-        self.number = len(order.streams)
-        self.clock: Clock = {}
-        order.streams.append(self)
+    what: str  # it waits for: "device", "stream", "event", or an operation's answer
+    where: str
 
-    def begin(self) -> int:
-        """An operation is put on it; its number."""
-        self.see(self.order.host)
-        self.clock[self.number] = self.clock.get(self.number, 0) + 1
-        return self.clock[self.number]
-
-    def see(self, clock: Clock) -> None:
-        """What comes now comes after all that."""
-        merge(self.clock, clock)
-
-    def has_seen(self, access: Access) -> bool:
-        """Whether what comes now comes after the access."""
-        return self.clock.get(access.stream.number, 0) >= access.number
-
-    def wait_stream(self, stream: "Stream") -> None:
-        """Come behind what is on the other stream now."""
-        self.see(stream.clock)
-
-    def wait_event(self, event: "Event") -> None:
-        """Come behind an event."""
-        self.see(event.clock)
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        """An event behind what is on this stream now."""
-        event = event or Event(self.order)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        """Have the host wait."""
-        merge(self.order.host, self.clock)
-        self.order.synchronizations["stream"] += 1
-
-    def query(self) -> bool:
-        """Whether all is over: nothing runs late here, but the host knows of nothing that it has not waited for."""
-        return False
-
-
-class Event:
-    """A point in a stream. Its methods are those of ``torch.cuda.Event``."""
-
-    def __init__(self, order: "Order", **_: Any) -> None:
-        self.order = order
-        self.clock: Clock = {}
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Be behind what is on the stream now."""
-        stream = stream or self.order.current
-        stream.see(self.order.host)
-        self.clock = dict(stream.clock)
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Have a stream come behind."""
-        (stream or self.order.current).wait_event(self)
-
-    def synchronize(self) -> None:
-        """Have the host wait."""
-        merge(self.order.host, self.clock)
-        self.order.synchronizations["event"] += 1
-
-    def query(self) -> bool:
-        """See ``Stream.query``."""
-        return False
-
-
-class Work:
-    """A collective on its way."""
-
-    def __init__(self, order: "Order", work: Any, clock: Clock, tensors: list[Tensor]) -> None:
-        self._order, self._work, self._clock = order, work, clock
-        self._tensors = tensors
-        order.on_their_way.add(self)
-
-    def wait(self, *args: Any) -> bool:
-        """Order the current stream behind it, each time; its tensors may go."""
-        with _disable_current_modes():
-            done: bool = self._work.wait(*args)
-        self._order.current.see(self._clock)
-        self._order.on_their_way.discard(self)
-        self._tensors.clear()
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "block_current_stream":
-            raise AttributeError(name)
-        return getattr(self._work, name)
+    def __str__(self) -> str:
+        return f"{self.what} at {self.where}"
 
 
 class Order:
@@ -168,17 +82,20 @@ class Order:
         findings: what has no order, and how often.
         accesses: of tensors, how many were looked at.
         pairs: of accesses to the same bytes on two streams, at least one of which writes: how many were compared.
-        synchronizations: how often the host has waited for the device, by kind.
+        synchronizations: how often the host has waited for the device while it was watched.
+        left_out: whether the call that is made now, of what orders, is to be left out.
     """
 
     def __init__(self) -> None:
         self.streams: list[Stream] = []
         self.host: Clock = {}  # what the host has waited for
         self.default = Stream(self, "compute")
+        self._of_host = Stream(self, "the host")
         self.current = self.default
         self.findings: Counter[Finding] = Counter()
         self.accesses = self.pairs = 0
-        self.synchronizations: Counter[str] = Counter()
+        self.synchronizations: Counter[Synchronization] = Counter()
+        self.left_out: Callable[[], bool] = lambda: False
         self.on_their_way: set[Work] = set()
         self._memories: dict[int, Memory] = {}
         self._freed: list[Memory] = []  # early, and not given out again
@@ -208,11 +125,20 @@ class Order:
         finally:
             self.current = before
 
-    def synchronize(self) -> None:
-        """Have the host wait for the device."""
-        for stream in self.streams:
-            merge(self.host, stream.clock)
-        self.synchronizations["device"] += 1
+    @contextlib.contextmanager
+    def by_host(self) -> Iterator[None]:
+        """Have operations run on the host, at once and in order with all that it starts."""
+        with self.on(self._of_host):
+            yield
+
+    def synchronize(self, what: str = "device", *clocks: Clock) -> None:
+        """Have the host wait, for all streams or up to these clocks; ``what`` it waits for."""
+        if self.left_out():
+            return
+        for clock in clocks or [stream.clock for stream in self.streams]:
+            merge(self.host, clock)
+        if self._watching:
+            self.synchronizations[Synchronization(what, place_of_call())] += 1
 
     def run(
         self,
@@ -232,6 +158,8 @@ class Order:
         """
         with self._lock:
             number, where = stream.begin(), place_of_call()
+            if stream is self._of_host:
+                self.host[stream.number] = number
             if made:
                 self._give_out(stream, operation, where)
             for tensor in made:
@@ -250,7 +178,8 @@ class Order:
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
         """``tensor.record_stream(stream)``."""
-        self._memory(tensor, self.default).recorded.add(stream)
+        if not self.left_out():
+            self._memory(tensor, self.default).recorded.add(stream)
 
     def communicate(self, group: Any, name: str, start: Callable[[], Any], args: tuple[Any, ...]) -> Any:
         """A collective; its handle.
@@ -334,7 +263,7 @@ class _Operations(TorchDispatchMode):
             filled = [] if name in _UNWRITTEN else made
             self._order.run(self._order.current, name, [] if name in _UNWRITTEN else reads, writes + filled, made)
         if name in _ASKS_DEVICE:
-            self._order.current.synchronize()
+            self._order.synchronize(name, self._order.current.clock)
         return outputs
 
 

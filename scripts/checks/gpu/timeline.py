@@ -184,7 +184,7 @@ def _synchronizations_of(place: Any, zero: dict[str, Any], changed: dict[str, An
 
 @contextlib.contextmanager
 def counter_of(place: Any) -> Iterator[Any]:
-    """Yield what counts synchronizations of the host, by place; without a GPU of a simulated device, by kind."""
+    """Yield what counts synchronizations of the host, by place; without a GPU of a simulated device."""
     if place.cuda:
         yield _counted_on_gpu
         return
@@ -198,7 +198,7 @@ def counter_of(place: Any) -> Iterator[Any]:
             with order.watch():
                 before = Counter(order.synchronizations)
                 yield counts
-                counts.update(order.synchronizations - before)
+                counts.update({str(one): count for one, count in (order.synchronizations - before).items()})
 
         yield counted
 

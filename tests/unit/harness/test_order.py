@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 def test_what_has_no_order_is_found(ranks: Any) -> None:
     for found in ranks(4).run(checker_case):
-        assert found == {name: name.startswith("!") for name in found} and len(found) == 16
+        assert found == {name: name.startswith("!") for name in found} and len(found) == 19
 
 
 def checker_case() -> dict[str, bool]:
@@ -75,6 +75,14 @@ def checker_case() -> dict[str, bool]:
         afterwards()
         torch.zeros(8)
 
+    def by_host(side: Any, wait: Any = lambda side: None) -> None:
+        tensor = written(side)
+        wait(side)
+        with order.by_host():
+            tensor.add_(1)
+        with get_accelerator().stream(get_accelerator().Stream()):
+            tensor.sum()  # all that the host starts comes behind what it has done
+
     def here() -> Any:
         return get_accelerator().current_stream()
 
@@ -94,6 +102,9 @@ def checker_case() -> dict[str, bool]:
         "reduced for this stream": lambda side: reduced(side, 1),
         "!freed": freed,
         "freed and recorded": lambda side: freed(side, lambda tensor: tensor.record_stream(side)),
+        "!read by the host": by_host,
+        "!read by the host behind another stream": lambda side: by_host(side, lambda side: here().synchronize()),
+        "read by the host behind its wait": lambda side: by_host(side, lambda side: side.synchronize()),
         "freed, and late": lambda side: freed(side, afterwards=lambda: here().wait_stream(side)),
     }
     found = {}

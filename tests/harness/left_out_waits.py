@@ -1,0 +1,78 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Waits of ours that are left out, one at a time: the checker of stream order must find each.
+
+A site is a call in the package that orders streams, or has the host wait. All of them are found in its sources.
+"""
+
+import ast
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_ORDERING = ("wait_stream", "wait_event", "wait", "record", "record_event", "record_stream", "synchronize")
+# Ours that do.
+_OURS = ("drain", "finish", "complete", "follow", "_wait_for_reductions", "_wait_for_updates", "_finish_buckets")
+
+
+class Site(NamedTuple):
+    """A call that orders something.
+
+    Attributes:
+        name: file in the package, function, what it calls, and which such call of the function it is, if not the
+            first: "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_stream 2".
+        path: of the file.
+        lines: first and last.
+    """
+
+    name: str
+    path: str
+    lines: tuple[int, int]
+
+
+@functools.cache
+def sites() -> dict[str, Site]:
+    """Return all sites of the package, by name."""
+    import deepspeed_ext
+
+    package = Path(deepspeed_ext.__file__).parent
+    found: dict[str, Site] = {}
+    for path in sorted(package.rglob("*.py")):
+        seen: Counter[str] = Counter()
+        for function, call, attribute in _ordering_calls(ast.parse(path.read_text()), ""):
+            name = f"{path.relative_to(package)}:{function}:{attribute}"
+            seen[name] += 1
+            name += f" {seen[name]}" if seen[name] > 1 else ""
+            found[name] = Site(name, str(path), (call.lineno, call.end_lineno or call.lineno))
+    return found
+
+
+def _ordering_calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call, str]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            yield from _ordering_calls(child, f"{function}.{child.name}" if function else child.name)
+            continue
+        if (
+            isinstance(child, ast.Call)
+            and isinstance(child.func, ast.Attribute)
+            and child.func.attr in _ORDERING + _OURS
+        ):
+            yield function, child, child.func.attr
+        yield from _ordering_calls(child, function)
+
+
+def under(site: Site) -> Callable[[], bool]:
+    """Return what tells whether the call that is made now is made at a site, or for it further in."""
+
+    def is_under() -> bool:
+        frame = sys._getframe(1)
+        while frame is not None:
+            if site.lines[0] <= frame.f_lineno <= site.lines[1] and frame.f_code.co_filename == site.path:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+        return False
+
+    return is_under

@@ -1,0 +1,114 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Streams, events and handles of a simulated device; see Note [How order is checked] in ``stream_order.py``.
+
+A call of theirs that is left out (``Order.left_out``) orders nothing, but data arrive all the same.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.harness.memory_accesses import Access, Clock, merge
+
+if TYPE_CHECKING:
+    from tests.harness.stream_order import Order
+
+
+class Stream:
+    """One of a simulated device. Its methods are those of ``torch.cuda.Stream``."""
+
+    def __init__(self, order: "Order", name: str) -> None:
+        self.order, self.name = order, name
+        self.number = len(order.streams)
+        self.clock: Clock = {}
+        order.streams.append(self)
+
+    def begin(self) -> int:
+        """An operation is put on it; its number."""
+        self.see(self.order.host)
+        self.clock[self.number] = self.clock.get(self.number, 0) + 1
+        return self.clock[self.number]
+
+    def see(self, clock: Clock) -> None:
+        """What comes now comes after all that."""
+        merge(self.clock, clock)
+
+    def has_seen(self, access: Access) -> bool:
+        """Whether what comes now comes after the access."""
+        return self.clock.get(access.stream.number, 0) >= access.number
+
+    def wait_stream(self, stream: "Stream") -> None:
+        """Come behind what is on the other stream now."""
+        if not self.order.left_out():
+            self.see(stream.clock)
+
+    def wait_event(self, event: "Event") -> None:
+        """Come behind an event."""
+        if not self.order.left_out():
+            self.see(event.clock)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """An event behind what is on this stream now."""
+        event = event or Event(self.order)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        self.order.synchronize("stream", self.clock)
+
+    def query(self) -> bool:
+        """Whether all is over: nothing runs late here, but the host knows of nothing that it has not waited for."""
+        return False
+
+
+class Event:
+    """A point in a stream. Its methods are those of ``torch.cuda.Event``."""
+
+    def __init__(self, order: "Order", **_: Any) -> None:
+        self.order = order
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Be behind what is on the stream now."""
+        stream = stream or self.order.current
+        stream.see(self.order.host)
+        self.clock = {} if self.order.left_out() else dict(stream.clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Have a stream come behind."""
+        (stream or self.order.current).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Have the host wait."""
+        self.order.synchronize("event", self.clock)
+
+    def query(self) -> bool:
+        """See ``Stream.query``."""
+        return False
+
+
+class Work:
+    """A collective on its way."""
+
+    def __init__(self, order: "Order", work: Any, clock: Clock, tensors: list[Tensor]) -> None:
+        self._order, self._work, self._clock = order, work, clock
+        self._tensors = tensors
+        order.on_their_way.add(self)
+
+    def wait(self, *args: Any) -> bool:
+        """Order the current stream behind it, each time; its tensors may go."""
+        with _disable_current_modes():
+            done: bool = self._work.wait(*args)
+        if not self._order.left_out():
+            self._order.current.see(self._clock)
+            self._order.on_their_way.discard(self)
+            self._tensors.clear()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "block_current_stream":
+            raise AttributeError(name)
+        return getattr(self._work, name)
