@@ -15,10 +15,13 @@ Note [Relays]
 
     Step by step transfers stay in the order in which they were submitted, and so do their results: what a hop keeps
     from one to the next, and sums, have one order.
+
+    No step may have the host wait: it would wait for the hop before, and nothing else would be given to the device
+    meanwhile. What is delivered to pageable memory of the host has no relays for that.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
@@ -153,32 +156,39 @@ class Schedule:
 
     Args:
         overlap: whether ``submit`` leaves a transfer on the wire. Where the host has to wait for communications each
-            one then moves all earlier ones on by one hop first, so that at most as many are open as one has hops.
+            one then moves all earlier ones on by one hop, so that at most as many are open as one has hops.
         relayed: whether relays take overlapped transfers, on devices with streams; see Note [Relays].
     """
 
     def __init__(self, overlap: bool, relayed: bool = False) -> None:
         self._overlap = overlap
         self._open: deque[Started] = deque()
-        streams = relayed and overlap and not get_accelerator().is_synchronized_device()
-        self._relays = deque(get_accelerator().Stream() for _ in range(_RELAYS if streams else 0))
+        self._relayed = relayed and overlap and not get_accelerator().is_synchronized_device()
+        self._relays: deque[Any] = deque()
         self._last: Sequence[Point] = ()  # of the last transfer that a relay has taken
 
-    def submit(self, transfer: Transfer, deliver: Deliver) -> None:
+    def submit(self, transfer: Transfer, deliver: Deliver, reuses: bool = True) -> None:
         """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it.
 
-        What it reads in its first step may be overwritten, or freed, by what the current stream runs from now on.
+        Args:
+            transfer, deliver: as of ``Started``.
+            reuses: whether the current stream may overwrite, or free, from now on what the first step copies.
         """
-        self._advance()
+        earlier = list(self._open)
         started = self.start(transfer, deliver)
         if isinstance(started, _Relayed):
-            started.steps[0].follow()
-        elif not self._overlap:
+            if reuses:
+                started.steps[0].follow()
+        elif self._overlap:
+            self._advance(earlier)  # now, so that what was packed has not waited for them
+        else:
             self.drain()
 
     def start(self, transfer: Transfer, deliver: Deliver | None = None) -> Started:
         """Start a transfer whose result ``finish`` hands out; arguments as of ``Started``."""
-        if self._relays:
+        if self._relayed:
+            if not self._relays:
+                self._relays.extend(get_accelerator().Stream() for _ in range(_RELAYS))
             self._relays.rotate()
             relayed = _Relayed(transfer, deliver, self._relays[0], self._last)
             self._last = relayed.steps
@@ -203,7 +213,7 @@ class Schedule:
         for step in self._last[-1:]:
             step.follow()
         while self._open:
-            self._advance()
+            self._advance(self._open)
 
     def drop(self) -> None:
         """Leave all transfers where they are: nobody will read what they bring."""
@@ -212,10 +222,8 @@ class Schedule:
         self._last = ()
         self._open.clear()
 
-    def _advance(self) -> None:
-        """Move all transfers on by one hop; what is complete is let go."""
-        for _ in range(len(self._open)):
-            started = self._open.popleft()
+    def _advance(self, some: Iterable[Started]) -> None:
+        """Move transfers on by one hop, in their order; what is complete is let go."""
+        for started in list(some):
             started.advance()
-            if not started.is_complete:
-                self._open.append(started)
+        self._open = deque(started for started in self._open if not started.is_complete)

@@ -54,7 +54,7 @@ class FlatGradients(Gradients):
         mean: how sums become means.
         dtype: in which slices are accumulated.
         shard: gives the optimizer's gradients of a flat buffer, 1D, by its number.
-        overlap: whether the hops of two buckets may overlap.
+        overlap, relayed: see ``Gradients``.
         added: called when something has been added to a shard.
     """
 
@@ -67,9 +67,11 @@ class FlatGradients(Gradients):
         dtype: torch.dtype,
         shard: Callable[[int], Tensor],
         overlap: bool,
+        relayed: bool = True,
         added: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(reshard, strategy.os, Placement.G if strategy.g == Placement.G else Placement.I, overlap)
+        arrives = Placement.G if strategy.g == Placement.G else Placement.I
+        super().__init__(reshard, strategy.os, arrives, overlap, relayed)
         self.layouts = tuple(layouts)
         self._mean = mean
         self._dtype = dtype

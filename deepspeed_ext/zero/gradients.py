@@ -31,13 +31,16 @@ class Gradients(ABC):
         os: placement of the optimizer's states.
         arrives: placement in which buckets arrive.
         overlap: whether the hops of two buckets may overlap.
+        relayed: whether they may on streams of their own, on which nothing has the host wait.
     """
 
-    def __init__(self, reshard: GradientReshard, os: Placement, arrives: Placement, overlap: bool) -> None:
+    def __init__(
+        self, reshard: GradientReshard, os: Placement, arrives: Placement, overlap: bool, relayed: bool = True
+    ) -> None:
         self._reshard = reshard
         self._os = os
         self._arrives = arrives
-        self._schedule = Schedule(overlap, relayed=True)
+        self._schedule = Schedule(overlap, relayed)
 
     def drain(self) -> None:
         """Wait for all buckets."""

@@ -66,7 +66,8 @@ class PartitionedParameters(Slices):
         self._sequential = sequential
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
         self._path = strategy.p, Placement.N
-        self._relayed = reshard.hops(*self._path) > 1
+        # Slices may have to wait for their update first.
+        self._relayed = reshard.hops(*self._path) > 1 or self.sliced
         self._gathers = Schedule(overlap=True, relayed=self._relayed)  # for use
         self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
         for param in self._params:
@@ -156,18 +157,21 @@ class PartitionedParameters(Slices):
 
     def _start(self, params: Sequence[ZeroParameter], dtype: torch.dtype, alone: bool = True) -> Gather:
         """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
-        self._wait_for_updates(params)
         held = [self._held(param) for param in params]
         whole = None
-        if self._relayed:  # what outlives the transfer is memory of this stream, which gives it out again sooner
+        if self._relayed and self.topology.sizes.group_size > 1:
+            # What outlives the transfer is memory of this stream, which gives it out again sooner than a relay.
             width = fill_up(sum(row.numel() for rows in held for row in rows), self._reshard.multiple)
             device = get_accelerator().current_device_name()
-            whole = torch.empty(self.topology.sizes.ranks * width, dtype=dtype, device=device)
-        started = self._gathers.start(self._send(held, dtype, whole))
+            senders = self.topology.sizes.ranks // len(held[0])
+            whole = torch.empty(senders * width, dtype=dtype, device=device)
+        started = self._gathers.start(self._send(params, dtype, whole))
         self._live(sum(param.ds_numel for param in params))
         return Gather(params, self._gathers, started, self._bucket_of(params, alone), len(held[0]), alone)
 
-    def _send(self, held: Sequence[Sequence[Tensor]], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
+    def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
+        self._wait_for_updates(params)
+        held = [self._held(param) for param in params]
         device = get_accelerator().current_device_name()
         pieces = [
             rows[i].to(device=device, dtype=dtype, non_blocking=True) for i in range(len(held[0])) for rows in held

@@ -44,7 +44,7 @@ class PartitionedGradients(Gradients):
         ranks: data-parallel ranks, over which the mean is taken.
         reshard: hops of the data-parallel group.
         bucket: elements (of whole parameters) reduced at a time.
-        overlap: whether the hops of two buckets may overlap.
+        overlap, relayed: see ``Gradients``.
     """
 
     def __init__(
@@ -56,14 +56,16 @@ class PartitionedGradients(Gradients):
         reshard: GradientReshard,
         bucket: int,
         overlap: bool,
+        relayed: bool = True,
     ) -> None:
-        super().__init__(reshard, strategy.os, strategy.os if strategy.g == Placement.N else strategy.g, overlap)
+        arrives = strategy.os if strategy.g == Placement.N else strategy.g
+        super().__init__(reshard, strategy.os, arrives, overlap, relayed)
         self._params = list(params)
         self._layout = layout
         self._ranks = ranks
         ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
         self._crossing = Crossing(self._params, reshard.rows, bucket, reshard.multiple) if ordered else None
-        self._crosses = Schedule(overlap, relayed=True)  # what ``_crossing`` gives
+        self._crosses = Schedule(overlap, relayed)  # what ``_crossing`` gives
         self.rows = layout(self._params[0]).rows if self._arrives == Placement.I else 1
         self._starts: dict[int, int] = {}  # ds_id: first column in ``held``
         self.numel = 0  # columns
@@ -206,7 +208,8 @@ class PartitionedGradients(Gradients):
     def _cross(self, last: bool = False) -> None:
         if self._crossing is not None:
             for bucket in self._crossing.buckets(last):
-                self._crosses.submit(self._move_on(bucket), partial(self._accumulate, bucket.params))
+                deliver = partial(self._accumulate, bucket.params)
+                self._crosses.submit(self._move_on(bucket), deliver, reuses=False)  # pieces are theirs alone
 
     def _move_on(self, bucket: CrossingBucket) -> Transfer:
         return (yield from self._reshard.reduce_rows(bucket.pack(), self._spans(bucket.params)))

@@ -106,6 +106,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
             self.gradient_accumulation_dtype,
             self._shard,
             self.overlap_comm,
+            not self.cpu_offload or self.cpu_offload_pin_memory,
             self._record_offload_copy if self.cpu_offload else lambda: None,
         )
         self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
@@ -115,7 +116,11 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Move a bucket from N to g. ``tensor``: 1D, the bucket's gradients one after the other."""
         bucket = self.ipg_buckets[communication_data_type]
-        self._reduce_bucket([tensor], bucket.params, communication_data_type)
+        storages = {buffer.untyped_storage().data_ptr() for buffer in bucket.buffer}
+        # A buffer of DeepSpeed's is given back when the micro-step's buckets have been waited for. To record it on
+        # the stream of reductions would keep it, and those of micro-steps that the host is ahead.
+        kept = tensor.untyped_storage().data_ptr() in storages and not self.overlaps_micro_steps
+        self._reduce_bucket([tensor], bucket.params, communication_data_type, [] if kept else [tensor])
 
     def _buffered_reduce_fallback_preserving_fp32(
         self,
@@ -126,9 +131,13 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
     ) -> None:
         """Do the same without ``contiguous_gradients``: the bucket is a list of gradients."""
         self._clear_previous_reduced_grads()  # of earlier buckets, which are packed by now
-        self._reduce_bucket([grad.reshape(-1) for grad in grads], grad_params, communication_data_type)
+        tensors = [grad.reshape(-1) for grad in grads]
+        self._reduce_bucket(tensors, grad_params, communication_data_type, tensors)
 
-    def _reduce_bucket(self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype) -> None:
+    def _reduce_bucket(
+        self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype, freed: Sequence[Tensor]
+    ) -> None:
+        """Move a bucket on; ``freed`` are those of the tensors that may be freed before it has been waited for."""
         if not params:
             return
         ranges = tuple(
@@ -137,7 +146,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         )
         for group in {entry[0] for entry in params}:
             self.gradients.prepare(group)
-        with self._reduction_stream(self.ipg_buckets[dtype], tensors):
+        with self._reduction_stream(self.ipg_buckets[dtype], freed):
             self.gradients.reduce(tensors, ranges, self._wire_dtype(dtype))
 
     def _shard(self, group: int) -> Tensor:
@@ -345,7 +354,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
     # Streams ######################################################################################
 
     @contextmanager
-    def _reduction_stream(self, bucket: Any = None, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
+    def _reduction_stream(self, bucket: Any = None, freed: Sequence[Tensor] = ()) -> Iterator[None]:
         """Run on the stream of reductions, behind all that filled the bucket; buckets are reused behind it."""
         accelerator = get_accelerator()
         stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
@@ -355,7 +364,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
             for producer in {accelerator.current_stream(), *(bucket.copy_streams if bucket else ())}:
                 stream.wait_stream(producer)
             accelerator.current_stream().wait_stream(stream)
-            for tensor in tensors:
+            for tensor in freed:
                 tensor.record_stream(stream)
         with accelerator.stream(stream):
             yield

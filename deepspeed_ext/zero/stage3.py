@@ -168,6 +168,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self._gradient_reshard,
             self.reduce_bucket_size,
             self._overlap,
+            not self.offload_optimizer or self.offload_optimizer_pin_memory,
         )
         if self.gradients.rows == 1 and (self.strategy.g != Placement.N or self.offload_optimizer):
             self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
@@ -284,12 +285,16 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
                 if self.gradients.is_placeholder:
                     self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
                 self.gradients.reduce_kept(self.get_param_comm_dtype, self.reduce_bucket_size)
+        self._finish_for_host()
+        with self._reduction_stream():
             self.gradients.finish(dtypes[0] if len(dtypes) == 1 else torch.float32, self.reduce_bucket_size)
         self._waiting = False
         self._wait_for_reductions()
         if self._gradient_stream is not None and self.offload_optimizer:
             self._gradient_stream.synchronize()  # gradients may be in host memory
         self.complete_gradients()
+        if self._gradient_stream is not None:  # where DeepSpeed looks for overflows
+            self._gradient_stream.wait_stream(get_accelerator().current_stream())
         if not self.offload_optimizer:
             self._show_gradients()
         else:
@@ -303,6 +308,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         """Also forget what has been accumulated."""
         super().zero_grad(set_to_none)
         self._finish_buckets()
+        self._finish_for_host()
         self.gradients.forget()
         self.gradients_dropped()
         self._waiting = False
@@ -319,8 +325,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
 
     def _refuse_unfinished_gradients(self) -> None:
         self._finish_buckets()
-        if self._gradient_stream is not None and self.offload_optimizer:
-            self._gradient_stream.synchronize()  # gradients are in host memory
+        self._finish_for_host()
         if self._waiting and self.strategy.g != self.strategy.os:
             raise RuntimeError(
                 f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
@@ -390,6 +395,13 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(stream):
             yield
+
+    def _finish_for_host(self) -> None:
+        """Have the host wait for all buckets if it will read, or write, where they are added."""
+        if self._gradient_stream is not None and self.offload_optimizer:
+            with self._reduction_stream():
+                self.gradients.drain()
+            self._gradient_stream.synchronize()
 
     def _wait_for_reductions(self) -> None:
         if self._gradient_stream is not None:

