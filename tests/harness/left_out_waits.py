@@ -10,6 +10,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,9 +37,7 @@ class Site(NamedTuple):
 @functools.cache
 def sites() -> dict[str, Site]:
     """Return all sites of the package, by name."""
-    import deepspeed_ext
-
-    package = Path(deepspeed_ext.__file__).parent
+    package = Path(find_spec("deepspeed_ext").origin).parent  # type: ignore[arg-type, union-attr]
     found: dict[str, Site] = {}
     for path in sorted(package.rglob("*.py")):
         seen: Counter[str] = Counter()
