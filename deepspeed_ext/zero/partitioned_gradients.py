@@ -261,7 +261,6 @@ class PartitionedGradients(Gradients):
         for dtype, left in buckets.items():
             if left:
                 self.reduce(left, dtype)
-        self.drain()
 
     def finish(self, dtype: torch.dtype, bucket: int) -> None:
         """Complete the optimizer's shard: what is in I moves on to os, in windows over all parameters.

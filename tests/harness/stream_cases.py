@@ -78,7 +78,7 @@ BY_HAND = "by hand"
 OPTIONS = {
     "defaults": Options(),
     "plain": Options(BOTH_STAGES, job=_PLAIN, gathering=False),
-    "overlap": Options(REPLICATED, _OVERLAP),
+    "overlap": Options(REPLICATED, {**_OVERLAP, "reduce_bucket_size": 600}),  # buffers of several gradients
     "no overlap": Options(ALL, {"overlap_comm": False}, replace(_BF16, boundary="step")),
     "every micro-step": Options(ALL, _OVERLAP, _EVERY, saving=True),
     "bf16": Options(BOTH_STAGES, _OVERLAP, replace(_BF16, boundary="user")),
@@ -91,13 +91,18 @@ OPTIONS = {
     "LoCo": Options(ALL, {**_OVERLAP, "zeropp_loco_param": {}}),
     "LoCo, reset": Options(BOTH_STAGES, {"zeropp_loco_param": {"reset_T": 1}}, replace(_BF16, steps=3)),
     "offload": Options(ALL, {**_OVERLAP, **_OFFLOAD}, _ADAM),
+    "pageable": Options(
+        ("NGG", "IGG"), {**_OVERLAP, "offload_optimizer": {"device": "cpu", "pin_memory": False}}, _ADAM
+    ),
     "offload, LoCo": Options(BOTH_STAGES, {"zeropp_loco_param": {"hadamard": True}, **_OFFLOAD}, _ADAM),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
     "pipeline, fp16": Options(("NIG", "IIG"), _OVERLAP, pipe=replace(_PIPE, dtype="fp16")),
     "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, "zeropp_loco_param": {}}, pipe=_PIPE),
-    "pipeline, offload": Options(BOTH_STAGES, {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")),
+    "pipeline, offload": Options(
+        (*BOTH_STAGES, "III"), {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")
+    ),
 }
 
 

@@ -236,6 +236,39 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
     return sent, waited
 
 
+def test_buffers_of_buckets_are_given_back_with_their_micro_step(ranks: Any) -> None:
+    assert ranks(2).run(buffers_case) == [(True, False)] * 2
+
+
+def buffers_case() -> tuple[bool, bool]:
+    """Whether something was recorded on another stream than its own, and whether a buffer of DeepSpeed's was: it would
+    stay until that stream gets there, and the host is ahead of it by some micro-steps."""
+    import torch
+
+    from tests.harness import training
+    from tests.harness.stream_order import device_with_streams
+
+    recorded: set[int] = set()
+    buffers: set[int] = set()
+    with device_with_streams() as order:
+        engine, _ = training.make_engine(Job(zero={"reduce_bucket_size": 600}), placed("NGG", group_size=1))
+        plain = order.record
+
+        def record(tensor: torch.Tensor, stream: Any) -> None:
+            recorded.add(tensor.untyped_storage().data_ptr())
+            buffers.update(b.untyped_storage().data_ptr() for one in buckets() for b in one.buffer)
+            plain(tensor, stream)
+
+        def buckets() -> Any:
+            return engine.optimizer.ipg_buckets.values()
+
+        order.record = record  # type: ignore[method-assign]
+        with order.watch():
+            training.micro_step(engine, Job(), 0, *next(training.batches(Job())))
+        engine.destroy()
+    return bool(recorded), bool(recorded & buffers)
+
+
 def test_with_an_offloaded_optimizer_updates_leave_as_soon_as_they_are_made(ranks: Any) -> None:
     for log in ranks(4).run(early_case):
         assert log.count("step") == log.count("send") > 2

@@ -24,6 +24,7 @@ SETS = {
     "LoCo": 14,
     "LoCo, reset": 5,
     "offload": 14,
+    "pageable": 2,
     "offload, LoCo": 5,
     "no_sync": 3,
     "pipeline": 7,
