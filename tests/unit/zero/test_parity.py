@@ -296,7 +296,7 @@ def replicas_case() -> list[tuple[str, float, bool, float]]:
         def answer(norm: float, overflow: bool, optimizer: Any = optimizer) -> tuple[float, bool]:
             parent = {
                 "scaled_global_norm": lambda self, norm_type=2: torch.tensor(norm),
-                "has_overflow": lambda self, partition_gradients=True: overflow,
+                "has_overflow_partitioned_grads_serial": lambda self: torch.tensor([overflow]),
             }
             with mock.patch.multiple(DeepSpeedZeroOptimizer, **parent):
                 return optimizer.scaled_global_norm().item(), optimizer.has_overflow()

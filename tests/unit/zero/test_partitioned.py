@@ -239,16 +239,14 @@ def replicas_case() -> list[tuple[str, list[float], bool]]:
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
     group = dist.get_rank() // 2
-    parent = {
-        "_get_norm_groups": lambda self: [torch.tensor(2.0 * (1 + group))],
-        "has_overflow": lambda self, partition_gradients=True: group == 1,
-    }
+    norms_of_group = {"_get_norm_groups": lambda self: [torch.tensor(2.0 * (1 + group))]}
     rows = []
     for name in ("INI", "III"):
         engine, _ = training.make_engine(Job(), placed(name))
-        with mock.patch.multiple(DeepSpeedZeroOptimizer_Stage3, **parent):
+        with mock.patch.multiple(DeepSpeedZeroOptimizer_Stage3, **norms_of_group):
             norms = [float(norm) for norm in engine.optimizer._get_norm_groups()]
-            rows.append((name, norms, engine.optimizer.has_overflow()))
+        engine.optimizer.inf_or_nan_tracker.fill_(group == 1)
+        rows.append((name, norms, engine.optimizer.has_overflow()))
         engine.destroy()
     return rows
 
