@@ -20,3 +20,4 @@ for _ in range(40):
     engine.backward(loss)
     engine.step()
 print(f"rank {engine.global_rank}: last loss {loss.item():.3f}")
+torch.distributed.destroy_process_group()
