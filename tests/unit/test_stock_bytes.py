@@ -17,7 +17,14 @@ KEY = "use_multi_rank_bucket_allreduce"
 # How often each collective moves its elements between N (whole on each rank) and G (a shard on each rank), whatever
 # the algorithm: a reduce to one root and, of many roots in turn, a part of a reduce-scatter, are one such move.
 MOVES = {"all_reduce": 2, "reduce": 1, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 1, "all_gather": 1}
-COLLECTIVES = (*MOVES, "reduce_scatter", "all_gather_coalesced", "all_reduce_coalesced", "all_to_all_single", "broadcast")
+COLLECTIVES = (
+    *MOVES,
+    "reduce_scatter",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "all_to_all_single",
+    "broadcast",
+)
 
 
 @pytest.mark.quick

@@ -1,0 +1,99 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of the repository, taken apart: blocks of code, tables, links, headings."""
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A Markdown file; ``name`` is its path in the repository."""
+
+    name: str
+    text: str
+
+    def blocks(self, language: str) -> list[str]:
+        """Return the code blocks of a language."""
+        return [body for kind, body in _BLOCK.findall(self.text) if kind == language]
+
+    def prose(self) -> str:
+        """Return the text without code blocks."""
+        return _BLOCK.sub("", self.text)
+
+    def links(self) -> list[str]:
+        """Return the targets of links and pictures."""
+        return _LINK.findall(self.prose())
+
+    def anchors(self) -> set[str]:
+        """Return what a link to a heading of this page ends in, as GitHub makes it."""
+        headings = re.findall(r"^#+ (.*)$", self.prose(), re.MULTILINE)
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    def rows(self, first: str) -> list[list[str]]:
+        """Return the rows of the table whose header begins with this cell, header left out."""
+        lines = self.text.splitlines()
+        at = next(i for i, line in enumerate(lines) if line[:1] == "|" and line.split("|")[1].strip() == first)
+        found = []
+        for line in lines[at + 2 :]:
+            if not line.startswith("|"):
+                break
+            found.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+        return found
+
+    def section(self, heading: str) -> "Page":
+        """Return the part below a heading, up to the next one of its level or above."""
+        level, rest = heading.split(" ", 1)[0], self.text.split(f"\n{heading}\n", 1)[1]
+        return Page(self.name, re.split(rf"^#{{1,{len(level)}}} ", rest, maxsplit=1, flags=re.MULTILINE)[0])
+
+
+@cache
+def pages() -> tuple[Page, ...]:
+    """Return all pages of the repository, those that are not committed yet included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
+    try:
+        names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):  # a copy without a repository
+        names = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+    return tuple(Page(name, (ROOT / name).read_text(encoding="utf-8")) for name in sorted(set(names)))
+
+
+def page(name: str) -> Page:
+    """Return one of them."""
+    return next(one for one in pages() if one.name == name)
+
+
+def sections_in(one: Page) -> list[dict[str, Any]]:
+    """Return the configurations that a page shows as JSON, in blocks and between backquotes."""
+    found = [json.loads(block) for block in one.blocks("json")]
+    for quoted in re.findall(r"`(\{\".*?\})`(?=[\s,.;:|)]|$)", one.prose(), re.MULTILINE):
+        section = json.loads(quoted)
+        found.append(section if "zero_optimization" in section else {"zero_optimization": section})
+    for quoted in re.findall(r"`(\"\w+\": [^`]*)`", one.prose()):
+        key = quoted.split('"')[1]
+        written = json.loads(f"{{{quoted}}}")
+        found.append(written if key in ("checkpoint", "zero_optimization") else {"zero_optimization": written})
+    return found
+
+
+def sources_of(module: Path, seen: set[Path] | None = None) -> str:
+    """Return the text of a Python file, and of those of this repository that it imports."""
+    seen = set() if seen is None else seen
+    if module in seen or not module.is_file():
+        return ""
+    seen.add(module)
+    text = module.read_text(encoding="utf-8")
+    for name in re.findall(r"^\s*(?:from|import) ((?:deepspeed_ext|scripts|tests)[\w.]*)", text, re.MULTILINE):
+        path = ROOT / name.replace(".", "/")
+        text += sources_of(path.with_suffix(".py"), seen)
+    return text

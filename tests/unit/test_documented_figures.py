@@ -1,0 +1,212 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What pages say of keys, strategies and measurements, against the code and the rows of the results."""
+
+import csv
+import dataclasses
+import inspect
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from deepspeed_ext import build_lock
+from deepspeed_ext.config import keys
+from deepspeed_ext.config.refused import REFUSED
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from scripts import ROOT
+from tests.harness.documents import page, pages
+
+pytestmark = pytest.mark.quick
+
+RESULTS = ROOT / "tests" / "perf" / "results"
+KEYS_PAGE, STRATEGIES_PAGE = "deepspeed_ext/config/README.md", "deepspeed_ext/zero/README.md"
+SHAPED_AS_KEYS = re.compile(r"`((?:paro|stage3|zeropp?|mics)_\w+)`")
+NO_KEYS = {"zero_to_fp32", "zero_optimization"}
+
+
+def rows_of(file: str) -> list[dict[str, str]]:
+    with (RESULTS / file).open(newline="", encoding="utf-8") as results:
+        return list(csv.DictReader(results))
+
+
+def defaults_case() -> dict[str, Any]:
+    """Defaults of the section's fields: ours and DeepSpeed's."""
+    from deepspeed_ext.config.section import ParoZeroConfig
+    from deepspeed_ext.planner.fastest import STATES_SHARE
+
+    fields = ParoZeroConfig.model_fields
+    found = {field.alias or name: field.default for name, field in fields.items()}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float | str | None)} | {
+        "share": STATES_SHARE
+    }
+
+
+@pytest.fixture(scope="module")
+def defaults(ranks: Any) -> dict[str, Any]:
+    (found,) = ranks(1).run(defaults_case)
+    return dict(found)
+
+
+def test_the_table_of_keys_is_the_code(defaults: dict[str, Any]) -> None:
+    table = {row[0].strip("`"): row[1].strip("`") for row in page(KEYS_PAGE).rows("key")}
+    assert set(table) == {*keys.OURS, *keys.REMOVED, keys.QUANTIZED, keys.THRESHOLD}
+    assert table[keys.MEMORY] == f"{defaults['share']:.0%} of the device's free memory".replace("%", " %")
+    assert table[keys.DECISION] == defaults[keys.DECISION] == keys.DECISION_FILE
+    for key in (keys.QUANTIZED, keys.THRESHOLD):
+        assert json.loads(table[key]) == defaults[key], key
+    assert defaults[keys.LEAF_BYTES] is None and table[keys.LEAF_BYTES] == "0"
+    for name in ("deepspeed_ext/leaf/README.md", "deepspeed_ext/planner/README.md"):
+        assert {row[0].strip("`"): row[1].strip("`") for row in page(name).rows("key")}.items() <= table.items()
+
+
+def test_keys_that_pages_name_exist(defaults: dict[str, Any]) -> None:
+    known = {*defaults, *keys.OURS, *keys.REMOVED, *NO_KEYS}
+    for one in pages():
+        if not one.name.startswith("patches/"):
+            assert set(SHAPED_AS_KEYS.findall(one.text)) <= known, one.name
+
+
+def test_the_table_of_loco_is_the_code() -> None:
+    table = {row[0].strip("`"): json.loads(row[1]) for row in page("deepspeed_ext/loco/README.md").rows("sub-key")}
+    assert table == dataclasses.asdict(LocoSettings())
+
+
+def test_what_is_refused_is_named_under_limits() -> None:
+    limits = page(STRATEGIES_PAGE).section("## Limits").text
+    named = {"zenflow": "ZenFlow", "super_offload": "SuperOffload", "device": "NVMe offload", "type": "Muon"}
+    named |= {
+        "expert_parallel": "expert parallelism",
+        "compile": "compile.deepcompile",
+        "reduce_scatter": "LoCo, Muon",
+    }
+    for row in REFUSED:
+        last = row.key.split()[-1].split(".")[-1]
+        assert named.get(last, last) in limits, row.key
+
+
+def value_of(formula: str, **names: float) -> float:
+    """The value of a formula as pages write it: ``(s+1) a M``, ``2Ψ + 2Ψ/m + 12Ψ/n``."""
+    product = re.sub(r"(?<=[\w)]) (?=[a-zA-Z(])", " * ", formula)
+    product = re.sub(r"(\d)(?=[sΨ])", r"\1*", product)
+    return float(eval(product.replace("Ψ", "P"), {}, names))
+
+
+def test_the_tables_of_strategies_are_the_code() -> None:
+    one = page(STRATEGIES_PAGE)
+    known = {name: row for row in one.rows("strategy") for name in row[0].split(", ")}
+    assert set(known) == set(STRATEGIES)
+    for name, (_, known_as, stage) in known.items():
+        strategy = STRATEGIES[name]
+        ours = strategy.known_as.replace("Megatron ", "Megatron's ").replace("FSDP ", "FSDP's ")
+        assert known_as.replace("`", "") == ours, name
+        assert int(stage) == strategy.stage
+    n, m, s, psi = 12, 4, 5, 1000
+    sizes, states = GroupSizes(n, m), ModelStates.of(psi)
+    names = {"n": n, "m": m, "s": s, "P": psi, "M": 2 * psi, "a": (m - 1) / m, "b": (n // m - 1) / n}
+    formulas = {row[0].split(",")[0]: row[1:] for row in one.section("## Memory and bytes").rows("strategy")}
+    assert set(formulas) == set(STRATEGIES)
+    for name, (memory, intra, inter) in formulas.items():
+        strategy = STRATEGIES[name]
+        volume = strategy.volume(sizes, states, s)
+        assert value_of(memory, **names) == pytest.approx(strategy.memory(sizes, states).total), name
+        assert value_of(intra, **names) == pytest.approx(volume.intra), name
+        assert value_of(inter, **names) == pytest.approx(volume.inter), name
+
+
+def test_the_readmes_measurements_have_their_rows() -> None:
+    methods = {"FSDP2 HSDP": "HSDP"}
+    shown = page("README.md").section("## What was measured").rows("")
+    assert len(shown) == 6
+    rows = {
+        (row["method"], row["link_mbit"]): row
+        for row in rows_of("emulated_cluster.csv")
+        if row["setting"] == "2x2-large-4"
+    }
+    for name, limited, unlimited, held in shown:
+        method = methods.get(name, name)
+        for seconds, link in ((limited, "100"), (unlimited, "unlimited")):
+            decimals = len(seconds.partition(".")[2])
+            assert float(seconds) == round(float(rows[method, link]["seconds_median"]), decimals), (name, link)
+        row = rows[method, "100"]
+        states = sum(float(row[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer"))
+        assert int(held) == round(states / 1e6), name
+        assert row["date"].startswith("2026-11-22") and "tests/perf/emulated_cluster.py" in row["command"]
+
+
+def test_measurements_of_pipelines_and_leaf_modules_have_their_rows() -> None:
+    pipelines = {row["case"]: row for row in rows_of("pipelines.csv") if row["mbit"] == "100"}
+    for name, *cells in page("deepspeed_ext/pipeline/README.md").section("## What was measured").rows(""):
+        for cell, column in zip(cells, ("parameters", "gradients", "inter"), strict=True):
+            shown = cell.removesuffix(" MB")
+            assert shown == f"{float(pipelines[name][column]) / 1e6:#.3g}", (name, column)
+    cases = {
+        "plain PyTorch": "plain",
+        "ZeRO-3": "zero3",
+        "ZeRO-3, best leaf modules set by hand": "zero3 + leaf: Layer, threshold 1",
+        "`stage3_leaf_bytes: true`": "ours",
+    }
+    leaf = {row["case"]: row for row in rows_of("leaf_overhead.csv") if row["ranks"] == "1"}
+    shown = page("deepspeed_ext/leaf/README.md").section("## What was measured").rows("")
+    assert {name for name, *_ in shown} == set(cases)
+    for name, milliseconds, of_stock in shown:
+        row = leaf[cases[name]]
+        numbers = [round(float(row[f"milliseconds_{part}"])) for part in ("median", "quartile_1", "quartile_3")]
+        assert milliseconds == "{} ({} to {})".format(*numbers), name
+        assert not of_stock or float(of_stock) == round(float(row["of_stock"]), 2), name
+
+
+def test_what_is_said_of_loco_has_its_rows() -> None:
+    text = " ".join(page("deepspeed_ext/loco/README.md").section("## What was measured").text.split())
+    rows = {
+        row["method"]: float(row["seconds_median"])
+        for row in rows_of("emulated_cluster.csv")
+        if (row["setting"], row["link_mbit"]) == ("2x2-large-4", "100")
+    }
+    ratios = [f"{rows[f'{name} + LoCo'] / rows[name]:.2f}" for name in ("NNG", "NIG", "IIG")]
+    assert "a step of NNG takes {} of the time, of NIG {}, of IIG {}".format(*ratios) in text
+    kernels = rows_of("loco_kernels.csv")
+    assert all(0.3 <= float(row["of_copy_bandwidth"]) < 0.65 for row in kernels)
+    assert all(44.5 <= float(row["times_faster_than_pytorch"]) < 95.5 for row in kernels)
+    assert "0.3 to 0.6 of a copy's bandwidth, 45 to 95 times" in text
+    losses = {(row["optimizer"], row["method"]): row for row in rows_of("loco_convergence.csv")}
+    for optimizer in ("AdamW", "SGD"):
+        by_seed = losses[optimizer, "LoCo"]["relative_difference_by_seed"].split()
+        assert all(abs(float(one)) < 0.002 for one in by_seed), optimizer
+    worse = [f"{float(losses[optimizer, 'int4/4096']['relative_difference']):.1%}" for optimizer in ("AdamW", "SGD")]
+    assert "it is {} and {} worse".format(*(one.replace("%", " %") for one in worse)) in text
+
+
+def test_predictions_are_what_the_planner_says_today() -> None:
+    command = [sys.executable, "-m", "tests.perf.at_scale"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    shown = page("tests/perf/README.md").section("## At scale: predictions, not measurements").text
+    tables = shown.split("(The script prints the other regimes")[0]
+    lines = [line for line in tables.splitlines() if line.startswith(("|", "**"))]
+    assert len(lines) > 30
+    assert not [line for line in lines if line not in said]
+
+
+def test_messages_that_troubleshooting_quotes() -> None:
+    text = page("deepspeed_ext/troubleshooting.md").text
+    assert f"warns after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in text
+    assert "s old, the lock file of a process that builds" in inspect.getsource(build_lock)
+    assert f"after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in page("csrc/README.md").text
+    quoted = {
+        "has no key": "deepspeed_ext/config/validate.py",
+        "contradicts": "deepspeed_ext/config/validate.py",
+        "is at the top level of the configuration; it belongs into": "deepspeed_ext/config/validate.py",
+        "paro_group_size must divide the data-parallel size": "deepspeed_ext/strategy.py",
+        "paro_strategy needs the number of ranks per node": "deepspeed_ext/comm/process_groups.py",
+        "cannot be combined with": "deepspeed_ext/config/refused.py",
+        "groups of one rank": "deepspeed_ext/zero/factory.py",
+        "one group": "deepspeed_ext/zero/factory.py",
+        "which gather parameters together": "deepspeed_ext/zero/coordinator.py",
+        "enters its experts in another order than theirs": "deepspeed_ext/leaf/chunks.py",
+    }
+    for words, file in quoted.items():
+        assert words in text and words in (ROOT / file).read_text(encoding="utf-8"), words
