@@ -26,7 +26,8 @@ from scripts import ROOT
 
 # What does not run where there is no GPU, compiler or fork; and what is only printed.
 LEFT_OUT = ("build_lock.py", "cli/", "integration/fork.py", "loco/build_lock.py", "op_builder.py", "planner/report.py")
-COPIED = ("csrc", "deepspeed_ext", "scripts", "tests", "README.md", "pyproject.toml", "setup.py")
+COPIED = ("csrc", "deepspeed_ext", "patches", "scripts", "tests", ".ci", ".github", ".pre-commit-config.yaml")
+COPIED += ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "pyproject.toml", "setup.py")
 SWAPPED = {
     **{ast.Eq: ("==", "!="), ast.NotEq: ("!=", "=="), ast.Lt: ("<", "<="), ast.LtE: ("<=", "<")},
     **{ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in")},

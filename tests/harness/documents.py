@@ -63,8 +63,11 @@ def pages() -> tuple[Page, ...]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"]
     try:
         names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    except (OSError, subprocess.CalledProcessError):  # a copy without a repository
-        names = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.md") if ".venv" not in path.parts]
+    except (OSError, subprocess.CalledProcessError):
+        names = []
+    if not names:  # a copy without a repository
+        found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
+        names = [path.as_posix() for path in found if not path.parts[0].startswith((".", "build"))]
     return tuple(Page(name, (ROOT / name).read_text(encoding="utf-8")) for name in sorted(set(names)))
 
 

@@ -1,0 +1,35 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What runs before a commit and in CI is what scripts/test runs."""
+
+import re
+
+import pytest
+
+from scripts import ROOT
+
+pytestmark = pytest.mark.quick
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_hooks_are_the_static_checks() -> None:
+    static = text_of("scripts/test").split('echo "==> ruff"')[1].split('echo "==> pytest"')[0]
+    commands = re.findall(r"^ *((?:ruff|mypy|lint-imports)\b.*)$", static, re.MULTILINE)
+    hooks = re.findall(r"^ *entry: (.*)$", text_of(".pre-commit-config.yaml"), re.MULTILINE)
+    assert len(hooks) == 4 and hooks == commands
+
+
+def test_ci_runs_the_one_command_and_no_gpu_unless_asked() -> None:
+    workflow = text_of(".github/workflows/ci.yml")
+    test, gpu = workflow.split("\n  gpu:\n")
+    assert "- run: .ci/run\n" in test and "scripts/test" in text_of(".ci/run")
+    assert re.search(r"gpu:\n +description: .*\n +type: boolean\n +default: false\n", workflow)
+    assert gpu.lstrip().startswith("if: github.event_name == 'workflow_dispatch' && inputs.gpu\n")
+
+
+def test_the_newest_version_is_in_the_changes() -> None:
+    version = re.search(r'__version__ = "([^"]+)"', text_of("deepspeed_ext/version.py"))
+    assert version is not None and f"Version {version[1]} " in text_of("CHANGELOG.md")
