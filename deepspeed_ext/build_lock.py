@@ -10,6 +10,9 @@ Note [Two locks]
     - Exclusive: the first process, which builds. If torch's lock is there now, its holder is dead: we remove it.
     - Shared: the others, once the first has finished. They load what it has built, all of them at once.
 
+    Newer releases of torch (2.15 does, 2.13 does not) take an flock on their file as well, and leave the file behind
+    when they have built. There it tells nothing, and is no obstacle.
+
     Some network file systems keep an flock within one machine. Holders therefore note the machine's boot id in the
     file. Only if all of them ran under this kernel (or the others were there more than a day ago) do we remove torch's
     lock; otherwise we wait for it and say so. A compiler that outlives its killed parent for a moment is not known.
@@ -60,7 +63,7 @@ def _obstacle(torchs: Path, ours: TextIO, kind: int, name: str) -> tuple[str, fl
         alone = kind == fcntl.LOCK_EX and _take(ours, fcntl.LOCK_EX)
         if not alone and not _take(ours, fcntl.LOCK_SH):
             return f"for another process, which builds {name} and holds {ours.name}.", _ALIVE_SECONDS
-        if (age := _age(torchs)) is None:
+        if (age := _blocked_since(torchs)) is None:
             _note(ours, alone)
             return None
         alone = alone or _take(ours, fcntl.LOCK_EX)
@@ -72,7 +75,7 @@ def _obstacle(torchs: Path, ours: TextIO, kind: int, name: str) -> tuple[str, fl
             return None
         fcntl.flock(ours, fcntl.LOCK_UN)
     except OSError:  # the file system has no flock
-        if (age := _age(torchs)) is None:
+        if (age := _blocked_since(torchs)) is None:
             return None
     return (
         f"for {torchs}, {age:.0f} s old, the lock file of a process that builds {name} or was killed while it did. "
@@ -89,9 +92,14 @@ def _take(ours: TextIO, kind: int) -> bool:
     return True
 
 
-def _age(path: Path) -> float | None:
+def _blocked_since(torchs: Path) -> float | None:
+    """Return how many seconds ago torch's lock file was made; None if there is none, or if it blocks nobody."""
+    from torch.utils import cpp_extension
+
+    if not hasattr(cpp_extension, "FileBaton"):  # whose file blocks by being there
+        return None
     try:
-        return max(0.0, time.time() - path.stat().st_mtime)
+        return max(0.0, time.time() - torchs.stat().st_mtime)
     except FileNotFoundError:
         return None
 

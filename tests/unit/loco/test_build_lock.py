@@ -145,3 +145,27 @@ def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) ->
 
     message = waits(tmp_path, told, finish)
     assert message.startswith("deepspeed_ext: waiting for another process, which builds it"), message
+
+
+def test_a_file_that_torch_locks_itself_is_no_obstacle(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)  # as in torch 2.15
+    lock = tmp_path / "lock"
+    lock.touch()  # left behind when it had built
+    with monkeypatch.context() as patch:
+        patch.setattr(build_lock, "_boot_id", lambda: "another")
+        assert in_child(lambda: built(tmp_path)) == 0
+    assert in_child(lambda: built(tmp_path)) == 0
+    with build_lock.built_once(tmp_path, "it"):
+        assert lock.exists()
+    assert not told
+
+
+def built(folder: Path) -> None:
+    """Build, and end; a build that waits does not."""
+    threading.Timer(10, lambda: os._exit(1)).start()
+    with build_lock.built_once(folder, "it"):
+        os._exit(0)

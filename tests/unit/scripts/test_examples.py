@@ -49,7 +49,7 @@ def test_ones_own_script_trains_under_nig(tmp_path: Path) -> None:
     written = start("own_script.py", tmp_path)
     assert written.count("NIG (p=N, g=I, os=G; stage 2) over 4 data-parallel ranks in 2 group(s) of 2") == 1
     losses = [float(loss) for loss in re.findall(r"rank \d: last loss (\d\.\d+)", written)]
-    assert len(losses) == 4 and all(loss < 0.99 for loss in losses), losses  # 1 is what it begins with
+    assert len(losses) == 4 and all(loss < 0.9 for loss in losses), losses  # 1 is what they begin with
 
 
 @pytest.mark.frameworks
