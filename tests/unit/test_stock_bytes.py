@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Volume, reshard_volume
+from tests.harness.documents import page
 
 RANKS, GROUP = 4, 2
 SIZES = GroupSizes(RANKS, GROUP)
@@ -49,21 +50,29 @@ def volume(moved: dict[str, int]) -> Volume:
     return sum(moves, Volume())
 
 
-def test_how_many_times_fewer_bytes_strategies_move_between_groups(ranks: Any) -> None:
-    accumulation = 4
-    states, stock = None, {}
-    for stage in (1, 2):
-        elements, moved = ranks(RANKS).run(case, {"stage": stage}, accumulation)[0]
+def times_fewer(ranks: Any, zero: dict[str, Any], pairs: list[tuple[int, str]]) -> list[float]:
+    """How many times fewer bytes than a stage with these keys strategies move between groups, at accumulation 4."""
+    accumulation, found = 4, []
+    for stage, name in pairs:
+        elements, moved = ranks(RANKS).run(case, {"stage": stage, **zero}, accumulation)[0]
         states = ModelStates.of(elements, parameter_bytes=4, gradient_bytes=4)
-        stock[stage] = volume(moved).inter
-    assert states is not None
+        found.append(volume(moved).inter / STRATEGIES[name].volume(SIZES, states, accumulation).inter)
+    return found
 
-    def times_fewer(stage: int, name: str) -> float:
-        return stock[stage] / STRATEGIES[name].volume(SIZES, states, accumulation).inter
 
-    assert times_fewer(1, "NNG") == pytest.approx(1.5, rel=0.01)
-    assert times_fewer(2, "NIG") == pytest.approx(4.5, rel=0.01)
-    assert times_fewer(2, "NGG") == pytest.approx(1.8, rel=0.01)
+@pytest.mark.quick
+def test_how_many_times_fewer_bytes_move_between_groups(ranks: Any) -> None:
+    pairs = [(1, "NNG"), (2, "NIG"), (2, "NGG")]
+    shipped, rooted = (times_fewer(ranks, zero, pairs) for zero in ({}, {KEY: False}))
+    assert shipped == pytest.approx([1.5, 4.5, 1.8], rel=0.01)
+    assert rooted == pytest.approx([1.0, 2.5, 1.0], rel=0.01)
+    text = " ".join(page("deepspeed_ext/zero/README.md").text.split())
+    assert (
+        "NNG has {:.1f} times fewer bytes than ZeRO-1, and at accumulation 4 NIG has {:.1f} times and NGG {:.1f} "
+        "times fewer than ZeRO-2. With the key set to false, NNG and NGG have no fewer than ZeRO-1 and ZeRO-2, and NIG has "
+        "{:.1f} times fewer than ZeRO-2."
+    ).format(*shipped, rooted[1]) in text
+    assert f"{shipped[1]:.1f} times fewer than [ZeRO-2 as shipped]" in " ".join(page("README.md").text.split())
 
 
 def case(zero: dict[str, Any], accumulation: int) -> tuple[int, Counter[str]]:
