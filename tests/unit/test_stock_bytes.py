@@ -69,8 +69,8 @@ def test_how_many_times_fewer_bytes_move_between_groups(ranks: Any) -> None:
     text = " ".join(page("deepspeed_ext/zero/README.md").text.split())
     assert (
         "NNG has {:.1f} times fewer bytes than ZeRO-1, and at accumulation 4 NIG has {:.1f} times and NGG {:.1f} "
-        "times fewer than ZeRO-2. With the key set to false, NNG and NGG have no fewer than ZeRO-1 and ZeRO-2, and NIG has "
-        "{:.1f} times fewer than ZeRO-2."
+        "times fewer than ZeRO-2. With the key set to false, NNG and NGG have no fewer than ZeRO-1 and ZeRO-2, and "
+        "NIG has {:.1f} times fewer than ZeRO-2."
     ).format(*shipped, rooted[1]) in text
     assert f"{shipped[1]:.1f} times fewer than [ZeRO-2 as shipped]" in " ".join(page("README.md").text.split())
 
