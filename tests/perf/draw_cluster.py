@@ -36,7 +36,7 @@ def draw_steps(rows: Sequence[MethodRow], title: str) -> Any:
         axes.vlines(place, min(row.seconds), max(row.seconds), color="black", linewidth=1)
         axes.hlines(row.floor, place - 0.35, place + 0.35, color="white", linewidth=2)
     axes.set_xticks(range(len(rows)), [row.method for row in rows], rotation=90, fontsize=8)
-    axes.set(ylabel="seconds a step", title=title)
+    axes.set(ylabel="seconds per step", title=title)
     names = (("strategies", OURS), ("with LoCo", COMPRESSED), ("others", PEER))
     handles = [axes.bar(0, 0, color=shade, label=name) for name, shade in names]
     axes.legend(handles=handles, title="white line: compute alone, and the bytes at the link's rate")
@@ -54,7 +54,7 @@ def draw_rates(rows: Sequence[MethodRow], title: str) -> Any:
         if set(found) == set(rates):
             style = "--" if color(method) == PEER else "-"
             axes.plot(labels, [found[rate] for rate in rates], style, marker="o", label=method)
-    axes.set(xlabel="Mbit/s between nodes", ylabel="seconds a step", yscale="log", title=title)
+    axes.set(xlabel="Mbit/s between nodes", ylabel="seconds per step", yscale="log", title=title)
     axes.legend()
     return drawing
 
@@ -72,7 +72,7 @@ def draw_memory(rows: Sequence[MethodRow], title: str) -> Any:
         for x, y, row in some:
             if shade == PEER or (x, y) in front:
                 axes.annotate(row.method, (x, y), textcoords="offset points", xytext=(4, 3), fontsize=7)
-    axes.set(xlabel="MB of model states on a rank", ylabel="seconds a step", yscale="log", title=title)
+    axes.set(xlabel="MB of model states on a rank", ylabel="seconds per step", yscale="log", title=title)
     axes.legend()
     return drawing
 
