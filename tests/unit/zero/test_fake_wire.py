@@ -10,7 +10,7 @@ from tests.harness.training import PARTITIONED, REPLICATED
 
 pytestmark = pytest.mark.quick
 
-WITH_STREAMS = ("NGG", "NIG", "ING", "IGG", "GGG")
+WITH_STREAMS = ("NGG", "NIG", "ING", "III", "IGG", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
 COMMON = {
     "flat_gradients.py:reduce": "NGG",
@@ -29,11 +29,11 @@ WAITS = {  # by whether the device has streams
         "gathers.py:wait": "GGG",
         "slices.py:_wait_for_updates": "IGG",
     },
-    True: {  # relays wait at once; what is left is p = I
+    True: {  # relays wait at once; what has none is a gather of one hop
         **COMMON,
         "parameters.py:_start": "GGG",
-        "gathers.py:wait": "IGG",
-        "slices.py:gather_updates": "IGG",
+        "gathers.py:wait": "III",
+        "slices.py:_gather_block": "IGG",
     },
 }
 STOCK = ("torch.py", "partition_parameters.py")  # DeepSpeed's, which waits for its own
