@@ -20,7 +20,6 @@ stage 3 gives all parameter groups the hyperparameters of the first and all sub-
 and 2 fail where a rank holds nothing of a parameter group; and neither loads buffers or frozen parameters.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,17 +72,6 @@ def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, 
     if len(paths) == 1 or not first.get(FROZEN_PARAM_FRAGMENTS):
         return [first]
     return [first, *(look(path) for path in paths[1:])]
-
-
-def other_files(pattern: str, folder: Path) -> list[str]:
-    """Return what to take for model states where DeepSpeed's pattern finds none: those of the other stages.
-
-    Args:
-        pattern: base name of a file, of which ``zero_pp_rank_<n>_`` is missing or too much.
-    """
-    stages12 = re.sub(r"^zero_pp_rank_\d+_", "", pattern)
-    wanted = f"zero_pp_rank_0_{pattern}" if stages12 == pattern else stages12
-    return sorted(str(path) for path in folder.glob(wanted))
 
 
 def beyond_stock(stage3: bool, folder: str | Path) -> bool:

@@ -13,6 +13,7 @@ from deepspeed_ext.integration.seams import (
     kernels,
     keys,
     leaf_gradients,
+    mended,
     pipelines,
     planning,
     quantized,
@@ -170,7 +171,7 @@ REPLACED: tuple[Patch, ...] = (
         f"{ENGINE}._get_all_ckpt_names",
         "bug fix: a universal checkpoint of another stage has model states under another name",
         "(self, checkpoints_path, tag)",
-        checkpoints.find_files_of_other_stages,
+        mended.find_files_of_other_stages,
     ),
     *(
         Patch(

@@ -14,6 +14,7 @@ from scripts.fork.translated_sources import sources, target
 PATCHES = ROOT / "patches"
 SERIES = PATCHES / "series"
 GENERATED = "Generated-From"  # a glob of our files that the patch brings
+ALONE = "Standalone-Test"  # a file of tests, relative to DeepSpeed's root, of a patch that needs no other one
 REQUIRED = ("Signed-off-by", "Upstream-Status", "Remove-When")
 STATUSES = ("pending", "submitted", "merged", "not-applicable")  # submitted and merged with an address
 
@@ -57,6 +58,11 @@ class Mail(NamedTuple):
             found += names
         return found
 
+    @property
+    def tests(self) -> list[str]:
+        """Return the files of tests that it brings; empty unless it is a fix that applies alone."""
+        return self.values(ALONE)
+
     def problems(self) -> list[str]:
         """Return what its header lacks."""
         found = [f"no trailer {name}" for name in REQUIRED if not self.values(name)]
@@ -70,6 +76,8 @@ class Mail(NamedTuple):
             for value in self.values("Upstream-Status")
             if value in ("submitted", "merged")
         ]
+        if self.tests and self.values(GENERATED):
+            found.append(f"it has {GENERATED} and {ALONE}: a fix that applies alone brings nothing of ours")
         if len(self.body.split()) < 15:
             found.append("its body does not say why")
         if len(self.subject) > 72:

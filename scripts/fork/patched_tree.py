@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from scripts.fork.deepspeed_source import Failed, git, requirement, run, unpack
 from scripts.fork.patch_mails import PATCHES, Mail, series, targets
-from scripts.fork.translated_sources import PACKAGE, is_ours, translated
+from scripts.fork.translated_sources import MENDED, PACKAGE, is_ours, translated
 
 README = PATCHES / "README.md"
 _TABLE = re.compile(r"(?<=<!-- table: scripts/patches refresh -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -147,14 +147,14 @@ class PatchRow(NamedTuple):
         name: of its file.
         mail: its header.
         generated: files that come from ours.
-        seam: lines written by hand: added or removed in all other files.
+        lines: written by hand: added or removed in all other files, those of tests not counted.
         symbols: functions of ours, ``module.name``, each with the name of that of DeepSpeed's in whose place it is.
     """
 
     name: str
     mail: Mail
     generated: list[str]
-    seam: int
+    lines: int
     symbols: list[tuple[str, str]]
 
 
@@ -164,15 +164,15 @@ def table(tree: Path, mails: Iterable[Mail]) -> list[PatchRow]:
     rows = []
     for commit, mail in zip(commits, mails, strict=True):
         names = targets(mail)
-        seam, symbols = 0, []
+        lines, symbols = 0, []
         for line in git(tree, "show", "--format=", "--numstat", commit).splitlines():
             added, removed, name = line.split("\t")
-            if name not in names:
-                seam += int(added) + int(removed)
+            if name not in names and not name.startswith("tests/"):
+                lines += int(added) + int(removed)
                 changes = git(tree, "show", "--format=", commit, "--", name)
                 for form in (_DECORATED, _ASSIGNED):
                     symbols += [(found["ours"], found["theirs"]) for found in form.finditer(changes)]
-        rows.append(PatchRow(mail.path.name, mail, sorted(names), seam, symbols))
+        rows.append(PatchRow(mail.path.name, mail, sorted(names), lines, symbols))
     return rows
 
 
@@ -181,6 +181,7 @@ def twin_problems(rows: list[PatchRow]) -> list[str]:
     from deepspeed_ext.integration.patches import PATCHES as TWINS
 
     made = [(patch.replace, patch.path.rpartition(".")[2]) for patch in TWINS if patch.replace]
+    made = [(ours, theirs) for ours, theirs in made if ours.__module__ != MENDED]
     twins = sorted((f"{ours.__module__.rpartition('.')[2]}.{ours.__name__}", theirs) for ours, theirs in made)
     seams = sorted(symbol for row in rows for symbol in row.symbols)
     found = [f"{ours} replaces {theirs} at run time, and in no seam" for ours, theirs in set(twins) - set(seams)]
@@ -191,16 +192,21 @@ def twin_problems(rows: list[PatchRow]) -> list[str]:
 
 
 def _markdown(rows: list[PatchRow]) -> str:
-    lines = ["| Patch | Answers | Status | Lines by hand | Twin at run time |", "|---|---|---|---|---|"]
-    for row in rows:
-        mail = row.mail
-        answers = ", ".join(mail.values("Upstream-Issue")) or "-"
-        twin = ", ".join(f"`{ours}`" for ours, _ in row.symbols) or "-"
-        status = ", ".join(mail.values("Upstream-Status"))
-        lines.append(f"| [{row.name[:4]}]({row.name}) {mail.subject} | {answers} | {status} | {row.seam} | {twin} |")
-    seam, symbols = sum(row.seam for row in rows), sum(len(row.symbols) for row in rows)
-    lines.append(f"| in all | | | {seam} | {symbols} symbols, {seam / max(1, symbols):.1f} lines each |")
-    return "\n".join(lines) + "\n"
+    fixes = [row for row in rows if row.mail.tests]
+    features = [row for row in rows if not row.mail.tests]
+    text = ["| Fix, applies alone | Answers | Status | Lines | Its tests |", "|---|---|---|---|---|"]
+    text += [_markdown_row(row, ", ".join(f"`{name}`" for name in row.mail.tests)) for row in fixes]
+    text += ["", "| Feature | Answers | Status | Lines by hand | Twin at run time |", "|---|---|---|---|---|"]
+    text += [_markdown_row(row, ", ".join(f"`{ours}`" for ours, _ in row.symbols) or "-") for row in features]
+    lines, symbols = sum(row.lines for row in features), sum(len(row.symbols) for row in features)
+    text.append(f"| in all | | | {lines} | {symbols} symbols, {lines / max(1, symbols):.1f} lines each |")
+    return "\n".join(text) + "\n"
+
+
+def _markdown_row(row: PatchRow, last: str) -> str:
+    answers = ", ".join(row.mail.values("Upstream-Issue")) or "-"
+    status = ", ".join(row.mail.values("Upstream-Status"))
+    return f"| [{row.name[:4]}]({row.name}) {row.mail.subject} | {answers} | {status} | {row.lines} | {last} |"
 
 
 def write_table(rows: list[PatchRow]) -> None:

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 from scripts import ROOT
-from scripts.fork import patch_mails, patched_tree
+from scripts.fork import patch_mails, patched_tree, standalone
 from scripts.fork.deepspeed_source import WORK, Failed, git, importable, requirement, run, unpack
 
 # What ``test`` runs without arguments: parity, and what a user sees. Not what looks at the patching itself.
@@ -34,7 +34,8 @@ TESTS = [
 
 
 def check(args: argparse.Namespace) -> int:
-    """Check that the series is complete, applies, is up to date, and leaves each tree importable."""
+    """Check that the series is complete, applies, is up to date, leaves each tree importable, and that each of the
+    fixes at its beginning applies alone."""
     found = patch_mails.series()
     problems = [problem for mail in found for problem in mail.problems()] + patch_mails.unplaced(found)
     with tempfile.TemporaryDirectory() as folder:
@@ -47,12 +48,16 @@ def check(args: argparse.Namespace) -> int:
         # Once more, or a patch could change by hand what an earlier one has brought.
         problems += [problem for mail in found for problem in patched_tree.stale(tree, mail)]
         rows = patched_tree.table(tree, found)
+        problems += standalone.problems(found, tree, not args.no_import)
     problems += patched_tree.twin_problems(rows) + patched_tree.readme_problems(rows)
     for row in rows:
-        print(
-            f"{row.name}: {row.seam} lines of seam, {len(row.symbols)} symbols, {len(row.generated)} generated files"
-        )
-    print(f"in all {sum(row.seam for row in rows)} lines for {sum(len(row.symbols) for row in rows)} symbols")
+        if row.mail.tests:
+            print(f"{row.name}: {row.lines} lines, applies alone")
+        else:
+            numbers = f"{row.lines} lines of seam, {len(row.symbols)} symbols, {len(row.generated)} generated files"
+            print(f"{row.name}: {numbers}")
+    features = [row for row in rows if not row.mail.tests]
+    print(f"in all {sum(row.lines for row in features)} lines for {sum(len(row.symbols) for row in features)} symbols")
     for problem in problems:
         print(problem, file=sys.stderr)
     return int(bool(problems))
@@ -155,7 +160,11 @@ def variables(python: Path) -> dict[str, str]:
 
 
 def test(args: argparse.Namespace) -> int:
-    """Fetch, apply, build, and run tests against the wheel."""
+    """Fetch, apply, build, and run tests against the wheel; or run the tests of one fix with it alone and without."""
+    if args.only is not None:
+        if args.pytest:
+            raise Failed(f"--only takes no other arguments, got {' '.join(args.pytest)}")
+        return int(not standalone.test(standalone.chosen(patch_mails.series(), args.only), args.checkout))
     python = environment()
     chosen = args.pytest or [f"tests/unit/{name}" for name in TESTS]
     command = [str(python), "-m", "pytest", *chosen]
@@ -194,6 +203,10 @@ def parse_arguments() -> argparse.Namespace:
     added[apply].add_argument("--to", type=Path, required=True, metavar="DIR", help="where there is nothing yet")
     added[refresh].add_argument("--tree", type=Path, metavar="DIR", help="take the seams from this tree's commits")
     added[drift].add_argument("versions", nargs="*", metavar="VERSION", help="default: that of BASE, and the newest")
+    added[test].add_argument(
+        "--only", type=int, metavar="N", help="apply fix N alone, and run its own tests with it and without it"
+    )
+    added[test].add_argument("--checkout", type=Path, metavar="DIR", help="for --only: a checkout of DeepSpeed")
     added[test].epilog = "Other arguments go to pytest; by default all that concerns a fork."
     args, args.pytest = parser.parse_known_args()
     if args.pytest and args.run is not test:

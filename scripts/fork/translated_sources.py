@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 from deepspeed_ext.integration.fork import PACKAGE
 from scripts import ROOT
 
-# What patches DeepSpeed while it runs, what is said there, and what only our own tests and measurements use.
+# What patches DeepSpeed while it runs, what is said there, what only our own tests and measurements use, and what a
+# fork needs no seam for, as its own files have the fix.
 STAYS = frozenset(
     f"deepspeed_ext/{name}.py"
     for name in (
@@ -21,9 +22,11 @@ STAYS = frozenset(
         "integration/patches",
         "integration/relied_on",
         "integration/seams/frameworks",
+        "integration/seams/mended",
         "integration/symbols",
     )
 )
+MENDED = "deepspeed_ext.integration.seams.mended"  # whose functions have a fix of the series for a twin
 # Of a fork's package, what has no twin.
 BY_HAND = frozenset(f"{PACKAGE.replace('.', '/')}/{name}.py" for name in ("__init__", "__main__"))
 

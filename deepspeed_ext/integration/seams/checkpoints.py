@@ -66,22 +66,6 @@ def _is_ours(optimizer: object) -> bool:
     return module is not None and isinstance(optimizer, module.ParoOptimizer)
 
 
-def find_files_of_other_stages(names: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    @functools.wraps(names)
-    def _get_all_ckpt_names(self: "Engine", checkpoints_path: str, tag: str) -> list[str]:
-        found = names(self, checkpoints_path, tag)
-        if found or not self.load_universal_checkpoint():
-            return found
-        from pathlib import Path
-
-        from deepspeed_ext.checkpoint.universal import other_files
-
-        pattern = Path(self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*", pp_placeholder="0"))
-        return other_files(pattern.name, pattern.parent)
-
-    return _get_all_ckpt_names
-
-
 def load_universal(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def _load_universal_checkpoint(self: Any, folder: str, states: bool, from_fp32: bool) -> None:

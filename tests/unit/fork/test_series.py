@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patch series: complete, up to date with ours, and each patch leaves a tree that can be imported."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
-from scripts.fork import deepspeed_source, patch_mails, patched_tree, series, translated_sources
+from scripts.fork import deepspeed_source, patch_mails, patched_tree, series, standalone, translated_sources
 
 MAIL = """From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
 From: somebody <somebody@example.com>
@@ -36,16 +37,63 @@ def mail(tmp_path: Path, text: str = MAIL, trailers: str = TRAILERS) -> patch_ma
 
 
 def test_the_series_holds(archive: Path) -> None:
-    """It applies without fuzz, brings our files as they are, names all twins, and each tree can be imported."""
+    """It applies without fuzz, brings our files as they are, names all twins, and each tree can be imported; each fix
+    applies alone."""
     done = subprocess.run(
         [sys.executable, "-m", "scripts.fork.series", "check"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len([line for line in lines if ".patch: " in line]) == len(patch_mails.series())
+    fixes = [line.partition(".patch: ")[0] + ".patch" for line in lines if line.endswith("lines, applies alone")]
+    assert fixes == [one.path.name for one in standalone.fixes(patch_mails.series())] and len(fixes) == 5
     total = next(line for line in lines if line.startswith("in all"))
     seam, symbols = (int(word) for word in total.split() if word.isdigit())
     assert seam / symbols < 3, total  # fewer is better
+
+
+def test_each_fix_applies_alone_or_is_named(archive: Path, tmp_path: Path) -> None:
+    """Those of the series do; one that needs another, comes late, or does not bring its tests does not."""
+    found = patch_mails.series()
+    tree = deepspeed_source.unpack(deepspeed_source.requirement().version, tmp_path / "tree")
+    assert standalone.problems(found, tree, do_import=False) == []
+    needy = next(one for one in found if "saved-as-a-whole" in one.path.name)
+    fix = standalone.fixes(found)[-1]
+    tests = "tests/unit/nothing.py"
+    wrong = [one._replace(trailers=(("Standalone-Test", tests),)) for one in (needy, fix)]
+    late, needs, lacks = standalone.problems([found[-1], *wrong], tree, do_import=False)
+    assert late == f"{fix.path.name}: a fix that applies alone comes after patches that do not"
+    assert needs.startswith(f"{needy.path.name} does not apply alone: ")
+    assert lacks == f"{fix.path.name}: Standalone-Test {tests} is none of its files under tests/"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["99"], r"expected the number of a fix that applies alone \(1, 2, 3, 4, 5\), got 99"),
+        (["6"], r"0006-.*\.patch needs the patches before it; these apply alone: 1, 2, 3, 4, 5"),
+        (["1"], "expected --checkout DIR, a checkout of DeepSpeed"),
+        (["1", "--checkout", ".", "-k", "parity"], "--only takes no other arguments, got -k parity"),
+    ],
+)
+def test_what_cannot_be_run_alone_is_refused(arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "scripts.fork.series", "test", "--only", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and re.fullmatch(message + ".*", done.stderr.strip()), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("without", "alone", "shown"),
+    [
+        (["failed", "passed"], ["passed", "passed"], True),
+        (["passed", "passed"], ["passed", "passed"], False),  # tests that cannot fail
+        (["failed", "passed"], ["failed", "passed"], False),
+        (["error", "failed"], ["passed", "passed"], False),  # not run at all
+        (["failed", "failed"], ["skipped", "passed"], False),
+    ],
+)
+def test_a_fix_is_shown_by_tests_that_fail_without_it(without: list[str], alone: list[str], shown: bool) -> None:
+    assert standalone.shows(set(without), set(alone)) is shown
 
 
 def test_drift_is_none_on_base(archive: Path) -> None:
@@ -71,6 +119,11 @@ def test_a_mail_is_read(tmp_path: Path) -> None:
         ("Signed-off-by: somebody <somebody@example.com>\n", "", "no trailer Signed-off-by"),
         ("Remove-When: pigs fly\n", "", "no trailer Remove-When"),
         ("pending", "submitted", "Upstream-Status 'submitted' without an address"),
+        (
+            "Remove-When",
+            "Standalone-Test: tests/unit/test_a.py\nRemove-When",
+            "it has Generated-From and Standalone-Test",
+        ),
         ("pending", "soon", "Upstream-Status 'soon', expected one of pending, submitted"),
         ("Because of a reason that takes more than fifteen words", "So", "does not say why"),
         ("zero: a", "zero: a subject with many words, and a", "characters, at most 72 fit"),
