@@ -14,7 +14,7 @@ from deepspeed_ext.comm.packing import joined
 
 
 class AllToAllReduce(ReduceHop):
-    """For gloo: an all-to-all and a local sum.
+    """A reduction for gloo: an all-to-all and a local sum.
 
     gloo's reduce-scatter sends what an all-reduce would, twice the bytes (measured at the interface). Unequal parts
     cost nothing extra here, the sum is taken in fp32, and its order is fixed.
@@ -34,7 +34,7 @@ class AllToAllReduce(ReduceHop):
 
 
 class NativeReduce(ReduceHop):
-    """For backends whose reduce-scatter is one (NCCL): equal parts by reduce-scatter, unequal ones as is cheaper."""
+    """A reduction for backends that have a reduce-scatter (NCCL): equal parts by it, unequal ones as is cheaper."""
 
     def lengths(self, splits: Sequence[int]) -> list[int]:
         """Return equal lengths where that is cheaper; see ``ReduceHop``."""
@@ -67,7 +67,7 @@ class NativeReduce(ReduceHop):
 
 
 class AllReduceReduce(NativeReduce):
-    """For ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
+    """A reduction for ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
 
     def lengths(self, splits: Sequence[int]) -> list[int]:
         """Return aligned lengths, which may differ; see ``ReduceHop``."""

@@ -70,7 +70,7 @@ class _Silent:
 
 @dataclasses.dataclass
 class _OtherPlace:
-    """As ``Place``, of another rank."""
+    """A ``Place`` of another rank."""
 
     device: str
     small: bool
