@@ -34,7 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default=ALL, help="names, or stages, with commas")
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"))
-    parser.add_argument("--timer", action="store_true", help="have DeepSpeed's throughput timer synchronize, as without a strategy")
+    parser.add_argument(
+        "--timer", action="store_true", help="have DeepSpeed's throughput timer synchronize, as without a strategy"
+    )
     parser.add_argument("--overlap", choices=("true", "false"), help="overlap_comm; unset if left out")
     parser.add_argument("--places", default="", help="strategies whose places are shown, with commas")
     given = parser.parse_args()
