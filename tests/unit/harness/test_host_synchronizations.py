@@ -17,7 +17,7 @@ def test_waits_of_the_throughput_timer_are_counted(ranks: Any, name: str) -> Non
 
 
 def timer_case(name: str) -> list[dict[str, int]]:
-    """How often the host waits for the whole device, by place: with DeepSpeed's throughput timer synchronized, and by default."""
+    """How often the host waits for the whole device, by place: with DeepSpeed's timer synchronized, and by default."""
     from tests.harness.host_synchronizations import host_synchronizations
 
     return [
