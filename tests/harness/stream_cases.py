@@ -100,9 +100,7 @@ OPTIONS = {
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
     "pipeline, fp16": Options(("NIG", "IIG"), _OVERLAP, pipe=replace(_PIPE, dtype="fp16")),
     "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, "zeropp_loco_param": {}}, pipe=_PIPE),
-    "pipeline, offload": Options(
-        (*BOTH_STAGES, "III"), {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")
-    ),
+    "pipeline, offload": Options(BOTH_STAGES, {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")),
 }
 
 
@@ -245,7 +243,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     and with p = I or G clear what has been accumulated, and convert what goes to the device in another dtype."""
     optimizer = engine.optimizer
     parts = [(optimizer.optimizer, "step"), (optimizer, "unscale_and_clip_grads"), (optimizer, "complete_gradients")]
-    gradients = optimizer.gradients
+    gradients = getattr(optimizer, "gradients", None)  # stock's have none
     if isinstance(gradients, PartitionedGradients) and gradients.held.device.type == "cpu" and gradients.rows == 1:
         parts += [(gradients, "_begin"), (gradients, "_clear_padding"), (reshard, "aligned_rows")]
     with contextlib.ExitStack() as patches:
