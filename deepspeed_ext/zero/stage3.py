@@ -78,7 +78,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self._parameter_reshard = slots.parameter_reshard(topology)
         self._reduce_by(slots.gradient_reshard(topology, reduce_scatter))
         self._overlap = overlap_comm
-        self._waiting = False  # whether a micro-step has ended since gradients moved to os; the same on all ranks
+        self._waiting = False
         super().__init__(
             *args,
             dp_process_group=topology.shard_group(strategy.os),
@@ -313,26 +313,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.gradients_dropped()
         self._waiting = False
 
-    def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        """Serve DeepSpeed's safe_get_full_grad and its like."""
-        self._refuse_unfinished_gradients()
-        return super()._get_fp32_grad_state_partition(*args, **kwargs)
-
-    def update_fp32_grad_for_param_vectorized(self, *args: Any, **kwargs: Any) -> None:
-        """Serve DeepSpeed's safe_update_full_grad_vectorized."""
-        self._refuse_unfinished_gradients()
-        super().update_fp32_grad_for_param_vectorized(*args, **kwargs)
-
-    def _refuse_unfinished_gradients(self) -> None:
-        self._finish_buckets()
-        self._finish_for_host()
-        if self._waiting and self.strategy.g != self.strategy.os:
-            raise RuntimeError(
-                f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
-                f"{self.strategy.name} (g = {self.strategy.g.name}, os = {self.strategy.os.name}) they are not summed "
-                f"over all ranks before it."
-            )
-
     # Replicas of the optimizer (os = I) decide alike, even if a backend rounds differently in each group ###########
 
     def _get_norm_groups(self) -> list[Tensor]:
@@ -397,7 +377,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             yield
 
     def _finish_for_host(self) -> None:
-        """Have the host wait for all buckets if it will read, or write, where they are added."""
+        """Have the host wait for all buckets; see ``Stage3States``."""
         if self._gradient_stream is not None and self.offload_optimizer:
             with self._reduction_stream():
                 self.gradients.drain()

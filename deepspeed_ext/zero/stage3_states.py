@@ -1,7 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""States of a stage-3 optimizer of ours that leave the device: into checkpoints and to the host, and back."""
+"""States of a stage-3 optimizer of ours that leave it: into checkpoints, to the host and to the user, and back."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,9 +27,14 @@ class Stage3States(ParoOptimizer):
     parameters: PartitionedParameters
     gradients: PartitionedGradients
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
+    _waiting: bool  # whether a micro-step has ended since gradients moved to os; the same on all ranks
+
+    @abstractmethod
+    def _finish_for_host(self) -> None:
+        """Have the host wait for all buckets if it will read, or write, where they are added."""
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is sharded otherwise, but for sub-groups, which are sharded anew.
+        """Refuse a rank's state dict that is sharded otherwise, except for sub-groups, which are divided anew.
 
         Raises:
             ValueError: it is of another stage, sharded over another number of ranks, or of other parameter groups.
@@ -112,3 +118,23 @@ class Stage3States(ParoOptimizer):
         self.lp_param_buffer = buffer
         for tensor, offset, numel in get_mapping_to_flat_buffer(self._get_parameter_partitions()):
             tensor.data = buffer.narrow(0, offset, numel)
+
+    def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
+        """Serve DeepSpeed's safe_get_full_grad and its like."""
+        self._refuse_unfinished_gradients()
+        return super()._get_fp32_grad_state_partition(*args, **kwargs)
+
+    def update_fp32_grad_for_param_vectorized(self, *args: Any, **kwargs: Any) -> None:
+        """Serve DeepSpeed's safe_update_full_grad_vectorized."""
+        self._refuse_unfinished_gradients()
+        super().update_fp32_grad_for_param_vectorized(*args, **kwargs)
+
+    def _refuse_unfinished_gradients(self) -> None:
+        self._finish_buckets()
+        self._finish_for_host()
+        if self._waiting and self.strategy.g != self.strategy.os:
+            raise RuntimeError(
+                f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
+                f"{self.strategy.name} (g = {self.strategy.g.name}, os = {self.strategy.os.name}) they are not summed "
+                f"over all ranks before it."
+            )

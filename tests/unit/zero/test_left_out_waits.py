@@ -103,7 +103,7 @@ UNFOUND = {
     "zero/stage3.py:Stage3Optimizer._sync_gradients:synchronize 2": "the next one waits for more",
     "zero/stage3.py:Stage3Optimizer._sync_gradients:synchronize 3": "the host asks for the norm before it steps",
     "zero/stage3.py:Stage3Optimizer.zero_grad:_finish_buckets": "what was reduced is dropped",
-    "zero/stage3.py:Stage3Optimizer._refuse_unfinished_gradients:_finish_buckets": _READ,
+    "zero/stage3_states.py:Stage3States._refuse_unfinished_gradients:_finish_buckets": _READ,
     "zero/stage3_states.py:Stage3States.checkpoint_event_prologue:drain": (
         "what is saved is this rank's own row, or is gathered, which waits"
     ),
