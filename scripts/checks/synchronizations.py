@@ -22,7 +22,7 @@ def counts(name: str, zero: dict[str, Any], changed: dict[str, Any]) -> Counter[
     from tests.harness.host_synchronizations import host_synchronizations
 
     by_place: Counter[tuple[str, str]] = Counter()
-    for one, count in host_synchronizations(name, zero, **changed).items():
+    for one, count in host_synchronizations(name, zero, **changed).all.items():
         places = one.where.split(" < ")
         told = [place for place in places if not WRAPPERS.match(place)] or places
         by_place[one.what, " < ".join(told[:2])] += count

@@ -5,7 +5,7 @@
 import contextlib
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from torch import Tensor
@@ -20,8 +20,20 @@ JOB = Job(sizes=networks.SQUARE, accumulation=2, empty=False, zero=SMALL)
 _ASKED = ("tolist", "cpu", "numpy")  # of a tensor: the host waits for its values
 
 
-def host_synchronizations(name: str, more: dict[str, Any], **changed: Any) -> Counter[Synchronization]:
-    """Train ten micro-steps, two to a step, and return what the host waits for in the last six, and where.
+class HostWaits(NamedTuple):
+    """What the host waits for, and where: outside of ``engine.step()``, and in it."""
+
+    outside: Counter[Synchronization]
+    in_step: Counter[Synchronization]
+
+    @property
+    def all(self) -> Counter[Synchronization]:
+        """Both together."""
+        return self.outside + self.in_step
+
+
+def host_synchronizations(name: str, more: dict[str, Any], **changed: Any) -> HostWaits:
+    """Train ten micro-steps, two to a step, and return what the host waits for in the last six.
 
     Args:
         name: of a strategy, or a stage.
@@ -29,19 +41,22 @@ def host_synchronizations(name: str, more: dict[str, Any], **changed: Any) -> Co
         changed: attributes of the job.
     """
     job = replace(JOB, **changed)
+    waits = HostWaits(Counter(), Counter())
     with device_with_streams() as order:
         engine, model = training.make_engine(job, placed(name, **more))
         data = training.batches(job)
         batches = [next(data) for _ in range(LAST)]
         with order.watch(), asking(order):
             for number, batch in enumerate(batches):
-                if number + 1 == FIRST:
-                    order.synchronizations.clear()
+                before = order.synchronizations.copy()
                 micro_step(engine, model, job, number, batch, gathering=False)
+                between = order.synchronizations.copy()
                 engine.step()
-            counted = Counter(order.synchronizations)
+                if number + 1 >= FIRST:
+                    waits.outside.update(between - before)
+                    waits.in_step.update(order.synchronizations - between)
         engine.destroy()
-    return counted
+    return waits
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ def timer_case(name: str) -> list[dict[str, int]]:
     return [
         {
             one.where: count
-            for one, count in host_synchronizations(name, {}, config=config).items()
+            for one, count in host_synchronizations(name, {}, config=config).all.items()
             if one.what == "device"
         }
         for config in (SYNCHRONIZED, {})

@@ -22,34 +22,16 @@ def host_waits_case(names: list[str], dtype: str, config: dict[str, Any], zero: 
     """
     from collections import Counter
 
-    from tests.harness import training
-    from tests.harness.host_synchronizations import asking
-    from tests.harness.stream_order import device_with_streams
+    from tests.harness.host_synchronizations import host_synchronizations
 
     def kinds(waits: Counter[Any], where: str) -> list[str]:
         known = ("device", "stream", "event")
         return [f"{one.what if one.what in known else 'answer'} {where}" for one in waits.elements()]
 
-    job = Job(sizes=SQUARE, accumulation=2, empty=False, dtype=dtype, zero={**SMALL, **zero}, config=config)
     waits = {}
     for name in names:
-        counts: Counter[str] = Counter()
-        with device_with_streams() as order:
-            engine, _ = training.make_engine(job, placed(name))
-            data = training.batches(job)
-            with order.watch(), asking(order):
-                for number in range(10):
-                    x, y = next(data)
-                    before = order.synchronizations.copy()
-                    loss = ((engine(x) - y) ** 2).float().mean()
-                    engine.backward(loss)
-                    between = order.synchronizations.copy()
-                    engine.step()
-                    if number >= 4:
-                        counts.update(kinds(between - before, "outside"))
-                        counts.update(kinds(order.synchronizations - between, "in step"))
-            engine.destroy()
-        waits[name] = dict(counts)
+        found = host_synchronizations(name, zero, dtype=dtype, config=config)
+        waits[name] = dict(Counter(kinds(found.outside, "outside") + kinds(found.in_step, "in step")))
     return waits
 
 
