@@ -137,6 +137,7 @@ class MappedParameter(nn.Parameter):
     """A trained parameter of stages 1 and 2, of which this rank's shard of the optimizer may have a part."""
 
     _hp_mapping: Any
+    _index_in_param_group: int
     load_hp_checkpoint_state: Callable[[str, int, int], None]
 
 

@@ -171,6 +171,7 @@ def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, A
         for param in params:
             if param._hp_mapping is not None:
                 _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, states)
+                param._hp_mapping.update_lp()  # the model's: a partition with stripes is no view of it
         if states:
             map_to_flat_opt_states(flat, params, optimizer.optimizer.state, _MOMENTS)
             _set_step(optimizer.optimizer.state[flat], zero / optimizer.param_names[params[0]], saved)

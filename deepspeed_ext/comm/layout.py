@@ -11,51 +11,134 @@ Note [Flat buffers, cells and slices]
     contiguous.
     With p = N the flat buffer is all parameters of a parameter group, as in ZeRO-1/2; with p = I or G it is each
     parameter, as in ZeRO-3, and the cells of several parameters travel side by side: (cols, rows, width).
+
+Note [Stripes]
+    ZeRO-1/2 gives each rank one stretch of the flat buffer. So a bucket, which has a few neighboring layers, is of few
+    ranks: it is sent to these alone, between groups over one link of k, and what is updated comes back in an order
+    that has nothing to do with that of the modules. So the flat buffer may be divided into *stripes* of whole
+    parameters first, each of which is divided into cells by itself; chunk r is then the r-th cell of every stripe,
+    side by side. A stripe is balanced over all ranks, and a window of all chunks is a stretch of the model.
+    (Megatron-LM's distributed optimizer divides each of its buckets among all ranks, for the same reason.)
+    Nothing but padding is added: the cells of a stripe have equal widths. A parameter is in one stripe, so a rank has
+    one piece of it at most, as DeepSpeed's mapping of parameters needs.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.comm.hops import Contents, Span
+from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement
 
 # What starts of windows are multiples of, the first of them that fits: whole blocks of LoCo, aligned buckets.
 _STRIDES = (512, 16)
+_MOST_PADDING = 64  # of so many elements of a cell one may be padding, so that windows begin at such multiples ...
+_NARROWEST = 2  # ... and in any case at this one: ZeRO-1/2 wants partitions that are aligned to 4 bytes
+
+
+def _stride(width: int, least: int = 1) -> int:
+    return next((stride for stride in _STRIDES if stride <= width), least)
 
 
 def windows(numel: int, rows: int, most: int) -> list[tuple[int, int]]:
     """Return windows (start, length) over ``numel`` columns; ``rows`` of one have at most ``most`` elements."""
     width = max(1, most // rows)
-    width -= width % next((stride for stride in _STRIDES if stride <= width), 1)
+    width -= width % _stride(width)
     return [(start, min(width, numel - start)) for start in range(0, numel, width)]
+
+
+class Stripe(NamedTuple):
+    """Elements ``start`` to ``start + numel`` of a flat buffer, in cells of ``width``; in chunks from ``column``."""
+
+    start: int
+    numel: int
+    column: int
+    width: int
+
+
+class Piece(NamedTuple):
+    """Neighboring elements of a flat buffer in one cell: ``numel`` from ``start`` on, in the chunk from ``column``."""
+
+    row: int
+    col: int
+    column: int
+    start: int
+    numel: int
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """How a flat buffer of ``numel`` elements is divided into cells; see Note [Flat buffers, cells and slices]."""
+    """How a flat buffer of ``numel`` elements is divided into cells; see Note [Flat buffers, cells and slices].
+
+    Attributes:
+        starts: of the stripes in the flat buffer, where there are several; see Note [Stripes].
+    """
 
     numel: int
     rows: int
     cols: int
+    starts: tuple[int, ...] = (0,)
 
     @classmethod
-    def of(cls, numel: int, placement: Placement, topology: Topology) -> "FlatLayout":
+    def of(cls, numel: int, placement: Placement, topology: Topology, starts: tuple[int, ...] = (0,)) -> "FlatLayout":
         """Return the layout of a buffer whose optimizer states are in ``placement``."""
         rows = topology.sizes.groups if placement == Placement.G else 1
-        return cls(numel, rows, topology.sizes.group_size)
+        return cls(numel, rows, topology.sizes.group_size, starts)
+
+    @cached_property
+    def stripes(self) -> tuple[Stripe, ...]:
+        """The stripes, in order. The cells of the only one are as narrow as can be, as ZeRO's are."""
+        cells, made, column = self.rows * self.cols, list[Stripe](), 0
+        for start, end in zip(self.starts, (*self.starts[1:], self.numel), strict=True):
+            width = -(-(end - start) // cells)
+            if len(self.starts) > 1:
+                width = fill_up(width, _stride(width // _MOST_PADDING, _NARROWEST))
+            made.append(Stripe(start, end - start, column, width))
+            column += width
+        return tuple(made)
 
     @property
     def chunk(self) -> int:
-        """Elements of a cell. The last cells reach over the end where ``numel`` does not divide."""
-        return -(-self.numel // (self.rows * self.cols))
+        """Elements of a chunk. The last cells reach over the end where ``numel`` does not divide."""
+        return self.stripes[-1].column + self.stripes[-1].width
+
+    def windows(self, rows: int, most: int) -> list[tuple[int, int]]:
+        """Return windows (start, length) over the columns, each in one stripe; ``rows`` of one have at most ``most``
+        elements."""
+        return [
+            (stripe.column + start, length)
+            for stripe in self.stripes
+            for start, length in windows(stripe.width, rows, most)
+        ]
+
+    def pieces(self, start: int, numel: int) -> Iterator[Piece]:
+        """Return where a stretch of the flat buffer is, in its order."""
+        end = start + numel
+        while start < end:
+            stripe = self.stripes[bisect_right(self.starts, start) - 1]
+            cell, within = divmod(start - stripe.start, stripe.width)
+            length = min(end - start, stripe.width - within, stripe.start + stripe.numel - start)
+            yield Piece(cell // self.cols, cell % self.cols, stripe.column + within, start, length)
+            start += length
+
+    def cells_of(self, row: int, col: int) -> Iterator[Piece]:
+        """Return what a chunk holds, in its order; behind the elements of a cell is padding."""
+        cell = row * self.cols + col
+        for stripe in self.stripes:
+            start = stripe.start + cell * stripe.width
+            length = min(stripe.width, stripe.start + stripe.numel - start)
+            if length > 0:
+                yield Piece(row, col, stripe.column, start, length)
 
     def pack(self, flat: Tensor, cells: Tensor) -> None:
-        """Copy the flat buffer into its cells, with zeros behind its end.
+        """Copy the flat buffer, of one stripe, into its cells, with zeros behind its end.
 
         Args:
             flat: 1D of ``numel`` elements.
@@ -66,27 +149,30 @@ class FlatLayout:
         cells.copy_(whole.view(self.rows, self.cols, self.chunk).transpose(0, 1))
 
     def unpack(self, cells: Tensor) -> Tensor:
-        """Return the flat buffer (1D) from its cells (cols, rows, chunk); a view where that can be."""
+        """Return the flat buffer (1D), of one stripe, from its cells (cols, rows, chunk); a view where that can be."""
         return cells.transpose(0, 1).reshape(-1)[: self.numel]
 
     def place(self, flat: Tensor, start: int, cells: Tensor, add: bool = False) -> None:
         """Copy (or add) a window of every cell into the flat buffer.
 
         Args:
-            flat: 1D of ``numel`` elements.
-            start: first element of the window within each chunk.
+            flat: 1D of at least ``numel`` elements.
+            start: first element of the window within each chunk; the window is in one stripe.
             cells: (cols, rows, width), as a gather inside the group of gathers between groups gives it.
             add: add to what is there.
         """
         width = cells.shape[-1]
-        if self.numel == self.rows * self.cols * self.chunk:
-            view = flat.view(self.rows, self.cols, self.chunk)[:, :, start : start + width]
-            parts = [(view, cells.transpose(0, 1))]
+        stripe = self.stripes[bisect_right(self.stripes, start, key=lambda stripe: stripe.column) - 1]
+        within, all_cells = start - stripe.column, self.rows * self.cols
+        if stripe.numel == all_cells * stripe.width:
+            view = flat[stripe.start : stripe.start + stripe.numel].view(self.rows, self.cols, stripe.width)
+            parts = [(view[:, :, within : within + width], cells.transpose(0, 1))]
         else:  # cell by cell; the last ones may end early
             parts = []
-            for index in range(self.rows * self.cols):
-                first = index * self.chunk + start
-                length = max(0, min(width, self.numel - first))
+            for index in range(all_cells):
+                first = index * stripe.width + within
+                length = max(0, min(width, stripe.numel - first))
+                first += stripe.start
                 parts.append((flat[first : first + length], cells[index % self.cols, index // self.cols, :length]))
         for target, source in parts:
             target.add_(source) if add else target.copy_(source)
@@ -133,12 +219,9 @@ def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> B
     pieces: list[tuple[int, int, int, int, int, int]] = []  # col, row, buffer, start in cell, numel, offset
     offset = 0
     for buffer, start, numel in ranges:
-        layout, end = layouts[buffer], start + numel
-        while start < end:
-            cell, within = divmod(start, layout.chunk)
-            length = min(end - start, layout.chunk - within)
-            pieces.append((cell % layout.cols, cell // layout.cols, buffer, within, length, offset))
-            start, offset = start + length, offset + length
+        for piece in layouts[buffer].pieces(start, numel):
+            pieces.append((piece.col, piece.row, buffer, piece.column, piece.numel, offset))
+            offset += piece.numel
     pieces.sort()
     spans: list[list[Span]] = [[] for _ in range(layouts[0].cols)]
     for col, row, buffer, within, length, _ in pieces:

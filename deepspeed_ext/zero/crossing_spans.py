@@ -31,8 +31,7 @@ def crossing_spans_of(
         offset: of the parameter in the flat buffer.
         start: of the flat buffer's chunk in the rank's shard.
     """
-    for row in range(layout.rows):
-        first = (row * layout.cols + col) * layout.chunk
-        begin, end = max(first, offset), min(first + layout.chunk, offset + numel)
-        if begin < end:
-            yield CrossingSpan(name, begin - offset, Span(buffer, row, start + begin - first, end - begin))
+    for piece in layout.pieces(offset, numel):
+        if piece.col == col:
+            span = Span(buffer, piece.row, start + piece.column, piece.numel)
+            yield CrossingSpan(name, piece.start - offset, span)

@@ -129,9 +129,11 @@ class FlatGradients(Gradients):
             else:
                 self.slices[span.buffer][span.row].narrow(0, span.start, span.numel).add_(part)
 
-    def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:
+    def _windows(self, bucket: int) -> Iterator[tuple[int, int, Tensor]]:
         # With one row a window may be a view, which hops overwrite: slices are dropped after this.
-        return iter(sorted(self.slices.items(), key=lambda item: item[0]))
+        for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
+            for start, width in self.layouts[buffer].windows(held.shape[0], bucket):
+                yield buffer, start, held[:, start : start + width]
 
     def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
         total, layout = self._mean.multiply(total), self.layouts[buffer]

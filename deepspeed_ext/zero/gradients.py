@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.layout import windows
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement
@@ -59,16 +58,15 @@ class Gradients(ABC):
             dtype: on the wire.
             bucket: elements (of all rows) moved at a time.
         """
-        for buffer, held in self._numbered_slices():
-            for start, width in windows(held.shape[1], held.shape[0], bucket):
-                window = held[:, start : start + width]
-                transfer = self._reshard.sync_slice(window, dtype, self._os, start, buffer)
-                self._schedule.submit(transfer, partial(self._deliver, buffer, start))
+        for buffer, start, window in self._windows(bucket):
+            transfer = self._reshard.sync_slice(window, dtype, self._os, start, buffer)
+            self._schedule.submit(transfer, partial(self._deliver, buffer, start))
         self._schedule.drain()
 
     @abstractmethod
-    def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:
-        """Return the number of each flat buffer, and this rank's I-slice of it: (rows, elements)."""
+    def _windows(self, bucket: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Return windows over this rank's I-slices, of at most ``bucket`` elements: number of the flat buffer, first
+        column, (rows, elements)."""
 
     @abstractmethod
     def _deliver(self, buffer: int, start: int, total: Tensor) -> None:

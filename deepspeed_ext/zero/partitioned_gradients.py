@@ -22,7 +22,7 @@ from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.reshard import GradientReshard
@@ -288,8 +288,9 @@ class PartitionedGradients(Gradients):
             start = self._starts[param.ds_id]
             self.shard[start + present : start + chunk].zero_()
 
-    def _numbered_slices(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.held
+    def _windows(self, bucket: int) -> Iterator[tuple[int, int, Tensor]]:
+        for start, width in windows(self.numel, self.rows, bucket):
+            yield 0, start, self.held[:, start : start + width]
 
     def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
         self.shard[start : start + total.shape[1]].copy_(total[0])

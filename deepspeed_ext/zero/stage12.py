@@ -17,7 +17,7 @@ Note [What runs when]
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, get_norm_dtype
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup, get_norm_dtype
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import FlatLayout, Range, windows
+from deepspeed_ext.comm.layout import FlatLayout, Range
 from deepspeed_ext.comm.packing import aligned
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.schedule import Schedule
@@ -39,6 +39,7 @@ from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.optimizer import ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage12_states import Stage12States
+from deepspeed_ext.zero.stage12_stripes import StripedPartitions
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -63,7 +64,7 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
+class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
@@ -101,7 +102,7 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         self.gradients = FlatGradients(
             self._gradient_reshard,
             strategy,
-            [FlatLayout.of(flat.numel(), strategy.os, topology) for flat in self.bit16_groups_flat],
+            self.layouts,
             self._mean(),
             self.gradient_accumulation_dtype,
             self._shard,
@@ -159,7 +160,10 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         It is another tensor on the host where that one has less precision than ``grad_accum_dtype``.
         """
         if not self.cpu_offload:
-            return super()._build_compact_grad_partition_buffer(group_idx)
+            if not self.is_striped(group_idx):
+                return super()._build_compact_grad_partition_buffer(group_idx)
+            held = self.new_shard(group_idx)
+            return GradPartitionBufferGroup(self.split_shard(group_idx, held), held)
         shard = self.single_partition_of_fp32_groups[group_idx].grad.view(-1)
         if shard.dtype not in (torch.float32, self.gradient_accumulation_dtype):
             shard = torch.empty_like(shard, dtype=self.gradient_accumulation_dtype)
@@ -234,9 +238,9 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         self.gradients.slices.clear()
         if self.cpu_offload:
             self._wait_for_offload_copies()
-        for group, padding in enumerate([] if self._gradient_reshard.inter.keeps_zeros else self.groups_padding):
-            if padding:  # of the last rank
-                self._shard(group)[-padding:].zero_()
+        for group in [] if self._gradient_reshard.inter.keeps_zeros else range(len(self.layouts)):
+            for start, length in self.padding(group):
+                self._shard(group)[start : start + length].zero_()
         self.complete_gradients()
         if self.cpu_offload:
             self._measure_host_shards()
@@ -271,22 +275,24 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
 
     def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
-        group, first, offset = self._in_shard(param)
-        end = min(first + self.partition_size[group], offset + param.numel())
-        start = min(max(first, offset), end)
-        return start - offset, end - offset
+        start, numel, _ = self._in_shard(param)
+        return start, start + numel
 
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of these elements; see ``ParoOptimizer``."""
-        group, first, offset = self._in_shard(param)
-        start, end = self.owned_span(param)
-        return self._shard(group)[max(0, start + offset - first) :][: end - start]
+        _, numel, column = self._in_shard(param)
+        return self._shard(self._group_of(param)).narrow(0, column, numel)
 
     def _in_shard(self, param: nn.Parameter) -> tuple[int, int, int]:
-        """Parameter group, and in its flat buffer the start of this rank's shard and of the parameter."""
-        group = next(i for i, params in enumerate(self.bit16_groups) if any(p is param for p in params))
-        first = dist.get_rank(group=self.dp_process_group) * self.partition_size[group]
-        return group, first, self._offsets[self.get_param_id(param)]
+        """Return which elements this rank's shard has of a parameter, (start, numel), and from where on."""
+        offset = self._offsets[self.get_param_id(param)]
+        if self.strategy.os == Placement.N:
+            return 0, param.numel(), offset
+        piece = self.own_piece(self._group_of(param), param)
+        return (piece.start - offset, piece.numel, piece.column) if piece is not None else (0, 0, 0)
+
+    def _group_of(self, param: nn.Parameter) -> int:
+        return next(i for i, params in enumerate(self.bit16_groups) if any(p is param for p in params))
 
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished."""
@@ -330,19 +336,32 @@ class Stage12Optimizer(Stage12States, DeepSpeedZeroOptimizer):
         """Gather updated parameters between groups, then inside, in windows of ``allgather_bucket_size``.
 
         Returns:
-            False if one hop does it, and as it is: the parent's all-gather over its own group needs no staging then.
+            False if the parent's all-gather over its own group does it without staging: in one hop, and as it is, into
+            flat buffers of which the partitions are views.
         """
-        sizes, reshard = self.topology.sizes, self._parameter_reshard
-        if self.strategy.os != Placement.G or sizes.groups == 1 or (sizes.group_size == 1 and reshard.exact):
+        if self._parent_gathers:
             return False
-        for group, flat in enumerate(self.bit16_groups_flat):
-            own = self.parallel_partitioned_bit16_groups[group][self.topology.rank]
-            for start, width in windows(own.numel(), sizes.ranks, self.allgather_bucket_size):
-                window = own.detach()[start : start + width]
-                place = partial(self._place_window, flat.detach(), self.gradients.layouts[group], start, width)
-                self._gathers.submit(self._gather_window(window), place)
+        for window, place in self._windows_of_updates():
+            self._gathers.submit(self._gather_window(window), place)
         self._gathers.drain()
         return True
+
+    @property
+    def _parent_gathers(self) -> bool:
+        if any(map(self.is_striped, range(len(self.layouts)))):
+            return False
+        sizes, reshard = self.topology.sizes, self._parameter_reshard
+        one_hop = sizes.groups == 1 or (sizes.group_size == 1 and reshard.exact)
+        return self.strategy.os != Placement.G or one_hop
+
+    def _windows_of_updates(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
+        """Return windows of this rank's partitions in the order of the flat buffers, and what puts gathered ones
+        where they belong."""
+        for group, (flat, layout) in enumerate(zip(self.bit16_groups_flat, self.layouts, strict=True)):
+            ranks = dist.get_world_size(group=self.dp_process_group)
+            own = self.parallel_partitioned_bit16_groups[group][dist.get_rank(group=self.dp_process_group)].detach()
+            for start, width in layout.windows(ranks, self.allgather_bucket_size):
+                yield own[start : start + width], partial(self._place_window, flat.detach(), layout, start, width)
 
     def _gather_window(self, window: Tensor) -> Transfer:
         shard = aligned(window, self._parameter_reshard.multiple)

@@ -1,24 +1,135 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""States of a stage-1/2 optimizer of ours that leave the device: into checkpoints and to the host, and back."""
+"""States of a stage-1/2 optimizer of ours that leave the device: into checkpoints and to the host, and back.
 
-from collections.abc import Mapping
+Checkpoints have partitions in ZeRO's order, whatever the layout of flat buffers: DeepSpeed's tools put them together
+by it. So a rank's states are exchanged with those of other ranks where they are saved and loaded.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import PARAM_SLICE_MAPPINGS, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    PARAM_SLICE_MAPPINGS,
+    PARTITION_COUNT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+    ZERO_STAGE,
+)
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor
 
+from deepspeed_ext.comm.redistribution import Redistribution
 from deepspeed_ext.zero.flat_gradients import FlatGradients
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.regroup import sharded_otherwise
+from deepspeed_ext.zero.stage12_stripes import StripedPartitions
 
 
-class Stage12States(ParoOptimizer):
+class Stage12States(ParoOptimizer, StripedPartitions):
     """Such an optimizer, ``Stage12Optimizer``; DeepSpeed's class comes after it."""
 
     gradients: FlatGradients
+
+    # In ZeRO's order ################################################################################
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return DeepSpeed's, in ZeRO's order. Collective over the ranks that share the optimizer's states, if flat
+        buffers have stripes; what is exchanged is on the host then."""
+        with self._in_zeros_order():
+            return dict(super().state_dict())
+
+    @contextmanager
+    def _in_zeros_order(self) -> Iterator[None]:
+        """Have the parent see, in this context, partitions as they are in ZeRO's order."""
+        striped = self._striped
+        weights, paddings = list(self.single_partition_of_fp32_groups), list(self.groups_padding)
+        with ExitStack() as stack:
+            for group in striped:
+                to_zeros = Redistribution(self.layouts[group], self.zeros_layouts[group], self.dp_process_group)
+                held = self.single_partition_of_fp32_groups[group]
+                weights[group] = to_zeros.move(held.detach()).cpu()
+                paddings[group] = self._zeros_padding(group)
+                states = self.optimizer.state[held]
+                moved = {
+                    key: to_zeros.move(states[key]).cpu()
+                    for key in sorted(states)
+                    if isinstance(states[key], Tensor) and states[key].shape == held.shape
+                }
+                # Another dict: those that are given out must not change when this context ends.
+                stack.enter_context(mock.patch.dict(self.optimizer.state, {held: {**states, **moved}}))
+            if striped:
+                stack.enter_context(mock.patch.object(self, "single_partition_of_fp32_groups", weights))
+                stack.enter_context(mock.patch.object(self, "groups_padding", paddings))
+                stack.enter_context(mock.patch.object(self, "_param_slice_mappings", self._zeros_mappings()))
+            yield
+
+    @property
+    def _striped(self) -> list[int]:
+        return [group for group in range(len(self.layouts)) if self.is_striped(group)]
+
+    def _zeros_padding(self, group: int) -> int:
+        """Return how many elements at the end of this rank's partition are padding, in ZeRO's order."""
+        chunk = self.zeros_layouts[group].chunk
+        end = (dist.get_rank(group=self.dp_process_group) + 1) * chunk
+        return max(0, min(chunk, end - self.layouts[group].numel))
+
+    def _zeros_mappings(self) -> list[Any]:
+        """Return the parent's map of parameters to places in the partition, in ZeRO's order."""
+        if not self._striped:
+            return list(self._param_slice_mappings)
+        rank, found = dist.get_rank(group=self.dp_process_group), list(self._param_slice_mappings)
+        for group in self._striped:
+            chunk = self.zeros_layouts[group].chunk
+            found[group] = OrderedDict()
+            offsets = zip(self.round_robin_bit16_groups[group], self.round_robin_bit16_offsets[group], strict=True)
+            for param, offset in offsets:
+                start, end = max(offset, rank * chunk), min(offset + param.numel(), (rank + 1) * chunk)
+                if start < end:
+                    address = fragment_address(start=start - rank * chunk, numel=end - start)
+                    found[group][self.param_names[param]] = address
+        return found
+
+    def _from_zeros_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's state dict with the partitions of this optimizer's layout. Collective, as ``state_dict``.
+
+        Elastic ones (``elastic_checkpoint``) that are loaded as such stay: the parent puts all ranks' together.
+        """
+        base = state[BASE_OPTIMIZER_STATE]
+        if self.elastic_checkpoint and not isinstance(base, dict):
+            return dict(state)
+        weights, paddings = list(state[SINGLE_PARTITION_OF_FP32_GROUPS]), list(state[GROUP_PADDINGS])
+        states = dict(enumerate(base)) if not isinstance(base, dict) else dict(base["state"])
+        for group in self._striped:
+            layout = self.zeros_layouts[group]
+            from_zeros = Redistribution(layout, self.layouts[group], self.dp_process_group)
+            number = group if not isinstance(base, dict) else base["param_groups"][group]["params"][0]
+            whole = {layout.chunk, weights[group].numel()}
+            weights[group], paddings[group] = from_zeros.move(_filled(weights[group], layout.chunk)), 0
+            mine = states.get(number, {})
+            states[number] = {
+                key: from_zeros.move(_filled(value, layout.chunk))
+                if isinstance(value, Tensor) and value.dim() and value.numel() in whole
+                else value
+                for key, value in sorted(mine.items())
+            }
+        moved: Any = [states[group] for group in range(len(base))] if not isinstance(base, dict) else None
+        return {
+            **state,
+            SINGLE_PARTITION_OF_FP32_GROUPS: weights,
+            GROUP_PADDINGS: paddings,
+            BASE_OPTIMIZER_STATE: moved if moved is not None else {**base, "state": states},
+        }
+
+    # Loading ########################################################################################
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state dict that is sharded otherwise: the parent would pad a shard that is too short.
@@ -38,7 +149,7 @@ class Stage12States(ParoOptimizer):
         # By place, whatever the names: it is how the parent takes them.
         saved, own = (
             [[(piece.start, piece.numel) for piece in group.values()] for group in mappings]
-            for mappings in (state[PARAM_SLICE_MAPPINGS], self._param_slice_mappings)
+            for mappings in (state[PARAM_SLICE_MAPPINGS], self._zeros_mappings())
         )
         if saved != own:
             raise sharded_otherwise(
@@ -53,8 +164,13 @@ class Stage12States(ParoOptimizer):
         Raises:
             ValueError: see ``check_states``.
         """
-        self.check_states(state_dict_list[dist.get_rank(group=self.dp_process_group)])
-        super()._load_legacy_checkpoint(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+        rank, states = dist.get_rank(group=self.dp_process_group), list(state_dict_list)
+        self.check_states(states[rank])
+        if self._striped and (load_optimizer_states or load_from_fp32_weights):
+            states[rank] = self._from_zeros_order(states[rank])
+        super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
+
+    # To the host and back ###########################################################################
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload DeepSpeed's states, and with its gradients our slices."""
@@ -67,3 +183,7 @@ class Stage12States(ParoOptimizer):
         """Bring back what ``offload_states`` has moved."""
         super().reload_states(*args, **kwargs)
         self.gradients.to(get_accelerator().current_device_name())
+
+
+def _filled(chunk: Tensor, numel: int) -> Tensor:
+    return torch.nn.functional.pad(chunk, (0, numel - chunk.numel())) if chunk.numel() < numel else chunk
