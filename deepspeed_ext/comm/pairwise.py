@@ -7,13 +7,30 @@ message before these words, and the other one waits for it: the link is used in 
 to twice the time). Here all receives are posted first.
 """
 
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from deepspeed import comm as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+# Messages between two ranks are received in the order in which they were sent, those of each tag by themselves.
+_tag: ContextVar[int] = ContextVar("tag of messages that are started", default=0)
+_launch = threading.Lock()  # DeepSpeed's comms logger has one timer for all messages of a name
+
+
+@contextmanager
+def tagged(tag: int) -> Iterator[None]:
+    """Have messages that this thread starts in this context find those of the same tag only."""
+    token = _tag.set(tag)
+    try:
+        yield
+    finally:
+        _tag.reset(token)
 
 
 class Handles:
@@ -66,8 +83,9 @@ def pairwise_all_to_all(
     receives = [(dist.irecv, received[source], source) for _, source in others]
     sends = [(dist.isend, sent[target], target) for target, _ in others]
     started = [
-        dist.P2POp(operation, part, dist.get_global_rank(group, peer), group)
+        dist.P2POp(operation, part, dist.get_global_rank(group, peer), group, _tag.get())
         for operation, part, peer in receives + sends
         if part.numel()
     ]
-    return PairwiseHandles(group, dist.batch_isend_irecv(started, log_name=log_name) if started else ())
+    with _launch:
+        return PairwiseHandles(group, dist.batch_isend_irecv(started, log_name=log_name) if started else ())

@@ -18,6 +18,11 @@ Note [Relays]
 
     No step may have the host wait: it would wait for the hop before, and nothing else would be given to the device
     meanwhile. What is delivered to pageable memory of the host has no relays for that.
+
+    Without streams a thread of the host may be the relay (``background.py``): it runs one transfer after the other,
+    each from packing to the result. It has its own place in the order of messages, so ranks may submit such transfers
+    at different times, as long as they do so in the same order. That is what crosses while other things do:
+    Note [Leaving early] in ``zero/static_order.py``.
 """
 
 from collections import deque
@@ -27,6 +32,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.comm.background import Background, Job
 from deepspeed_ext.comm.hops import Transfer
 
 Deliver = Callable[[Tensor], object]
@@ -74,7 +80,7 @@ class Started:
         self._result: Tensor | None = None
         self._done: Point | None = None
         self._home = get_accelerator().current_stream()
-        self._resume()
+        self._begin()
 
     @property
     def is_complete(self) -> bool:
@@ -102,6 +108,9 @@ class Started:
         assert self._done is not None and self._result is not None
         self._done.follow(self._result)
         return self._result
+
+    def _begin(self) -> None:
+        self._resume()
 
     def _resume(self) -> None:
         try:
@@ -151,6 +160,34 @@ class _Relayed(Started):
         super()._arrive(result)
 
 
+class _InBackground(Started):
+    """A transfer that a thread of the host runs when its turn comes; see Note [Relays].
+
+    Args:
+        transfer, deliver: see ``Started``.
+        background: the thread.
+    """
+
+    _job: Job
+
+    def __init__(self, transfer: Transfer, deliver: Deliver | None, background: Background) -> None:
+        super().__init__(transfer, deliver)
+        self._job = background.add(super().complete)
+
+    def complete(self) -> None:
+        """Wait until the thread has run it; raises what a step, or one of a transfer before it, has raised."""
+        self._job.wait()
+
+    def _begin(self) -> None:
+        """Begin on the thread: here nothing is packed yet."""
+
+    def advance(self) -> None:
+        """Run one step, on the thread."""
+        if self._handle is not None:
+            self._handle.wait()
+        self._resume()
+
+
 class Schedule:
     """Transfers in flight. All ranks start the same communications in the same order.
 
@@ -158,14 +195,23 @@ class Schedule:
         overlap: whether ``submit`` leaves a transfer on the wire. Where the host has to wait for communications each
             one then moves all earlier ones on by one hop, so that at most as many are open as one has hops.
         relayed: whether relays take overlapped transfers, on devices with streams; see Note [Relays].
+        background: whether a thread takes them, on devices without. What a transfer reads must stay as it is then
+            until it is complete.
     """
 
-    def __init__(self, overlap: bool, relayed: bool = False) -> None:
+    def __init__(self, overlap: bool, relayed: bool = False, background: bool = False) -> None:
         self._overlap = overlap
         self._open: deque[Started] = deque()
-        self._relayed = relayed and overlap and not get_accelerator().is_synchronized_device()
+        streams = not get_accelerator().is_synchronized_device()
+        self._relayed = relayed and overlap and streams
+        self._background = Background() if background and overlap and not streams else None
         self._relays: deque[Any] = deque()
         self._last: Sequence[Point] = ()  # of the last transfer that a relay has taken
+
+    @property
+    def unattended(self) -> bool:
+        """Whether transfers come to their end though nobody waits, so that ranks may submit them at any times."""
+        return self._relayed or self._background is not None
 
     def submit(self, transfer: Transfer, deliver: Deliver, reuses: bool = True) -> None:
         """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it.
@@ -179,6 +225,8 @@ class Schedule:
         if isinstance(started, _Relayed):
             if reuses:
                 started.steps[0].follow()
+        elif self._background is not None:
+            pass  # its turn comes
         elif self._overlap:
             self._advance(earlier)  # now, so that what was packed has not waited for them
         else:
@@ -193,6 +241,8 @@ class Schedule:
             relayed = _Relayed(transfer, deliver, self._relays[0], self._last)
             self._last = relayed.steps
             return relayed
+        if self._background is not None:
+            return _InBackground(transfer, deliver, self._background)
         started = Started(transfer, deliver)
         if not started.is_complete:
             self._open.append(started)
@@ -209,7 +259,12 @@ class Schedule:
         return started.finish()
 
     def drain(self) -> None:
-        """Complete all transfers: hop by hop over all of them, so that they overlap to the end."""
+        """Complete all transfers: hop by hop over all of them, so that they overlap to the end.
+
+        What a thread has raised is raised here.
+        """
+        if self._background is not None:
+            self._background.wait()
         for step in self._last[-1:]:
             step.follow()
         while self._open:
@@ -221,6 +276,8 @@ class Schedule:
             step.follow()
         self._last = ()
         self._open.clear()
+        if self._background is not None:
+            self._background.forget()
 
     def _advance(self, some: Iterable[Started]) -> None:
         """Move transfers on by one hop, in their order; what is complete is let go."""

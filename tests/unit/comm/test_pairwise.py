@@ -81,3 +81,37 @@ def test_hops_with_empty_parts(ranks: Any) -> None:
     found = ranks(3).run(hop_case)
     assert [gathered for gathered, _ in found] == [[0.0, 0.0, 1.0, 1.0, 2.0, 2.0]] * 3
     assert [reduced for _, reduced in found] == [[], [6.0, 6.0, 6.0], []]
+
+
+def background_case() -> list[list[float]]:
+    """Two schedules over one group, which ranks begin in different orders, beside messages of the main thread."""
+    import torch
+    import torch.distributed as dist
+    from deepspeed.comm.comm import comms_logger
+
+    from deepspeed_ext.comm.hops import GatherHop
+    from deepspeed_ext.comm.schedule import Schedule, Started
+
+    comms_logger.enabled = comms_logger.prof_all = True  # it times what threads start
+    rank, hop = dist.get_rank(), GatherHop(dist.group.WORLD)
+    found: list[list[float]] = [[], [], []]
+    schedules = [Schedule(overlap=True, background=True) for _ in range(2)]
+
+    def submit(number: int) -> None:
+        for at in range(20):
+            shard = torch.full((1,), 100.0 * number + 10 * rank + at)
+            schedules[number].submit(hop.all_gather(shard), lambda sums: found[number].append(sums.sum().item()))
+
+    for number in (0, 1) if rank else (1, 0):
+        submit(number)
+        time.sleep(0.05)
+    for at in range(20):
+        found[2].append(Started(hop.all_gather(torch.full((1,), 1000.0 + at))).finish().sum().item())
+    for schedule in schedules:
+        schedule.drain()
+    return found
+
+
+def test_schedules_of_their_own_threads_do_not_mix(ranks: Any) -> None:
+    for found in ranks(3).run(background_case):
+        assert found == [[3 * (first + at) + 30 * (first < 1000) for at in range(20)] for first in (0, 100, 1000)]

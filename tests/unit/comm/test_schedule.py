@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is on the wire together, and who waits."""
 
+import threading
 from typing import Any
 from unittest import mock
 
@@ -169,3 +170,63 @@ def test_started_without_hops_is_finished_at_once() -> None:
         yield
 
     assert Started(nothing()).finish() is kept
+
+
+def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
+    log: list[str] = []
+    may = threading.Event()
+
+    def held_up() -> Any:
+        may.wait(10)
+        yield from transfer(log, "a")
+        assert not torch.is_grad_enabled()
+        return torch.ones(1)
+
+    schedule = Schedule(overlap=True, relayed=True, background=True)
+    assert schedule.unattended and not Schedule(overlap=True, relayed=True).unattended
+    first = schedule.start(held_up())
+    schedule.submit(transfer(log, "b"), lambda _: log.append("delivered b"))
+    assert not log  # nobody has waited here
+    may.set()
+    assert schedule.finish(first).item() == 1
+    schedule.drain()
+    hops = [[f"start {name}1", f"wait {name}1", f"start {name}2", f"wait {name}2", f"done {name}"] for name in "ab"]
+    assert log == [*hops[0], *hops[1], "delivered b"]
+    assert not Schedule(overlap=False, background=True).unattended
+
+
+def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
+    log: list[str] = []
+
+    def failing() -> Any:
+        yield Handle(log, "a1")
+        raise ConnectionError("a rank is gone")
+
+    schedule = Schedule(overlap=True, background=True)
+    schedule.submit(failing(), ignore)
+    schedule.submit(transfer(log, "b"), ignore)
+    for _ in range(2):
+        with pytest.raises(ConnectionError, match="a rank is gone"):
+            schedule.drain()
+    assert log == ["wait a1"]  # nothing starts behind it, which would meet other ranks' messages
+    schedule.drop()
+    schedule.drain()
+
+
+def test_what_a_thread_has_goes_on_when_it_is_dropped() -> None:
+    log: list[str] = []
+    may = threading.Event()
+
+    def held_up() -> Any:
+        may.wait(10)
+        yield from transfer(log, "a")
+        return torch.empty(0)
+
+    schedule = Schedule(overlap=True, background=True)
+    schedule.submit(held_up(), ignore)
+    schedule.drop()
+    schedule.drain()  # of nothing
+    schedule.submit(transfer(log, "b"), ignore)
+    may.set()
+    schedule.drain()
+    assert [entry for entry in log if entry.startswith("done")] == ["done a", "done b"]

@@ -77,12 +77,18 @@ _MEASURES = "measures time; nobody reads what it brings"
 _LATER = "hops of gradients between groups, which are waited for, come behind these gathers: on one communicator"
 _READ = "where gradients are read between micro-steps DeepSpeed has the host wait"
 _HOST = "on a CPU nothing moves to the host"
+_THREAD = "for a thread of the host, where the device has no streams"
 # By call: why no case can find it.
 UNFOUND = {
+    "comm/background.py:Background.wait:wait": _THREAD,
+    "comm/background.py:Job.wait:wait": _THREAD,
     "comm/pairwise.py:Handles.wait:wait": _GLOO,
     "comm/pairwise.py:PairwiseHandles.wait:wait": _GLOO,
     "comm/schedule.py:_Relayed._resume:follow": _ALONE,
     "comm/schedule.py:_Relayed._arrive:follow": _ALONE,
+    "comm/schedule.py:_InBackground.advance:wait": _THREAD,
+    "comm/schedule.py:_InBackground.complete:wait": _THREAD,
+    "comm/schedule.py:Schedule.drain:wait": _THREAD,
     "comm/schedule.py:Schedule.drop:follow": _ALONE,
     "leaf/gradients.py:LeafGradients.end_of_backward:finish": "orders nothing: it is a block's own",
     "loco/feedback.py:ErrorFeedback._settle:synchronize": _HOST,
