@@ -14,12 +14,15 @@ from deepspeed_ext.version import __version__
 
 if TYPE_CHECKING:
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
+    from deepspeed_ext.zero.updates import wait_for_updates
 
-__all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate"]
+__all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "wait_for_updates"]
 
 
 def __getattr__(name: str) -> Any:
     """Late, for then it is known whose modules they are: see ``fork.py``."""
+    if name == "wait_for_updates":
+        return getattr(importlib.import_module("deepspeed_ext.zero.updates"), name)
     if name in __all__:
         return getattr(importlib.import_module("deepspeed_ext.strategy"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,6 +50,7 @@ class ZeroConfig(Protocol):
     # Ours.
     paro_strategy: str
     paro_group_size: int | None
+    paro_overlap_updates: bool
     paro_memory_gb: float | None
     paro_decision_file: str
     stage3_leaf_bytes: bool | int | None

@@ -109,12 +109,12 @@ class FlatLayout:
         """Elements of a chunk. The last cells reach over the end where ``numel`` does not divide."""
         return self.stripes[-1].column + self.stripes[-1].width
 
-    def windows(self, rows: int, most: int) -> list[tuple[int, int]]:
+    def windows(self, rows: int, most: int, number: int | None = None) -> list[tuple[int, int]]:
         """Return windows (start, length) over the columns, each in one stripe; ``rows`` of one have at most ``most``
-        elements."""
+        elements. Of all stripes, or of one."""
         return [
             (stripe.column + start, length)
-            for stripe in self.stripes
+            for stripe in (self.stripes if number is None else self.stripes[number : number + 1])
             for start, length in windows(stripe.width, rows, most)
         ]
 

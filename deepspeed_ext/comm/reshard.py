@@ -188,12 +188,12 @@ class GradientReshard(_Reshard):
         Args:
             window: (rows, width): a window of each chunk of the I-slice, on any device; may be overwritten.
             dtype: on the wire.
-            target: G, I or N.
+            target: G or I.
             start: of the window in each chunk.
             buffer: whose slice it is.
 
         Returns:
-            (parts, width): for G this rank's row, for I the sums of every row, for N those of every column and row.
+            (parts, width): for G this rank's row, for I the sums of every row.
         """
         width = window.shape[1]
         filled = aligned_rows(window, dtype, get_accelerator().current_device_name(), self.multiple)
@@ -202,9 +202,11 @@ class GradientReshard(_Reshard):
         else:
             contents = self._contents(1, [(start, width)], buffer)  # of one row
             total = yield from self.inter.all_reduce(filled.view(-1), *contents)
-            if target == Placement.N:
-                total = yield from self._intra.gather_sums(total)
         return total.view(-1, filled.shape[1])[:, :width]
+
+    def gather_slice(self, sums: Tensor) -> Transfer:
+        """Reshard I -> N sums that all groups have (1D), as they are."""
+        return self._intra.gather_sums(sums)
 
     def _reduce(
         self, packed: Tensor, splits: Sequence[int], rows: Sequence[int] | None, contents: Contents = ()

@@ -109,6 +109,12 @@ class Started:
         self._done.follow(self._result)
         return self._result
 
+    def wait(self) -> None:
+        """Have the current stream come behind the delivery."""
+        self.complete()
+        assert self._done is not None
+        self._done.follow()
+
     def _begin(self) -> None:
         self._resume()
 

@@ -35,6 +35,11 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
     Data-parallel ranks in a group; must divide the data-parallel size. By default the ranks per node.
     """
 
+    paro_overlap_updates: bool = False
+    """
+    With p = N: a step ends before the parameters that it has changed are back. See ``zero/updates.py``.
+    """
+
     paro_memory_gb: float | None = None
     """
     GB (10^9 bytes) that each rank has for model states, for the strategy "fastest". By default a part of the

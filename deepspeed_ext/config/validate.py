@@ -14,6 +14,7 @@ from deepspeed_ext.config.keys import (
     MEMORY,
     OF_FASTEST,
     OURS,
+    OVERLAP_UPDATES,
     REMOVED,
     SECTION,
     STRATEGY,
@@ -50,6 +51,8 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
             "Leave it out for the number of ranks per node.",
         )
         raise must_be(GROUP_SIZE, expected, section[GROUP_SIZE], hint)
+    if not isinstance(section.get(OVERLAP_UPDATES, False), bool):
+        raise must_be(OVERLAP_UPDATES, "true or false", section[OVERLAP_UPDATES])
     stage = section.get("stage")
     if strategy is None:
         if isinstance(stage, bool) or stage not in (None, 0, *STRATEGY_OF_STAGE):

@@ -19,7 +19,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.config.keys import GROUP_SIZE, SECTION, STRATEGY
+from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
@@ -78,6 +78,8 @@ def configure_with(
             f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
             f"{type(configured)}"
         )
+    if isinstance(configured, Stage12Optimizer):
+        configured.watch(engine.module)
     return configured
 
 
@@ -89,7 +91,11 @@ def _replacements(
     if strategy.p == Placement.N:
 
         def make(*args: Any, **kwargs: Any) -> Stage12Optimizer:
-            return Stage12Optimizer(*args, **kwargs | placed | {"overlap_comm": config.overlap_comm})
+            return Stage12Optimizer(
+                *args,
+                **kwargs | placed | {"overlap_comm": config.overlap_comm},
+                overlap_updates=config.paro_overlap_updates,
+            )
 
         return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make)]
     gathers: dict[str, Any] = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
@@ -159,6 +165,8 @@ def announce(strategy: Strategy, topology: Topology, engine: Engine, changed: Se
     n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
     defaults = f" (by default here: {', '.join(changed)})" if changed else ""
+    if engine._config.zero_config.paro_overlap_updates and strategy.p == strategy.os:
+        defaults += f"; {SECTION}.{OVERLAP_UPDATES} changes nothing: with p = os no parameters come back after a step"
     hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "

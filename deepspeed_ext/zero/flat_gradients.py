@@ -6,9 +6,14 @@ Note [Where buckets of flat buffers arrive]
     - g = G: in the optimizer's shard, and they are added there.
     - g = I or N: in this rank's I-slice, and they are added there; at the boundary the slice moves on to ``os`` once.
       Slices are dropped then.
+
+    What crosses at the boundary are windows of slices, each a part of a stripe, and each as soon as the last
+    micro-batch's backward is done with the parameters of its stripe: Note [Leaving early] in ``static_order.py``. With
+    os = N what has crossed is gathered inside the group when all of it has: there buckets of gradients are on their
+    way meanwhile, and what goes over one communicator must have one order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,8 +24,11 @@ from torch import Tensor
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import BucketPlan, FlatLayout, Range, plan_bucket
 from deepspeed_ext.comm.reshard import GradientReshard
+from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.gradients import Gradients, add_to
+from deepspeed_ext.zero.static_order import StaticOrder
+from deepspeed_ext.zero.windows import Window
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class FlatGradients(Gradients):
         mean: how sums become means.
         dtype: in which slices are accumulated.
         shard: gives the optimizer's gradients of a flat buffer, 1D, by its number.
+        windows: what crosses at the boundary, in the order of the backward.
+        crosses_in: dtype of what crosses at the boundary, on the wire.
         overlap, relayed: see ``Gradients``.
         added: called when something has been added to a shard.
     """
@@ -66,6 +76,8 @@ class FlatGradients(Gradients):
         mean: Mean,
         dtype: torch.dtype,
         shard: Callable[[int], Tensor],
+        windows: Sequence[Window],
+        crosses_in: torch.dtype,
         overlap: bool,
         relayed: bool = True,
         added: Callable[[], None] = lambda: None,
@@ -77,18 +89,25 @@ class FlatGradients(Gradients):
         self._dtype = dtype
         self._shard = shard
         self._added = added
+        self._windows = windows
+        self._order = StaticOrder(window.members for window in windows)
+        self._crosses_in = crosses_in
+        self._crosses = Schedule(overlap, relayed, background=True)
         self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
 
-    def reduce(self, tensors: Sequence[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype) -> None:
+    def reduce(
+        self, tensors: Sequence[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype, complete: Iterable[int] = ()
+    ) -> None:
         """Move a bucket to where it arrives, and add it there.
 
         Args:
             tensors: 1D each: the bucket, or one for each range of it. They are copied at once.
             ranges: what it holds.
             dtype: on the wire.
+            complete: parameters of which nothing more comes before the boundary; as in ``windows``.
         """
         plan = plan_bucket(self.layouts, ranges)
-        self._schedule.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan))
+        self._schedule.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
     def _move(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
         packed = [self._mean.divide(self._reshard.pack_bucket(tensors, plan, self._arrives)).to(dtype)]
@@ -104,7 +123,7 @@ class FlatGradients(Gradients):
             self.slices[buffer] = torch.zeros(layout.rows, layout.chunk, dtype=self._dtype, device=device)
 
     def prepare_all(self) -> None:
-        """Make what the boundary needs: of all flat buffers, for ranks may have used different parameters."""
+        """Make what crossing needs: of all flat buffers, for ranks may have used different parameters."""
         for buffer in range(len(self.layouts)):
             self._shard(buffer)
             self.prepare(buffer)
@@ -112,14 +131,16 @@ class FlatGradients(Gradients):
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
         super().drop()
+        self._crosses.drop()
+        self._order.clear()
         self.slices.clear()
 
     def to(self, device: str) -> None:
         """Move the slices to a device."""
         self.slices = {buffer: held.to(device) for buffer, held in self.slices.items()}
 
-    def _accumulate(self, plan: BucketPlan, mine: Tensor) -> None:
-        """Add what a bucket brings."""
+    def _accumulate(self, plan: BucketPlan, complete: Iterable[int], mine: Tensor) -> None:
+        """Add what a bucket brings; have cross what is complete."""
         offset = 0
         for span in self._reshard.bucket_spans(plan, self._arrives):
             part = mine.narrow(0, offset, span.numel)
@@ -129,19 +150,48 @@ class FlatGradients(Gradients):
             else:
                 self.slices[span.buffer][span.row].narrow(0, span.start, span.numel).add_(part)
 
-    def _windows(self, bucket: int) -> Iterator[tuple[int, int, Tensor]]:
-        # With one row a window may be a view, which hops overwrite: slices are dropped after this.
-        for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
-            for start, width in self.layouts[buffer].windows(held.shape[0], bucket):
-                yield buffer, start, held[:, start : start + width]
+        if self._arrives == Placement.I and self._crosses.unattended:
+            for place in complete:
+                self._cross(self._order.ready(place))
+
+    def finish(self, dtype: torch.dtype, bucket: int) -> None:
+        """Complete the optimizer's shards at the boundary: what is left of slices crosses.
+
+        Args:
+            dtype, bucket: of windows inside the group, with os = N: on the wire, elements.
+        """
+        if self._arrives == Placement.G:
+            return
+        self._cross(self._order.rest())
+        self._crosses.drain()
+        if self._os == Placement.N:
+            for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
+                for start, width in self.layouts[buffer].windows(self._reshard.cols, bucket):
+                    sums = held[:, start : start + width].to(dtype).view(-1)
+                    self._schedule.submit(self._reshard.gather_slice(sums), partial(self._place, buffer, start))
+            self._schedule.drain()
+
+    def _cross(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            buffer, start, width, _ = self._windows[number]
+            # With one row a window may be a view, which hops overwrite: slices are dropped after this.
+            window = self.slices[buffer][:, start : start + width]
+            target = Placement.G if self._os == Placement.G else Placement.I
+            transfer = self._reshard.sync_slice(window, self._crosses_in, target, start, buffer)
+            self._crosses.submit(transfer, partial(self._deliver, buffer, start), reuses=False)
 
     def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
-        total, layout = self._mean.multiply(total), self.layouts[buffer]
         if self._os == Placement.N:
-            shard = self._shard(buffer)
-            layout.place(shard, start, total.unflatten(0, (layout.cols, layout.rows)).to(shard.device), add=True)
+            window = self.slices[buffer][:, start : start + total.shape[1]]
+            if window.data_ptr() != total.data_ptr():  # of one group what crosses is the window itself
+                window.copy_(total)
         else:
-            self._add_to_shard(buffer, start, total[0])
+            self._add_to_shard(buffer, start, self._mean.multiply(total)[0])
+
+    def _place(self, buffer: int, start: int, sums: Tensor) -> None:
+        layout, shard = self.layouts[buffer], self._shard(buffer)
+        cells = self._mean.multiply(sums).view(layout.cols, layout.rows, -1)
+        layout.place(shard, start, cells.to(shard.device), add=True)
 
     def _add_to_shard(self, buffer: int, start: int, part: Tensor) -> None:
         add_to(self._shard(buffer).narrow(0, start, part.numel()), part)

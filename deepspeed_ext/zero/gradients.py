@@ -3,8 +3,6 @@
 """Gradients on their way to the optimizer: N -> g in every micro-step or at the boundary, g -> os at the boundary."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,25 +47,11 @@ class Gradients(ABC):
         """Drop what has been accumulated, and what is on the wire."""
         self._schedule.drop()
 
+    @abstractmethod
     def finish(self, dtype: torch.dtype, bucket: int) -> None:
-        """Complete the optimizer's shards at the boundary: reshard I -> os all slices, in windows.
-
-        These span all rows of a slice, so every rank sends and receives the same, whatever bucket held what.
+        """Complete the optimizer's shards at the boundary: reshard I -> os what has not crossed yet.
 
         Args:
             dtype: on the wire.
-            bucket: elements (of all rows) moved at a time.
+            bucket: elements moved at a time.
         """
-        for buffer, start, window in self._windows(bucket):
-            transfer = self._reshard.sync_slice(window, dtype, self._os, start, buffer)
-            self._schedule.submit(transfer, partial(self._deliver, buffer, start))
-        self._schedule.drain()
-
-    @abstractmethod
-    def _windows(self, bucket: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Return windows over this rank's I-slices, of at most ``bucket`` elements: number of the flat buffer, first
-        column, (rows, elements)."""
-
-    @abstractmethod
-    def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
-        """Take what has arrived in os of a window: (parts, width), as ``sync_slice`` returns it."""

@@ -273,7 +273,11 @@ class PartitionedGradients(Gradients):
         if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not self._finished:
-            super().finish(dtype, bucket)
+            for start, width in windows(self.numel, self.rows, bucket):
+                window = self.held[:, start : start + width]
+                transfer = self._reshard.sync_slice(window, dtype, self._os, start)
+                self._schedule.submit(transfer, partial(self._deliver, start))
+            self._schedule.drain()
         self._finished = True
         if not self._reshard.inter.keeps_zeros:
             self._clear_padding()
@@ -288,9 +292,5 @@ class PartitionedGradients(Gradients):
             start = self._starts[param.ds_id]
             self.shard[start + present : start + chunk].zero_()
 
-    def _windows(self, bucket: int) -> Iterator[tuple[int, int, Tensor]]:
-        for start, width in windows(self.numel, self.rows, bucket):
-            yield 0, start, self.held[:, start : start + width]
-
-    def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
+    def _deliver(self, start: int, total: Tensor) -> None:
         self.shard[start : start + total.shape[1]].copy_(total[0])

@@ -19,27 +19,25 @@ Note [What runs when]
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup, get_norm_dtype
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_norm_dtype
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import FlatLayout, Range
+from deepspeed_ext.comm.layout import Range
 from deepspeed_ext.comm.packing import aligned
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.optimizer import ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage12_states import Stage12States
-from deepspeed_ext.zero.stage12_stripes import StripedPartitions
+from deepspeed_ext.zero.updates import Updates
+from deepspeed_ext.zero.windows import Window, windows_in_forward_order
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -64,13 +62,14 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer):
+class Stage12Optimizer(Stage12States):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
         strategy: one with p = N.
         topology: process groups of the data-parallel group.
         slots: make the hops.
+        overlap_updates: whether a step may end before the parameters have arrived that it has changed.
         dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
         The others are the parent's.
     """
@@ -83,6 +82,7 @@ class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer)
         strategy: Strategy,
         topology: Topology,
         slots: Slots,
+        overlap_updates: bool = False,
         dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
@@ -91,7 +91,7 @@ class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer)
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
         self._parameter_reshard = slots.parameter_reshard(topology)
-        self._gathers = Schedule(overlap=self.overlap_comm, relayed=True)
+        self._places = {id(param): place for place, param in enumerate(self.param_names)}
         self._offsets = {
             self.get_param_id(param): offset
             for params, offsets in zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
@@ -106,11 +106,21 @@ class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer)
             self._mean(),
             self.gradient_accumulation_dtype,
             self._shard,
+            self._windows(self.layouts[0].rows, self.reduce_bucket_size)[::-1],
+            self._slice_wire_dtype(),
             self.overlap_comm,
             not self.cpu_offload or self.cpu_offload_pin_memory,
             self._record_offload_copy if self.cpu_offload else lambda: None,
         )
         self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
+        ranks = dist.get_world_size(group=self.dp_process_group)
+        self.updates = Updates(
+            self._windows(ranks, self.allgather_bucket_size),
+            self._gather_window,
+            self._place_window,
+            self.overlap_comm,
+            overlap_updates and strategy.os != Placement.N,
+        )
 
     # Buckets: N -> g ##############################################################################
 
@@ -145,10 +155,14 @@ class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer)
             Range(group, self._offsets[param_id], self.bit16_groups[group][index].numel())
             for group, index, param_id in params
         )
+        complete: list[int] = []
+        if self.is_gradient_accumulation_boundary():
+            complete += [self._places[id(self.bit16_groups[group][index])] for group, index, _ in params]
+            self.gradients.prepare_all()
         for group in {entry[0] for entry in params}:
             self.gradients.prepare(group)
         with self._reduction_stream(self.ipg_buckets[dtype], freed):
-            self.gradients.reduce(tensors, ranges, self._wire_dtype(dtype))
+            self.gradients.reduce(tensors, ranges, self._wire_dtype(dtype), complete)
 
     def _shard(self, group: int) -> Tensor:
         """Return the gradients of the optimizer's shard of a parameter group, 1D."""
@@ -197,6 +211,7 @@ class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer)
     def independent_gradient_partition_epilogue(self) -> None:
         """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         boundary = self.is_gradient_accumulation_boundary()
+        self.updates.drain()
         self.reduce_ipg_grads()
         if boundary:
             if self.strategy.g == Placement.N:
@@ -257,47 +272,15 @@ class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer)
         parents = super().scaled_global_norm
         return self._global_norm(lambda: parents(norm_type))
 
-    def crossing_spans(self) -> list[CrossingSpan]:
-        """Return them; see ``ParoOptimizer``."""
-        return [
-            span
-            for group, params in enumerate(self.round_robin_bit16_groups)
-            for param in params
-            for span in crossing_spans_of(
-                self.param_names[param],
-                param.numel(),
-                self.gradients.layouts[group],
-                self._gradient_reshard.col,
-                group,
-                self._offsets[self.get_param_id(param)],
-            )
-        ]
-
-    def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
-        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
-        start, numel, _ = self._in_shard(param)
-        return start, start + numel
-
-    def owned_gradient(self, param: nn.Parameter) -> Tensor:
-        """Return the gradient of these elements; see ``ParoOptimizer``."""
-        _, numel, column = self._in_shard(param)
-        return self._shard(self._group_of(param)).narrow(0, column, numel)
-
-    def _in_shard(self, param: nn.Parameter) -> tuple[int, int, int]:
-        """Return which elements this rank's shard has of a parameter, (start, numel), and from where on."""
-        offset = self._offsets[self.get_param_id(param)]
-        if self.strategy.os == Placement.N:
-            return 0, param.numel(), offset
-        piece = self.own_piece(self._group_of(param), param)
-        return (piece.start - offset, piece.numel, piece.column) if piece is not None else (0, 0, 0)
-
-    def _group_of(self, param: nn.Parameter) -> int:
-        return next(i for i, params in enumerate(self.bit16_groups) if any(p is param for p in params))
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        """Take the step, once the parameters of the one before have arrived."""
+        self.updates.drain()
+        return super().step(closure)
 
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished."""
         self.gradients.drop()
-        self._gathers.drop()
+        self.updates.drop()
         super().destroy()
 
     # Optimizer offload ############################################################################
@@ -339,36 +322,37 @@ class Stage12Optimizer(Stage12States, StripedPartitions, DeepSpeedZeroOptimizer)
             False if the parent's all-gather over its own group does it without staging: in one hop, and as it is, into
             flat buffers of which the partitions are views.
         """
-        if self._parent_gathers:
-            return False
-        for window, place in self._windows_of_updates():
-            self._gathers.submit(self._gather_window(window), place)
-        self._gathers.drain()
-        return True
-
-    @property
-    def _parent_gathers(self) -> bool:
-        if any(map(self.is_striped, range(len(self.layouts)))):
-            return False
         sizes, reshard = self.topology.sizes, self._parameter_reshard
         one_hop = sizes.groups == 1 or (sizes.group_size == 1 and reshard.exact)
-        return self.strategy.os != Placement.G or one_hop
+        as_parent = self.strategy.os != Placement.G or one_hop
+        if self.strategy.os == Placement.N:
+            return False
+        if as_parent and not self.updates.ahead and not any(map(self.is_striped, range(len(self.layouts)))):
+            return False
+        self.updates.start()
+        return True
 
-    def _windows_of_updates(self) -> Iterator[tuple[Tensor, Callable[[Tensor], None]]]:
-        """Return windows of this rank's partitions in the order of the flat buffers, and what puts gathered ones
-        where they belong."""
-        for group, (flat, layout) in enumerate(zip(self.bit16_groups_flat, self.layouts, strict=True)):
-            ranks = dist.get_world_size(group=self.dp_process_group)
-            own = self.parallel_partitioned_bit16_groups[group][dist.get_rank(group=self.dp_process_group)].detach()
-            for start, width in layout.windows(ranks, self.allgather_bucket_size):
-                yield own[start : start + width], partial(self._place_window, flat.detach(), layout, start, width)
-
-    def _gather_window(self, window: Tensor) -> Transfer:
-        shard = aligned(window, self._parameter_reshard.multiple)
+    def _gather_window(self, window: Window) -> Transfer:
+        rank = dist.get_rank(group=self.dp_process_group)
+        own = self.parallel_partitioned_bit16_groups[window.buffer][rank].detach()
+        shard = aligned(own.narrow(0, window.start, window.width), self._parameter_reshard.multiple)
         return (yield from self._parameter_reshard.gather(shard, self.strategy.os, self.strategy.p))
 
-    def _place_window(self, flat: Tensor, layout: FlatLayout, start: int, width: int, cells: Tensor) -> None:
-        layout.place(flat, start, cells.view(layout.cols, layout.rows, -1)[..., :width])
+    def _place_window(self, window: Window, cells: Tensor) -> None:
+        layout, flat = self.layouts[window.buffer], self.bit16_groups_flat[window.buffer].detach()
+        layout.place(flat, window.start, cells.view(layout.cols, layout.rows, -1)[..., : window.width])
+
+    def _windows(self, rows: int, most: int) -> list[Window]:
+        placed = [
+            {self._places[id(p)]: (self._offsets[self.get_param_id(p)], p.numel()) for p in params}
+            for params in self.bit16_groups
+        ]
+        return windows_in_forward_order(self.layouts, rows, most, placed)
+
+    def watch(self, module: nn.Module) -> None:
+        """Have a model's modules wait for their parameters, where a step ends before these have arrived."""
+        if self.updates.ahead:
+            self.updates.watch(module, self._places)
 
     # Streams ######################################################################################
 

@@ -29,13 +29,12 @@ from torch import Tensor
 
 from deepspeed_ext.comm.redistribution import Redistribution
 from deepspeed_ext.zero.flat_gradients import FlatGradients
-from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.regroup import sharded_otherwise
 from deepspeed_ext.zero.stage12_stripes import StripedPartitions
 
 
-class Stage12States(ParoOptimizer, StripedPartitions):
-    """Such an optimizer, ``Stage12Optimizer``; DeepSpeed's class comes after it."""
+class Stage12States(StripedPartitions):
+    """Such an optimizer, ``Stage12Optimizer``."""
 
     gradients: FlatGradients
 

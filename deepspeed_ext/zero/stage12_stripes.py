@@ -7,6 +7,7 @@ it is a tensor of its own, of the same size on every rank, and the parent's tabl
 where. Buffers of one stripe are the parent's as they are.
 """
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -23,6 +24,8 @@ from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
 _STRIPES = 16
@@ -46,7 +49,7 @@ def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ra
     return tuple(starts)
 
 
-class StripedPartitions(DeepSpeedZeroOptimizer):
+class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     """The part of a stage-1/2 optimizer of ours that DeepSpeed's partitions belong to.
 
     Attributes:
@@ -113,6 +116,49 @@ class StripedPartitions(DeepSpeedZeroOptimizer):
         """Return which elements of the flat buffer this rank's partition has of a parameter, and where."""
         row, col = self._own_cell
         return self._pieces[group][id(param)].get(row * self.layouts[group].cols + col)
+
+    # What others ask for ############################################################################
+
+    def crossing_spans(self) -> list[CrossingSpan]:
+        """Return them; see ``ParoOptimizer``."""
+        return [
+            span
+            for group, params in enumerate(self.round_robin_bit16_groups)
+            for param in params
+            for span in crossing_spans_of(
+                self.param_names[param],
+                param.numel(),
+                self.layouts[group],
+                dist.get_rank(group=self.topology.intra),
+                group,
+                self._offsets[self.get_param_id(param)],
+            )
+        ]
+
+    def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
+        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
+        start, numel, _ = self._in_shard(param)
+        return start, start + numel
+
+    def owned_gradient(self, param: nn.Parameter) -> Tensor:
+        """Return the gradient of these elements; see ``ParoOptimizer``."""
+        _, numel, column = self._in_shard(param)
+        return self._shard(self._group_of(param)).narrow(0, column, numel)
+
+    def _in_shard(self, param: nn.Parameter) -> tuple[int, int, int]:
+        """Return which elements this rank's shard has of a parameter, (start, numel), and from where on."""
+        offset = self._offsets[self.get_param_id(param)]
+        if self.strategy.os == Placement.N:
+            return 0, param.numel(), offset
+        piece = self.own_piece(self._group_of(param), param)
+        return (piece.start - offset, piece.numel, piece.column) if piece is not None else (0, 0, 0)
+
+    def _group_of(self, param: nn.Parameter) -> int:
+        return next(i for i, params in enumerate(self.bit16_groups) if any(p is param for p in params))
+
+    @abstractmethod
+    def _shard(self, group: int) -> Tensor:
+        """Return the gradients of the optimizer's shard of a parameter group, 1D."""
 
     # What the parent asks for ######################################################################
 

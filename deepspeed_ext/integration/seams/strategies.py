@@ -79,7 +79,9 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         from deepspeed_ext.zero import modifier_rank
+        from deepspeed_ext.zero.updates import wait_for_updates
 
+        wait_for_updates()
         params = modifier_rank.listed(params)
         with modifier_rank.sharded_over_all(modifier_rank.replicated(params)):
             init(self, params, *args, **kwargs)

@@ -331,7 +331,7 @@ def test_each_state_is_written_once(ranks: Any, tmp_path: Path, names: tuple[str
             cut = {"N": 1, "I": 2, "G": 4}[name[2]]
             assert files == cut, (name, files)
             assert due <= written * cut <= 1.02 * due + 20_000 * cut, (name, written, due)
-            # Nobody gathers states: what may move is a rank's slice of the parameters, and, into ZeRO's order, its shard.
+            # Nobody gathers states: what may move is a slice of the parameters, or, into ZeRO's order, a shard.
             assert received <= (0.4 / 4 if name[0] != "N" else 1 / cut) * due, (name, received, due)
 
 

@@ -1,0 +1,139 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters with p = N on their way back from an optimizer step: os -> N.
+
+Note [Updates under the forward]
+    With ``paro_overlap_updates`` a step ends when the gathers of what it has changed have been started, window by
+    window in the order of the forward. A module waits for those of its own parameters when its forward begins, so
+    the first layers run while the others are on their way. Until then parameters are stale, so everything that is
+    known to read them waits first: forwards, in training and in evaluation; ``state_dict`` and ``load_state_dict`` of
+    every module, and with them whatever DeepSpeed saves and loads; ``GatheredParameters``; the end of each backward,
+    and the next step. To wait is not collective: all ranks have started the same gathers.
+
+    What reads parameters otherwise (a weight average that goes over ``model.parameters()``, a module that uses the
+    parameter of another one without calling it) calls ``deepspeed_ext.wait_for_updates()`` first.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.zero.windows import Window
+
+_all: "weakref.WeakSet[Updates]" = weakref.WeakSet()
+
+
+def wait_for_updates() -> None:
+    """Wait until the parameters of all engines of this process are those of their last step.
+
+    Only with ``zero_optimization.paro_overlap_updates`` they may not be, between a step and the next forward. On a
+    device with streams the current stream waits; the host does not.
+    """
+    for updates in list(_all):
+        updates.drain()
+
+
+class _BeforeUse:
+    """A hook of a module: waits for windows up to a number. A copy of the module, or a pickled one, needs none."""
+
+    def __init__(self, updates: "Updates | None" = None, number: int = 0) -> None:
+        self._updates = None if updates is None else weakref.ref(updates)
+        self._number = number
+
+    @torch.compiler.disable
+    def __call__(self, *_: Any) -> None:
+        updates = None if self._updates is None else self._updates()
+        if updates is not None:
+            updates.wait_for(self._number)
+
+    def __reduce__(self) -> tuple[type["_BeforeUse"], tuple[()]]:
+        return _BeforeUse, ()
+
+
+class Updates:
+    """Gathers of updated parameters.
+
+    Args:
+        windows: in the order in which they travel.
+        gather: gives the transfer of one.
+        place: puts what one brings where it belongs.
+        overlap: whether windows may overlap each other.
+        ahead: whether a step ends before they have arrived; see Note [Updates under the forward].
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[Window],
+        gather: Callable[[Window], Transfer],
+        place: Callable[[Window, Tensor], None],
+        overlap: bool,
+        ahead: bool,
+    ) -> None:
+        self._windows = windows
+        self._gather = gather
+        self._place = place
+        self.ahead = ahead
+        self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead)
+        self._started: list[Started] = []
+        self._hooks: list[Any] = []
+        if ahead:
+            _all.add(self)
+
+    def start(self) -> None:
+        """Gather all windows: have them arrive by themselves, or wait for them."""
+        self.drain()
+        for window in self._windows:
+
+            def arrive(gathered: Tensor, window: Window = window) -> None:
+                self._place(window, gathered)
+
+            if self.ahead:
+                self._started.append(self._schedule.start(self._gather(window), arrive))
+            else:
+                self._schedule.submit(self._gather(window), arrive)
+        if not self.ahead:
+            self._schedule.drain()
+
+    def wait_for(self, number: int) -> None:
+        """Have the current stream come behind the arrival of the windows up to a number."""
+        if self._started:
+            self._started[min(number, len(self._started) - 1)].wait()  # they arrive in order
+
+    def drain(self) -> None:
+        """Have the current stream come behind the arrival of all windows."""
+        if self._started:
+            self._schedule.drain()
+            self._started.clear()
+
+    def watch(self, module: nn.Module, places: Mapping[int, int]) -> None:
+        """Have the modules of a model wait for what they use.
+
+        Args:
+            module: the model.
+            places: of its trained parameters, by their ids.
+        """
+        last = {place: number for number, window in enumerate(self._windows) for place in window.members}
+        everything = _BeforeUse(self, len(self._windows))
+        for used in module.modules():
+            numbers = [last[places[id(p)]] for p in used.parameters(recurse=False) if places.get(id(p)) in last]
+            if numbers:
+                self._hooks.append(used.register_forward_pre_hook(_BeforeUse(self, max(numbers)), prepend=True))
+            self._hooks.append(used.register_state_dict_pre_hook(everything))
+            self._hooks.append(used.register_load_state_dict_pre_hook(everything))
+        # Layers of a pipeline may be functions of tied weights, which no module's forward tells of.
+        if any(not isinstance(layer, nn.Module) for layer in getattr(module, "forward_funcs", ())):
+            self._hooks.append(module.register_forward_pre_hook(everything, prepend=True))
+
+    def drop(self) -> None:
+        """Leave what is on its way, and the model alone."""
+        self._schedule.drop()
+        self._started.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        _all.discard(self)
