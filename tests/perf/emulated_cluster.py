@@ -24,130 +24,31 @@ Exit status 0 if weights agree and the strategies' bytes are those of the formul
 import argparse
 import functools
 import json
-import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from tqdm import tqdm
 
-from deepspeed_ext.comm import collectives
-from deepspeed_ext.comm.process_groups import get_topology
-from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner import probe
-from deepspeed_ext.planner.choice import plan
-from deepspeed_ext.planner.cost import Model
-from deepspeed_ext.planner.models import describe
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.cluster import collect
 from scripts.emulation.launching import start_rank
-from scripts.emulation.network import Link
 from tests.perf.lib import records, verdict
+from tests.perf.lib.blocks import make_blocks
 from tests.perf.lib.cluster_rows import LOCO, NATIVE, SETTINGS, SIZES, MethodRow, Setting
-from tests.perf.lib.peers import ADAMW, PEERS, Batch, Method, Ours, Workload
+from tests.perf.lib.peers import PEERS, Workload
+from tests.perf.lib.side_by_side import LONG, SideBySide
 
-BLOCKS, ROWS = 4, 8
-WARM_UP_STEPS = 2
-LONG, ENOUGH = 8.0, 2  # a method whose steps take so many seconds has this number of them, whatever --rounds says
+BLOCKS = 4
+ENOUGH = 2  # a method whose steps take ``LONG`` has this number of them, whatever --rounds says
 SHORT, MOST = 3.0, 20  # one whose steps take less than this together goes on, up to this number of them
-STOLEN, TRIES = 0.05, 4  # a step that lost more of the CPU to the host than this share is repeated, as often as this
-CALIBRATION = 1_000_000  # elements of fp32
-COMPUTE = "compute"
 
 
 # What runs in the ranks ###########################################################################
-
-
-class ShortcutBlock(nn.Module):
-    """Two layers with a shortcut."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.rise = nn.Linear(width, hidden, bias=False)
-        self.fall = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs + self.fall(nn.functional.gelu(self.rise(inputs)))
-
-
-class Blocks(nn.Module):
-    """Blocks that return their own loss."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ShortcutBlock(width, hidden) for _ in range(BLOCKS))
-
-    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        inputs.requires_grad_()  # or DeepSpeed's own leaf modules crash: the first block has nothing to hook
-        for block in self.blocks:
-            inputs = block(inputs)
-        return (inputs - targets).square().mean()
-
-
-class Compute(Method):
-    """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__(COMPUTE, "no communication")
-        self._model, self._accumulation = workload.make_model(), workload.accumulation
-        flat = torch.cat([p.detach().flatten() for p in self._model.parameters()])
-        self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
-        self._share.grad = torch.zeros_like(self._share)
-        self._optimizer = torch.optim.AdamW([self._share], **ADAMW)
-
-    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
-        (self._model(inputs, targets) / self._accumulation).backward()
-        if last:
-            self._optimizer.step()
-            self._model.zero_grad()
-
-    def _states(self) -> Any:
-        raise NotImplementedError
-
-    def weights(self) -> Tensor:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        self._model = self._optimizer = None  # type: ignore[assignment]
-
-
-def methods(names: list[str], workload: Workload) -> Iterator[Method]:
-    """Yield what is asked for, in a fixed order."""
-    for name, make in PEERS.items():
-        if name in names:
-            yield make(workload)
-    for name in STRATEGIES:
-        zero: dict[str, Any] = {"paro_strategy": name, "paro_group_size": workload.group_size}
-        if name in names:
-            yield Ours(workload, zero, name)
-        if name + LOCO in names:
-            yield Ours(workload, {**zero, "zeropp_loco_param": {}}, name + LOCO)
-        if name + NATIVE in names:
-            # As on other backends: hops take the backend's own reduce-scatter and all-gather.
-            with mock.patch.object(collectives, "backend_of", lambda group: "native"):
-                yield Ours(workload, zero, name + NATIVE)
-
-
-class Timed(NamedTuple):
-    """A step: the share of the CPU that was stolen from it, its seconds, and bytes that a node sent on average."""
-
-    stolen: float
-    seconds: float
-    sent: float
-
-
-def cpu_times() -> tuple[int, int]:
-    """Return CPU ticks of this machine since its start: stolen by its host, and in all. See proc(5)."""
-    _, *ticks = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
-    return int(ticks[7]), sum(map(int, ticks[:8]))
 
 
 class Worker:
@@ -156,31 +57,16 @@ class Worker:
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
         self._setting, self._args = setting, args
         self._rounds = max(MOST, args.rounds)
-        self._link = Link()
-        self._topology = get_topology(None, setting.ranks_per_node)
         width, hidden = SIZES[setting.size]
-        self._width = width
         workload = Workload(
-            setting.accumulation, setting.ranks_per_node, functools.partial(self._model, width, hidden)
+            setting.accumulation, setting.ranks_per_node, functools.partial(make_blocks, BLOCKS, width, hidden)
         )
-        self._link.limit(None)
-        dist.barrier()
-        self._described = replace(
-            describe(workload.make_model(), accumulation=setting.accumulation), bucket=workload.bucket
-        )
-        self._compute = Compute(workload)
-        self._methods = {method.name: method for method in methods(args.methods, workload)}
-        self._steps = dict.fromkeys([COMPUTE, *self._methods], 0)
-
-    @staticmethod
-    def _model(width: int, hidden: int) -> nn.Module:
-        torch.manual_seed(0)
-        return Blocks(width, hidden)
+        self._side_by_side = SideBySide(args.methods, workload, width, {})
 
     def rows(self) -> list[MethodRow]:
         """Measure at all rates."""
-        held = self._warm_up()
-        differences = self._compare()
+        held = self._side_by_side.warm_up()
+        differences = self._side_by_side.compare()
         rows = []
         bar = tqdm(total=len(self._setting.mbit) * self._rounds, desc=self._setting.name, disable=dist.get_rank() != 0)
         for mbit in self._setting.mbit:
@@ -189,45 +75,24 @@ class Worker:
             row.difference = differences[row.method]
         return rows
 
-    def _warm_up(self) -> dict[str, tuple[float, float, float]]:
-        """Open connections, record modules, make moments; return what is held."""
-        held = {}
-        for method in [self._compute, *self._methods.values()]:
-            for number in range(WARM_UP_STEPS):
-                method.step(self._batches(method), watch=number > 0 and method is not self._compute)
-                method.finish()
-            if method is not self._compute:
-                states = asdict(method.held())
-                held[method.name] = tuple(_over_ranks(list(states.values()), dist.ReduceOp.MAX))
-        return held
-
     def _at(self, mbit: float | None, held: dict[str, Any], bar: Any) -> list[MethodRow]:
-        self._link.limit(mbit)
+        ranks = self._side_by_side
+        ranks.link.limit(mbit)
         dist.barrier()
-        headers = self._headers()
-        rates = probe.measure(self._topology)
+        headers = ranks.headers()
+        rates = probe.measure(ranks.topology)
         rows = {
-            name: MethodRow(self._setting.name, mbit, name, method.setup) for name, method in self._methods.items()
+            name: MethodRow(self._setting.name, mbit, name, method.setup) for name, method in ranks.methods.items()
         }
         compute: list[float] = []
         for number in range(self._rounds):
             bar.update()
-            order = [name for name, row in rows.items() if self._goes_on(row.seconds)]
-            if not order:
-                continue
-            random.Random(number).shuffle(order)
-            for name in order:
-                row = rows[name]
-                step = self._undisturbed(self._methods[name])
-                row.seconds.append(step.seconds)
-                row.stolen.append(step.stolen)
-                row.link_bytes += (step.sent - row.link_bytes) / len(row.seconds)
-            compute.append(self._undisturbed(self._compute).seconds)
+            if some := {name: row for name, row in rows.items() if self._goes_on(row.seconds)}:
+                compute.append(ranks.one_round(number, some, ranks.a_step))
         alone = statistics.median(compute)
-        model = replace(self._described, compute=alone / self._setting.accumulation)
         for row in rows.values():
             row.headers, row.compute, row.held = headers, alone, held[row.method]
-        self._predict(rows, model, rates)
+        ranks.predict(rows, alone, rates)
         return list(rows.values())
 
     def _goes_on(self, seconds: list[float]) -> bool:
@@ -235,77 +100,6 @@ class Worker:
         if len(seconds) >= ENOUGH and min(seconds) > LONG:
             return False
         return len(seconds) < self._args.rounds or (sum(seconds) < SHORT and len(seconds) < MOST)
-
-    def _predict(self, rows: dict[str, MethodRow], model: Model, rates: Any) -> None:
-        for suffix, loco in (("", None), (LOCO, LocoSettings())):
-            for one in plan(self._setting.sizes, model, rates, None, [loco]).predictions:
-                row = rows.get(one.strategy + suffix)
-                if row is not None:
-                    row.parts = one.seconds
-                    row.formula_bytes = one.volume.inter * self._setting.ranks_per_node
-        for name in STRATEGIES:
-            if name in rows and name + NATIVE in rows:
-                rows[name + NATIVE].formula_bytes = rows[name].formula_bytes
-
-    def _undisturbed(self, method: Method) -> Timed:
-        """Time a step from which the host of this machine has taken little: the best of some, none of them long."""
-        tried: list[Timed] = []
-        while len(tried) < TRIES:
-            tried.append(self._timed(method))
-            if tried[-1].stolen <= STOLEN or tried[-1].seconds > LONG:
-                break
-        return min(tried)
-
-    def _timed(self, method: Method) -> Timed:
-        batches = self._batches(method)
-        dist.barrier()
-        before = self._link.sent()
-        stolen, total = cpu_times()
-        dist.barrier()
-        begin = time.perf_counter()
-        method.step(batches)
-        method.finish()
-        dist.barrier()
-        (seconds,) = _over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
-        (sent,) = _over_ranks([self._link.sent() - before], dist.ReduceOp.SUM)
-        later, total_later = cpu_times()
-        (share,) = _over_ranks([(later - stolen) / max(1, total_later - total)], dist.ReduceOp.MAX)
-        return Timed(share, seconds, sent / self._setting.nodes)
-
-    def _headers(self) -> float:
-        """Return the bytes that the interfaces count for each of a known transfer."""
-        shard = torch.zeros(CALIBRATION)
-        gathered = shard.new_empty(shard.numel() * self._setting.nodes)
-        dist.barrier()
-        before = self._link.sent()
-        dist.barrier()
-        dist.all_gather_into_tensor(gathered, shard, group=self._topology.inter)
-        dist.barrier()
-        (sent,) = _over_ranks([self._link.sent() - before], dist.ReduceOp.SUM)
-        return sent / (4 * CALIBRATION * (self._setting.nodes - 1) * dist.get_world_size())
-
-    def _batches(self, method: Method) -> list[Batch]:
-        """Make the batches of a method's next step: those that every other method has in that step."""
-        step = self._steps[method.name]
-        self._steps[method.name] += 1
-        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
-        rows = torch.randn(self._setting.accumulation, 2, ROWS, self._width, generator=generator)
-        return [(inputs, targets) for inputs, targets in rows]
-
-    def _compare(self) -> dict[str, float]:
-        """Return the difference of each method's weights to the first one's, relative to the largest. Collective."""
-        first = next(iter(self._methods.values())).weights()
-        found = {}
-        for name, method in self._methods.items():
-            apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
-            (found[name],) = _over_ranks([apart.item()], dist.ReduceOp.MAX)
-        return found
-
-
-def _over_ranks(values: list[float], op: Any) -> list[float]:
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, op=op)
-    return found.tolist()
 
 
 def work(args: argparse.Namespace) -> None:

@@ -10,9 +10,9 @@ each is set up as its documentation proposes for gradient accumulation, which ``
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -52,6 +52,9 @@ class Workload:
         group_size: ranks in a node, m.
         make_model: makes the same model on every call and every rank.
         bucket: elements in a bucket of DeepSpeed's, gradients and parameters.
+        ddp_mib: of a bucket of DDP; its own default.
+        zero: more keys of the section ``zero_optimization``, for all of DeepSpeed's.
+        lean: what keeps those lean that gather parameters, see ``LEAN``.
         direct: FSDP2 reduce-scatters by an all-to-all. Gloo's own reduce-scatter is an all-reduce: twice the bytes.
     """
 
@@ -59,6 +62,9 @@ class Workload:
     group_size: int
     make_model: Callable[[], nn.Module]
     bucket: int = 5_000_000
+    ddp_mib: float = 25.0
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    lean: Mapping[str, Any] = field(default_factory=lambda: LEAN)
     direct: bool = True
 
 
@@ -160,7 +166,9 @@ class DDP(TorchMethod):
 
     def __init__(self, workload: Workload) -> None:
         setup = "no_sync() until the last micro-batch, gradient_as_bucket_view; gradients are zeroed in their buckets"
-        model = DistributedDataParallel(workload.make_model(), gradient_as_bucket_view=True)
+        model = DistributedDataParallel(
+            workload.make_model(), gradient_as_bucket_view=True, bucket_cap_mb=workload.ddp_mib
+        )
         super().__init__("DDP", setup, workload, model)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -258,7 +266,8 @@ class Engine(Method):
         model = workload.make_model()
         if lean:
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
-            zero = {**LEAN, "leaf_module": {"classes": leaves}, **zero}
+            zero = {**workload.lean, "leaf_module": {"classes": leaves}, **zero}
+        zero = {**workload.zero, **zero}
         super().__init__(name, ", ".join(f"{key} {value}" for key, value in zero.items()))
         config = {
             "train_micro_batch_size_per_gpu": 1,  # not known here; used for reports of throughput only

@@ -1,0 +1,70 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The model of the benchmarks on emulated clusters; its compute may be emulated, too."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Pauses:
+    """Seconds that each block sleeps in its forward and in its backward; may be changed between steps."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+class Sleep(torch.autograd.Function):
+    """Sleeps on the way forward and on the way back: compute that leaves the cores to transports, as a GPU does."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, pauses: Pauses) -> Tensor:
+        ctx.pauses = pauses
+        time.sleep(pauses.forward)
+        return inputs.clone()  # FSDP2's hooks want no view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.pauses.backward)
+        return gradient, None
+
+
+class ShortcutBlock(nn.Module):
+    """Two layers with a shortcut.
+
+    It sleeps behind its layers: its parameters are needed before, and its gradients come after the sleep in backward.
+    """
+
+    def __init__(self, width: int, hidden: int, pauses: Pauses | None) -> None:
+        super().__init__()
+        self.rise = nn.Linear(width, hidden, bias=False)
+        self.fall = nn.Linear(hidden, width, bias=False)
+        self._pauses = pauses
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = inputs + self.fall(nn.functional.gelu(self.rise(inputs)))
+        return outputs if self._pauses is None else Sleep.apply(outputs, self._pauses)
+
+
+class Blocks(nn.Module):
+    """Blocks that return their own loss."""
+
+    def __init__(self, count: int, width: int, hidden: int, pauses: Pauses | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ShortcutBlock(width, hidden, pauses) for _ in range(count))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        inputs.requires_grad_()  # or DeepSpeed's own leaf modules crash: the first block has nothing to hook
+        for block in self.blocks:
+            inputs = block(inputs)
+        return (inputs - targets).square().mean()
+
+
+def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = None) -> Blocks:
+    """Return the same model on every call and every rank."""
+    torch.manual_seed(0)
+    return Blocks(count, width, hidden, pauses)

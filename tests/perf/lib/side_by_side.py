@@ -1,0 +1,248 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Methods that take turns on an emulated cluster, in the same processes, as a rank sees it.
+
+All train the same model on the same data from the same seed, in rounds whose order alternates: so whatever else this
+machine does falls on all of them. A turn from which the host of a virtual machine has taken the CPU away (/proc/stat)
+is repeated unless it is long.
+"""
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepspeed_ext.comm import collectives
+from deepspeed_ext.comm.process_groups import get_topology
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.planner.choice import plan
+from deepspeed_ext.planner.cost import Model
+from deepspeed_ext.planner.models import describe
+from deepspeed_ext.strategy import STRATEGIES
+from scripts.emulation.network import Link
+from tests.perf.lib.cluster_rows import LOCO, NATIVE, MethodRow
+from tests.perf.lib.peers import ADAMW, PEERS, Batch, Method, Ours, Workload
+
+ROWS = 8  # of a micro-batch
+WARM_UP_STEPS = 2
+LONG = 8.0  # seconds of a turn that is not repeated
+STOLEN, TRIES = 0.05, 4  # a turn that lost more of the CPU to the host than this share is repeated, as often as this
+CALIBRATION = 1_000_000  # elements of fp32
+COMPUTE = "compute"
+
+
+class Compute(Method):
+    """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(COMPUTE, "no communication")
+        self._model, self._accumulation = workload.make_model(), workload.accumulation
+        flat = torch.cat([p.detach().flatten() for p in self._model.parameters()])
+        self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
+        self._share.grad = torch.zeros_like(self._share)
+        self._optimizer = torch.optim.AdamW([self._share], **ADAMW)
+
+    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
+        (self._model(inputs, targets) / self._accumulation).backward()
+        if last:
+            self._optimizer.step()
+            self._model.zero_grad()
+
+    def _states(self) -> Any:
+        raise NotImplementedError
+
+    def weights(self) -> Tensor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._model = self._optimizer = None  # type: ignore[assignment]
+
+
+def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -> Iterator[Method]:
+    """Yield what is asked for, in a fixed order; strategies with these keys, too."""
+    for name, make in PEERS.items():
+        if name in names:
+            yield make(workload)
+    for name in STRATEGIES:
+        zero: dict[str, Any] = {"paro_strategy": name, "paro_group_size": workload.group_size, **keys}
+        if name in names:
+            yield Ours(workload, zero, name)
+        if name + LOCO in names:
+            yield Ours(workload, {**zero, "zeropp_loco_param": {}}, name + LOCO)
+        if name + NATIVE in names:
+            # As on other backends: hops take the backend's own reduce-scatter and all-gather.
+            with mock.patch.object(collectives, "backend_of", lambda group: "native"):
+                yield Ours(workload, zero, name + NATIVE)
+
+
+class Turn(NamedTuple):
+    """Some steps: the share of the CPU that was stolen from them, seconds of each, bytes that a node sent in each."""
+
+    stolen: float
+    seconds: list[float]
+    sent: float
+
+
+def cpu_times() -> tuple[int, int]:
+    """Return CPU ticks of this machine since its start: stolen by its host, and in all. See proc(5)."""
+    _, *ticks = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    return int(ticks[7]), sum(map(int, ticks[:8]))
+
+
+class SideBySide:
+    """A rank's methods, and its link.
+
+    Args:
+        names: of the methods.
+        workload: what they train: a model that takes rows of ``width``.
+        width: of the model.
+        keys: of the section ``zero_optimization``, for strategies.
+    """
+
+    def __init__(self, names: Sequence[str], workload: Workload, width: int, keys: Mapping[str, Any]) -> None:
+        self._workload, self._width = workload, width
+        self.link = Link()
+        self.topology = get_topology(None, workload.group_size)
+        self.link.limit(None)
+        dist.barrier()
+        self._described = replace(
+            describe(workload.make_model(), accumulation=workload.accumulation), bucket=workload.bucket
+        )
+        self.compute = Compute(workload)
+        self.methods = {method.name: method for method in methods(names, workload, keys)}
+        self._steps = dict.fromkeys([COMPUTE, *self.methods], 0)
+
+    def warm_up(self) -> dict[str, tuple[float, float, float]]:
+        """Open connections, record modules, make moments; return what is held."""
+        held = {}
+        for method in [self.compute, *self.methods.values()]:
+            for number in range(WARM_UP_STEPS):
+                method.step(self._batches(method), watch=number > 0 and method is not self.compute)
+                method.finish()
+            if method is not self.compute:
+                states = asdict(method.held())
+                held[method.name] = tuple(over_ranks(list(states.values()), dist.ReduceOp.MAX))
+        return held
+
+    def one_round(self, number: int, rows: dict[str, MethodRow], take: Callable[[Method], Turn]) -> float:
+        """Give each method of these rows its turn, and ``Compute``; return the median of the latter's seconds."""
+        order = list(rows)
+        random.Random(number).shuffle(order)
+        for name in order:
+            row, turn = rows[name], take(self.methods[name])
+            row.seconds.extend(turn.seconds)
+            row.stolen.extend([turn.stolen] * len(turn.seconds))
+            row.link_bytes += (turn.sent - row.link_bytes) * len(turn.seconds) / len(row.seconds)
+        return statistics.median(take(self.compute).seconds)
+
+    def a_step(self, method: Method) -> Turn:
+        """Time one step, and what it leaves under way."""
+
+        def run() -> list[float]:
+            batches = self._batches(method)
+            dist.barrier()
+            begin = time.perf_counter()
+            method.step(batches)
+            method.finish()
+            dist.barrier()
+            return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
+
+        return self._undisturbed(run, 1)
+
+    def steps_in_a_row(self, method: Method, count: int) -> Turn:
+        """Time so many steps behind another one: what a step leaves under way is for the next one to wait for.
+
+        A step lasts from the end of the one before to its own, each on the rank that gets there last: ranks of one
+        machine have one clock.
+        """
+
+        def run() -> list[float]:
+            ends = []
+            for batches in [self._batches(method) for _ in range(count + 1)]:
+                method.step(batches)
+                ends.append(time.perf_counter())
+            method.finish()
+            ends = over_ranks(ends, dist.ReduceOp.MAX)
+            return [end - begin for begin, end in itertools.pairwise(ends)]
+
+        return self._undisturbed(run, count + 1)
+
+    def _undisturbed(self, run: Callable[[], list[float]], steps: int) -> Turn:
+        """Take a turn from which the host of this machine has taken little: the best of some, none of them long."""
+        tried: list[Turn] = []
+        while len(tried) < TRIES:
+            tried.append(self._turn(run, steps))
+            if tried[-1].stolen <= STOLEN or sum(tried[-1].seconds) > LONG:
+                break
+        return min(tried)
+
+    def _turn(self, run: Callable[[], list[float]], steps: int) -> Turn:
+        dist.barrier()
+        before = self.link.sent()
+        stolen, total = cpu_times()
+        dist.barrier()
+        seconds = run()
+        dist.barrier()
+        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
+        later, total_later = cpu_times()
+        (share,) = over_ranks([(later - stolen) / max(1, total_later - total)], dist.ReduceOp.MAX)
+        return Turn(share, seconds, sent / self.topology.sizes.groups / steps)
+
+    def headers(self) -> float:
+        """Return the bytes that the interfaces count for each of a known transfer."""
+        groups, shard = self.topology.sizes.groups, torch.zeros(CALIBRATION)
+        gathered = shard.new_empty(shard.numel() * groups)
+        dist.barrier()
+        before = self.link.sent()
+        dist.barrier()
+        dist.all_gather_into_tensor(gathered, shard, group=self.topology.inter)
+        dist.barrier()
+        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
+        return sent / (4 * CALIBRATION * (groups - 1) * dist.get_world_size())
+
+    def predict(self, rows: Mapping[str, MethodRow], compute: float, rates: Any) -> None:
+        """Put down what the planner says; ``compute`` is the seconds of a step without communication."""
+        model: Model = replace(self._described, compute=compute / self._workload.accumulation)
+        sizes = self.topology.sizes
+        for suffix, loco in (("", None), (LOCO, LocoSettings())):
+            for one in plan(sizes, model, rates, None, [loco]).predictions:
+                row = rows.get(one.strategy + suffix)
+                if row is not None:
+                    row.parts = one.seconds
+                    row.formula_bytes = one.volume.inter * sizes.group_size
+        for name in STRATEGIES:
+            if name in rows and name + NATIVE in rows:
+                rows[name + NATIVE].formula_bytes = rows[name].formula_bytes
+
+    def _batches(self, method: Method) -> list[Batch]:
+        """Make the batches of a method's next step: those that every other method has in that step."""
+        step = self._steps[method.name]
+        self._steps[method.name] += 1
+        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+        rows = torch.randn(self._workload.accumulation, 2, ROWS, self._width, generator=generator)
+        return [(inputs, targets) for inputs, targets in rows]
+
+    def compare(self) -> dict[str, float]:
+        """Return the difference of each method's weights to the first one's, relative to the largest. Collective."""
+        first = next(iter(self.methods.values())).weights()
+        found = {}
+        for name, method in self.methods.items():
+            apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
+            (found[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
+        return found
+
+
+def over_ranks(values: list[float], op: Any) -> list[float]:
+    """Return values of all ranks, combined. Collective."""
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, op=op)
+    return found.tolist()
