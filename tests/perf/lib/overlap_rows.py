@@ -1,0 +1,159 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of ``overlap.py``, and its results."""
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from tests.perf.lib.cluster_rows import MethodRow
+from tests.perf.lib.overlap_bound import Compute, LinkSeconds, bound, of_peer, of_strategy
+
+WIDTH, HIDDEN = 256, 400  # of a block: 204,800 parameters, whose compute is nothing beside what its messages take
+BLOCK = 2 * WIDTH * HIDDEN
+BACKWARD = 2.0  # seconds of backward for each of forward
+RATIOS = (0.5, 1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class OverlapSetting:
+    """One launch."""
+
+    nodes: int
+    ranks_per_node: int
+    accumulation: int
+    blocks: int = 8
+    mbit: float = 100.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}-{self.accumulation}"
+
+    @property
+    def sizes(self) -> GroupSizes:
+        return GroupSizes(self.nodes * self.ranks_per_node, self.ranks_per_node)
+
+    @property
+    def states(self) -> ModelStates:
+        return ModelStates.of(self.blocks * BLOCK, parameter_bytes=4, gradient_bytes=4)
+
+    @property
+    def wire(self) -> float:
+        """W: seconds that a link is occupied by two hops between groups of the whole model."""
+        link = of_strategy(STRATEGIES["NIG"], self.sizes, self.states, self.mbit)
+        return link.total(self.accumulation)
+
+    def compute(self, ratio: float) -> Compute:
+        """Return the compute with which W is ``ratio`` times that of a micro-batch."""
+        forward = self.wire / ratio / (1 + BACKWARD)
+        return Compute(forward, BACKWARD * forward, self.blocks, self.accumulation)
+
+
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        OverlapSetting(2, 2, 1),
+        OverlapSetting(2, 2, 4),
+        OverlapSetting(4, 2, 1),
+        OverlapSetting(4, 2, 4),
+    )
+}
+
+
+@dataclass
+class OverlapRow(MethodRow):
+    """What one method took with one compute; ``MethodRow.compute`` is a step's without communication, as measured.
+
+    Attributes:
+        nodes, ranks_per_node, accumulation, blocks: of the setting.
+        ratio: of W to the compute of a micro-batch.
+        payload_mbit: that a link carries of a long gather, by the planner's probe.
+    """
+
+    nodes: int = 2
+    ranks_per_node: int = 2
+    accumulation: int = 1
+    blocks: int = 8
+    ratio: float = 1.0
+    payload_mbit: float = 0.0
+
+    @property
+    def _setting(self) -> OverlapSetting:
+        assert self.mbit is not None
+        return OverlapSetting(self.nodes, self.ranks_per_node, self.accumulation, self.blocks, self.mbit)
+
+    @property
+    def emulated(self) -> Compute:
+        return self._setting.compute(self.ratio)
+
+    @property
+    def link(self) -> LinkSeconds:
+        """Of a strategy by the formula, of a peer by what was measured."""
+        setting = self._setting
+        if self.method in STRATEGIES:
+            return of_strategy(STRATEGIES[self.method], setting.sizes, setting.states, setting.mbit)
+        return of_peer(self.method, self.bytes_between * 8 / (setting.mbit * 1e6), self.accumulation)
+
+    @property
+    def wire(self) -> float:
+        """Seconds that a node's link is occupied in a step."""
+        return self.link.total(self.accumulation)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step beyond those without communication; what is done inside nodes is in it."""
+        return self.median - self.compute
+
+    @property
+    def hidden(self) -> float:
+        """What of the shorter, compute or communication, was hidden by the longer."""
+        return (self.compute + self.wire - self.median) / min(self.compute, self.wire)
+
+    @property
+    def bound(self) -> float:
+        """Of the emulated compute alone."""
+        return bound(self.emulated, self.link)
+
+    @property
+    def measured_bound(self) -> float:
+        """With what the host takes where there is no communication."""
+        return bound(self.emulated, self.link, self.compute)
+
+    def to_csv(self) -> dict[str, Any]:
+        """Return what identifies a result, and the result."""
+        seconds = {
+            "median": self.median,
+            "min": min(self.seconds),
+            "max": max(self.seconds),
+            "forward": self.emulated.forward,
+            "backward": self.emulated.backward,
+            "compute": self.compute,
+            "wire": self.wire,
+            "exposed": self.exposed,
+            "bound": self.bound,
+            "measured_bound": self.measured_bound,
+        }
+        return {
+            "setting": self.setting,
+            "nodes": self.nodes,
+            "ranks_per_node": self.ranks_per_node,
+            "accumulation": self.accumulation,
+            "blocks": self.blocks,
+            "wire_of_compute": self.ratio,
+            "link_mbit": self.mbit,
+            "payload_mbit": round(self.payload_mbit, 2),
+            "method": self.method,
+            "setup": self.setup,
+            "steps": len(self.seconds),
+            **{f"seconds_{name}": round(value, 5) for name, value in seconds.items()},
+            "seconds_predicted": "" if self.predicted is None else round(self.predicted, 5),
+            "stolen_median": round(statistics.median(self.stolen), 3),
+            "link_bytes": round(self.link_bytes),
+            "header_factor": round(self.headers, 5),
+            "formula_bytes": "" if self.formula_bytes is None else round(self.formula_bytes),
+            "parameter_bytes": round(self.held[0]),
+            "gradient_bytes": round(self.held[1]),
+            "optimizer_bytes": round(self.held[2]),
+            "weights_difference": f"{self.difference:.2e}",
+        }
