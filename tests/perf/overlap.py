@@ -136,17 +136,18 @@ def work(args: argparse.Namespace) -> None:
 
 
 def _setting(name: str, args: argparse.Namespace) -> OverlapSetting:
-    return replace(SETTINGS[name], blocks=args.blocks, mbit=args.mbit)
+    setting = SETTINGS[name]
+    return replace(setting, blocks=args.blocks, mbit=args.mbit or setting.mbit)
 
 
 def parse_arguments() -> argparse.Namespace:
-    everything, default = [*PEERS, *STRATEGIES], OverlapSetting(2, 2, 1)
+    everything = [*PEERS, *STRATEGIES]
     parser = argparse.ArgumentParser(description="Measure what of a step's communication hides under compute.")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
     parser.add_argument("--ratios", nargs="+", type=float, default=RATIOS, help="of W to compute of a micro-batch")
     parser.add_argument("--methods", nargs="+", choices=everything, default=everything, metavar="NAME")
-    parser.add_argument("--blocks", type=int, default=default.blocks, help="of the model")
-    parser.add_argument("--mbit", type=float, default=default.mbit, help="of a node's link")
+    parser.add_argument("--blocks", type=int, default=OverlapSetting.blocks, help="of the model")
+    parser.add_argument("--mbit", type=float, help="of a node's link, in place of the settings'")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each method with each compute")
     parser.add_argument("--steps", type=int, default=2, help="of a turn that are timed, behind one that is not")
     parser.add_argument("--log", type=Path, default=Path("overlap.log"), help="what the ranks print")
@@ -155,11 +156,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--setting", choices=SETTINGS, help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
     args = parser.parse_args()
-    for name in ("rounds", "steps", "blocks", "mbit"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name} must be positive, got {getattr(args, name)}")
-    if not all(ratio > 0 for ratio in args.ratios):
-        parser.error(f"--ratios must be positive, got {args.ratios}")
+    for name in ("rounds", "steps", "blocks", "mbit", "ratios"):
+        given = getattr(args, name)
+        values = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        if not all(value > 0 for value in values):
+            parser.error(f"--{name} must be positive, got {given}")
     return args
 
 

@@ -54,9 +54,9 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         OverlapSetting(2, 2, 1),
-        OverlapSetting(2, 2, 4),
+        OverlapSetting(2, 2, 4, mbit=200),  # steps are long enough
         OverlapSetting(4, 2, 1),
-        OverlapSetting(4, 2, 4),
+        OverlapSetting(4, 2, 4, mbit=200),
     )
 }
 

@@ -12,6 +12,7 @@ from tests.perf.lib.overlap_rows import OverlapRow
 NEAR = 1.15  # of the bound
 STOCK = 1.03  # of the time of stock ZeRO of that stage, for what the planner chooses
 NOISE = 1.02  # of memory: buffers of a few bytes
+DISTURBED = 1.25  # of the emulated compute, for a step without communication: somebody else has used the cores
 
 
 def print_all(rows: Sequence[OverlapRow]) -> bool:
@@ -20,6 +21,8 @@ def print_all(rows: Sequence[OverlapRow]) -> bool:
     for ratio in dict.fromkeys(row.ratio for row in rows):
         some = sorted((row for row in rows if row.ratio == ratio), key=lambda row: row.median)
         _print_table(some)
+        if some[0].compute > DISTURBED * some[0].emulated.seconds:
+            print("  DISTURBED: compute takes much longer than is emulated; something else keeps the cores busy")
         for line in [*late(some), *ahead(some), *planned(some)]:
             print(f"  {line}")
         for problem in verdict.problems(some):
