@@ -40,7 +40,6 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from deepspeed_ext.config import keys
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES
@@ -53,7 +52,7 @@ from tests.perf.lib.peers import LEAN, PEERS, Workload
 from tests.perf.lib.side_by_side import SideBySide
 
 ZERO = {"overlap_comm": True}  # of all that is DeepSpeed's
-OURS = {"paro_overlap_updates": True} if "paro_overlap_updates" in keys.OURS else {}
+OURS = {"paro_overlap_updates": True}
 # A block is gathered while the one before it runs, and sub-groups are as small as buckets: 7 GB of parameters have
 # several, too.
 PREFETCHING = LEAN | {

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.pairwise import pairwise_all_to_all
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
+from deepspeed_ext.zero.updates import wait_for_updates
 from scripts.checks.model_states import held, storage_bytes, whole_weights
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
@@ -326,6 +327,7 @@ class Ours(Engine):
     def finish(self) -> None:
         if hasattr(self._engine.optimizer, "parameters"):
             self._engine.optimizer.parameters.drain()
+        wait_for_updates()
 
     def _states(self) -> StateBytes:
         states, errors = held(self._engine), getattr(self._engine.optimizer.error_state, "nbytes", lambda: 0)
