@@ -53,6 +53,7 @@ class ZeroConfig(Protocol):
     paro_overlap_updates: bool
     paro_memory_gb: float | None
     paro_decision_file: str
+    paro_micro_step_seconds: float | None
     stage3_leaf_bytes: bool | int | None
     zeropp_loco_param: dict[str, Any] | None
 
@@ -63,6 +64,7 @@ class Config(Protocol):
     _param_dict: dict[str, Any]
     zero_config: ZeroConfig
     timers_config: ThroughputTimerConfig
+    train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
     managed_gradient_accumulation: bool
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="its compute, in each prediction (default: 0)",
+        help="forward and backward of a micro-step without communication, which they hide (default: 0)",
+    )
+    what.add_argument(
+        "--overlap-updates",
+        action="store_true",
+        help="paro_overlap_updates: with p = N, updated parameters come under the next forward",
     )
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
     where.add_argument("--nodes", type=int)
@@ -76,6 +82,10 @@ def run(arguments: argparse.Namespace) -> None:
     rates = _rates(arguments, sizes, per_node, launched)
     if launched and int(os.environ.get("RANK", "0")):
         return
+    if arguments.inter_gbps is None:
+        from deepspeed.accelerator import get_accelerator
+
+        model = replace(model, streams=not get_accelerator().is_synchronized_device())
     budget = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
     plans = [plan(sizes, model, rates, budget, [loco]) for loco in (None, LocoSettings())]
     _write(arguments, plans, nodes, per_node)
@@ -173,15 +183,16 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
 def _model(arguments: argparse.Namespace) -> Model:
     width = BYTES[arguments.dtype]
     extra = {"accumulation": arguments.accumulation, "compute": arguments.micro_step_seconds}
+    updates = arguments.overlap_updates
     if arguments.model is not None:
         make = import_callable(arguments.model)
         from deepspeed_ext.planner.models import describe
 
-        return describe(make(), parameter_bytes=width, **extra)
+        return replace(describe(make(), parameter_bytes=width, **extra), overlap_updates=updates)
     states = ModelStates.of(arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width)
     layer = float((arguments.largest_layer or 0) * width)
     fetches = max(1, arguments.params // FETCHED)
-    return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=BUCKET)
+    return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=BUCKET, overlap_updates=updates)
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:

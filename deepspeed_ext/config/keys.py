@@ -14,7 +14,8 @@ KEYS = (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES)
 MEMORY = "paro_memory_gb"
 DECISION = "paro_decision_file"
 DECISION_FILE = "paro_decision.json"
-OF_FASTEST = (MEMORY, DECISION)
+MICRO_STEP = "paro_micro_step_seconds"
+OF_FASTEST = (MEMORY, DECISION, MICRO_STEP)
 LEAF_BYTES = "stage3_leaf_bytes"
 OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES)
 

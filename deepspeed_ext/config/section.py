@@ -51,6 +51,12 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
     Where the strategy "fastest" keeps what it has decided, and finds it again.
     """
 
+    paro_micro_step_seconds: float | None = None
+    """
+    Seconds of forward and backward of a micro-step without communication, for the strategy "fastest". By default an
+    estimate.
+    """
+
     stage3_leaf_bytes: bool | int | None = None
     """
     Bytes of the largest unit of parameters that are fetched as one; true for what ``stage3_max_live_parameters``

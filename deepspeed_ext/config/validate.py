@@ -3,7 +3,7 @@
 """Our keys of a raw section, one by one and beside the stage: every value that is refused, with what to write."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_ext.config.keys import (
@@ -12,6 +12,7 @@ from deepspeed_ext.config.keys import (
     GROUP_SIZE,
     LOCO,
     MEMORY,
+    MICRO_STEP,
     OF_FASTEST,
     OURS,
     OVERLAP_UPDATES,
@@ -90,10 +91,17 @@ def _parse_strategy(section: Mapping[str, Any]) -> Strategy | None:
                     f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {section[STRATEGY]!r}. Remove {key}."
                 )
         return parse_strategy(section[STRATEGY], f", or {FASTEST}")
-    memory, file = section.get(MEMORY), section.get(DECISION)
-    if MEMORY in section and (isinstance(memory, bool) or not isinstance(memory, int | float) or not memory > 0):
+    memory, file, seconds = section.get(MEMORY), section.get(DECISION), section.get(MICRO_STEP)
+    if MEMORY in section and not _is_number(memory, lambda number: number > 0):
         hint = "Leave it out for a part of the device's free memory."
         raise must_be(MEMORY, "a number above 0 (GB of each rank for model states)", memory, hint)
     if DECISION in section and not (isinstance(file, str) and file):
         raise must_be(DECISION, "the path of a file", file)
+    if MICRO_STEP in section and not _is_number(seconds, lambda number: number >= 0):
+        hint = "Leave it out for an estimate."
+        raise must_be(MICRO_STEP, "a number of at least 0 (seconds of forward and backward)", seconds, hint)
     return None
+
+
+def _is_number(value: Any, allowed: Callable[[float], bool]) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and allowed(value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.planner.cost import Model, Prediction, predict
+from deepspeed_ext.planner.cost import Model, Prediction, predict, predict_plain
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Strategy
 
@@ -25,6 +25,7 @@ class Plan:
         budget: bytes that a rank has for model states and what a step holds besides; None for no limit.
         predictions: the fastest first.
         choice: the one to use; None if none fits.
+        plain: DDP and the plain stages, for comparison.
     """
 
     sizes: GroupSizes
@@ -33,6 +34,7 @@ class Plan:
     budget: float | None
     predictions: tuple[Prediction, ...]
     choice: Prediction | None
+    plain: tuple[Prediction, ...] = ()
 
     def fits(self, prediction: Prediction) -> bool:
         return self.budget is None or prediction.total_memory <= self.budget
@@ -48,9 +50,10 @@ class Plan:
                 f"more ranks, or offload."
             )
         chosen = self.choice
+        compute, within, between = (chosen.seconds[part] for part in ("compute", "within", "between"))
         said = (
-            f"{chosen.name}: {chosen.total_seconds:.3g} s a step by prediction, of which "
-            f"{chosen.seconds['within']:.3g} s within groups and {chosen.seconds['between']:.3g} s between; "
+            f"{chosen.name}: {chosen.total_seconds:.3g} s a step by prediction, of which {compute:.3g} s compute, and "
+            f"exposed {within:.3g} s within groups and {between:.3g} s between; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
         close = [one for one in self.predictions if self.fits(one) and self._ties(one) and self._larger(one)]
@@ -62,7 +65,22 @@ class Plan:
             said += (
                 f"; faster, but too large: {best.name} ({best.total_seconds:.3g} s, {best.total_memory / 1e9:.3g} GB)"
             )
-        return said
+        return said + self._compared()
+
+    def _compared(self) -> str:
+        """Return what to say of the smallest plain stage that is as fast as the choice, or faster, if there is one."""
+        assert self.choice is not None
+        rivals = [one for one in self.plain if self.fits(one) and (self._ties(one) or self._slower_than(one))]
+        if not rivals:
+            return ""
+        one = min(rivals, key=lambda one: (one.total_memory, one.total_seconds))
+        how = "as fast" if self._ties(one) else "faster"
+        price = ", with more memory" if self._larger(one) else ": no strategy is needed"
+        return f"; plain {one.name} would be {how} ({one.total_seconds:.3g} s, {one.total_memory / 1e9:.3g} GB){price}"
+
+    def _slower_than(self, one: Prediction) -> bool:
+        assert self.choice is not None
+        return one.total_seconds < self.choice.total_seconds
 
     def _ties(self, one: Prediction) -> bool:
         assert self.choice is not None
@@ -78,11 +96,13 @@ class Plan:
             "ranks": self.sizes.ranks,
             "group_size": self.sizes.group_size,
             "accumulation": self.model.accumulation,
+            "micro_step_seconds": self.model.compute,
             "budget": self.budget,
             "rates": self.rates.as_dict(),
             "choice": None if self.choice is None else self.choice.as_dict(),
             "reason": self.reason,
             "predictions": [one.as_dict() | {"fits": self.fits(one)} for one in self.predictions],
+            "plain": [one.as_dict() | {"fits": self.fits(one)} for one in self.plain],
         }
 
 
@@ -118,7 +138,8 @@ def plan(
     choice = None
     if fitting:
         choice = best(fitting, lambda one: one.total_seconds, lambda one: (one.total_memory, one.host))
-    return Plan(sizes, model, rates, budget, tuple(predictions), choice)
+    plain = tuple(one for one in predict_plain(sizes, model, rates) if allowed(STRATEGIES[one.strategy]))
+    return Plan(sizes, model, rates, budget, tuple(predictions), choice, plain)
 
 
 def best(some: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:

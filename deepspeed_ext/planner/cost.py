@@ -3,27 +3,48 @@
 """What a step costs under a strategy. Pure.
 
 Note [Cost model]
-    seconds of a step = s * compute  +  sum over phases of times * (messages * latency + bytes / bandwidth)  +  update
+    A step is a timeline of compute, the link inside groups and the link between groups (Note [Timeline of a step]),
+    fed by the strategy's phases: each takes messages * latency + bytes / bandwidth over each hop, and goes in units.
 
-    after the guideline of PaRO (arXiv:2310.06003: 1/T with T the sum of the times of its four moves), with latencies
-    and the two terms that it leaves out. Nothing is taken to overlap: where gathers and reductions hide behind compute
-    the step is faster by at most the compute time, for all strategies that do so alike. Parameters are gathered
-    module by module, and kept or not as a whole; what is small and stays, and modules that are fetched together, are
-    not known here. It ranks strategies; it does not promise their times.
+    Sharded parameters, and what an optimizer step has changed of them, move layer by layer; gradients, and updated
+    parameters that are whole on each rank, by bucket. Parameters are kept between forward and backward or not, as a
+    whole; what is small and stays, and modules that are fetched together, are not known here.
+
+    ``Prediction.seconds`` is what each part adds to the step, so what of the links nothing hides; ``Prediction.busy``
+    is how long each part works. The model ranks strategies; it does not promise their times.
 
     An Adam update reads and writes its 12 bytes a parameter (master copy and two moments in fp32), reads the gradient
     and writes the parameter: 2.5 times the bytes of its states, in the rank's memory.
+
+Note [Plain ZeRO]
+    What DDP and the plain stages would take, with as few bytes as they can be configured for (reductions to owners, no
+    all-reduces; whole gradients reduced at the boundary only), and with ``overlap_comm``: collectives over all ranks,
+    whose hops run at the same time; gradients under the backward; ZeRO-1 and ZeRO-2 wait for updated parameters, and
+    ZeRO-3 prefetches.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import Direction, GroupSizes, ModelStates, Phase, Placement, StateBytes, Strategy, Volume
+from deepspeed_ext.planner.step import LAYERS, Move, Moves, Overlap, Step
+from deepspeed_ext.strategy import (
+    STRATEGIES,
+    Direction,
+    GroupSizes,
+    ModelStates,
+    Phase,
+    Placement,
+    StateBytes,
+    Strategy,
+    Volume,
+)
 
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
+PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}  # what a strategy is without groups
+DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
 
 
 @dataclass(frozen=True)
@@ -37,10 +58,14 @@ class Model:
         compute: seconds of forward and backward of a micro-step.
         fetches: messages in which all parameters are gathered: modules that have some.
         largest_layer: bytes of parameters that a module has by itself, the most that is gathered at once for it.
-        bucket: elements that are reduced at once.
+        bucket: elements that are reduced at once, and so a unit of gradients.
         held: bytes of the whole, as they are held on the device, if that differs: nothing of what is offloaded,
             gradients that are summed in another dtype.
         regathered: whether sharded parameters are gathered for forward and again for backward, or kept between.
+        streams: whether transfers run beside compute on streams of their own; on a host, hops inside a group are
+            copies by the cores that compute.
+        overlap: ``overlap_comm``; None for its default, which is true but for p = N on a host.
+        overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters come under the next forward.
     """
 
     states: ModelStates
@@ -52,17 +77,35 @@ class Model:
     bucket: int = BUCKET
     held: ModelStates | None = None
     regathered: bool = True
+    streams: bool = True
+    overlap: bool | None = None
+    overlap_updates: bool = False
+
+    @property
+    def layers(self) -> int:
+        """Return into how many layers timelines cut the model."""
+        return max(1, min(self.fetches, LAYERS))
+
+    @property
+    def gathers(self) -> int:
+        """Return how often sharded parameters are gathered in a micro-step."""
+        return 2 if self.regathered else 1
 
     def times(self, phase: Phase) -> int:
         """Return how often a phase runs in a step."""
         kept = phase.each_micro_step == 2 and not self.regathered
         return phase.times(self.accumulation) // (2 if kept else 1)
 
-    def messages(self, phase: Phase) -> int:
-        """Return in how many messages a phase goes, each time."""
-        if phase.kind == Direction.GATHER and phase.each_micro_step:
-            return self.fetches
+    @property
+    def buckets(self) -> int:
+        """Return how many buckets the gradients fill."""
         return max(1, round(self.states.gradients / self.gradient_bytes / self.bucket))
+
+    def overlaps(self, strategy: Strategy) -> Overlap:
+        """Return what runs under compute."""
+        sharded = strategy.p != Placement.N
+        gradients = sharded or self.streams if self.overlap is None else self.overlap
+        return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams)
 
 
 @dataclass(frozen=True)
@@ -77,7 +120,10 @@ class Prediction:
             layer gathered, LoCo's errors, before and after (Note [Errors of buckets]). No activations, no buckets.
         host: bytes of what is offloaded.
         volume: bytes received in a step.
-        seconds: of a step, by part: compute, within groups, between groups, update.
+        seconds: that a step takes, by part: compute, what is exposed of the hops within groups and of those between,
+            update.
+        busy: seconds for which each part works in a step, exposed or not.
+        plain: whether this is a plain stage instead; see Note [Plain ZeRO].
     """
 
     strategy: str
@@ -87,9 +133,13 @@ class Prediction:
     host: float
     volume: Volume
     seconds: dict[str, float]
+    busy: dict[str, float]
+    plain: bool = False
 
     @property
     def name(self) -> str:
+        if self.plain:
+            return PLAIN[self.strategy]
         return f"{self.strategy} + LoCo" if self.loco else self.strategy
 
     @property
@@ -114,25 +164,48 @@ def predict(
     LoCo shrinks what reductions send between groups; gathers are whole, also those at the boundary where the
     optimizer's states are coarser than G.
     """
+    return _prediction(strategy, sizes, model, rates, loco, model.overlaps(strategy))
+
+
+def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
+    """Predict what the plain stages cost; see Note [Plain ZeRO]."""
+    found = []
+    for name in PLAIN:
+        strategy = STRATEGIES[name]
+        bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if name == "NNN" else model.bucket
+        # DDP has no updates to wait for.
+        overlap = Overlap(updates=strategy.p != Placement.N, within=model.streams, at_once=True)
+        one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, None, overlap)
+        found.append(replace(one, plain=True))
+    return found
+
+
+def _prediction(
+    strategy: Strategy,
+    sizes: GroupSizes,
+    model: Model,
+    rates: Rates,
+    loco: LocoSettings | None,
+    overlap: Overlap,
+) -> Prediction:
     shrunk = 1.0 if loco is None else loco.wire_bits / (8 * model.gradient_bytes)
-    total, within, between = Volume(), 0.0, 0.0
-    for phase in strategy.phases(sizes, model.states):
+    sharded = strategy.p != Placement.N
+    total, moves = Volume(), []
+    phases = strategy.phases(sizes, model.states)
+    for phase, by_layer in zip(phases, (sharded, False, False, False, sharded), strict=True):
         inter = phase.volume.inter * (shrunk if phase.kind == Direction.REDUCE else 1.0)
-        volume, times = Volume(phase.volume.intra, inter), model.times(phase)
-        hops, messages = rates.of(phase.kind), model.messages(phase)
-        total += volume * times
-        within += times * hops.intra.seconds(volume.intra, messages)
-        between += times * hops.inter.seconds(volume.inter, messages)
+        volume, messages = Volume(phase.volume.intra, inter), model.fetches if by_layer else model.buckets
+        total += volume * model.times(phase)
+        hops = rates.of(phase.kind)
+        within, between = hops.intra.seconds(volume.intra, messages), hops.inter.seconds(volume.inter, messages)
+        moves.append(Move(phase.kind, within, between, units=min(messages, model.layers)))
     memory, whole = strategy.memory(sizes, model.held or model.states), strategy.memory(sizes, model.states)
     host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
-    seconds = {
-        "compute": model.compute * model.accumulation,
-        "within": within,
-        "between": between,
-        "update": UPDATE_TOUCHES * memory.optimizer / rates.memory,
-    }
+    update = UPDATE_TOUCHES * memory.optimizer / rates.memory
+    step = Step(Moves(*moves), model.layers, model.gathers, model.accumulation, model.compute, update, overlap)
+    usage = step.usage()
     transient = _transient(strategy, sizes, model, loco)
-    return Prediction(strategy.name, loco is not None, memory, transient, host, total, seconds)
+    return Prediction(strategy.name, loco is not None, memory, transient, host, total, usage.exposed, usage.busy)
 
 
 def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, loco: LocoSettings | None) -> float:

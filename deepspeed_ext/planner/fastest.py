@@ -20,7 +20,7 @@ from deepspeed_ext.comm.agreement import reduced, told
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
-from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, SECTION, STRATEGY
+from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, MICRO_STEP, SECTION, STRATEGY
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings
@@ -29,7 +29,7 @@ from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.decisions import Decisions, say
-from deepspeed_ext.planner.models import describe
+from deepspeed_ext.planner.models import describe, micro_step_flops
 from deepspeed_ext.strategy import STRATEGIES, ModelStates, Placement, Strategy
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
@@ -53,11 +53,14 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     topology = get_topology(groups._get_sequence_data_parallel_group(), config.zero_config.paro_group_size)
     allowed = _allowed(engine, model)
     described = _same_everywhere(_described(engine, model))
-    inputs = _inputs(config, topology, described, allowed)
+    flops = _flops(config, model)
+    inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
     name = told(file.find(inputs) or "" if dist.get_rank() == 0 else "", 0)
-    made = None
+    made, compute = None, ""
     if not name:
+        dtype, _ = engine.get_data_types()
+        described, compute = _with_compute(described, config, flops, dtype)
         made = _measured_plan(config, topology, described, allowed, _budget(config, model))
         name = told(made.choice.strategy if made.choice else "", 0)
     if not name:
@@ -69,7 +72,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     engine._config = decided(config, STRATEGIES[name])
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if made is not None and dist.get_rank() == 0:
-        say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {made.reason}')
+        say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {made.reason}; {compute}')
         file.keep(name, inputs, made.as_dict())
 
 
@@ -101,7 +104,34 @@ def _described(engine: Engine, model: nn.Module) -> Model:
     found = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
     elements = sum(map(numel_of, model.parameters()))
     kept = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
-    return replace(found, held=on_device(engine, model), regathered=not kept)
+    return replace(
+        found,
+        held=on_device(engine, model),
+        regathered=not kept,
+        streams=not get_accelerator().is_synchronized_device(),
+        overlap=config._param_dict[SECTION].get("overlap_comm"),
+        overlap_updates=bool(getattr(zero, "paro_overlap_updates", False)),
+    )
+
+
+def _flops(config: Config, model: nn.Module) -> float:
+    """Return the FLOPs of a micro-step on the rank that has most."""
+    samples = micro_step_flops(model, config.train_micro_batch_size_per_gpu)
+    (most,) = _reduced([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
+    return most
+
+
+def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype) -> tuple[Model, str]:
+    """Return the model with the seconds of a micro-step, which the user knows, or the device gives; and which it was.
+
+    Before training starts nobody knows the data: so what is measured is how fast this device multiplies matrices.
+    """
+    given = config.zero_config.paro_micro_step_seconds
+    if given is not None:
+        return replace(model, compute=given), f"compute of a micro-step: {given:.3g} s, as {MICRO_STEP} says"
+    rate = probe.flops(dtype)
+    said = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
+    return replace(model, compute=flops / rate), f"{said} (set {MICRO_STEP} if you know better)"
 
 
 def _same_everywhere(model: Model) -> Model:
@@ -164,4 +194,8 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         MEMORY: zero.paro_memory_gb,
         LOCO: getattr(zero, LOCO, None),
         "reduce_scatter": zero.reduce_scatter,
+        "reduce_bucket_size": model.bucket,
+        "overlap_comm": model.overlap,
+        "paro_overlap_updates": model.overlap_updates,
+        MICRO_STEP: zero.paro_micro_step_seconds,
     }

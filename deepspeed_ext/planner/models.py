@@ -3,11 +3,15 @@
 """Counts what the planner must know of a model."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
+from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.model_bytes import count, nbytes
 from deepspeed_ext.planner.cost import BUCKET, Model
+
+TOKENS = 2048  # of a sample, at most: contexts of most models are longer than what they are trained on
 
 
 def describe(
@@ -45,6 +49,44 @@ def describe(
         largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
         bucket=bucket,
     )
+
+
+def micro_step_flops(model: nn.Module, samples: int) -> float:
+    """Estimate the FLOPs of forward and backward of a micro-step, rather too low than too high.
+
+    For each token 2 for each parameter in forward and in backward, and 2 for each trained one, embeddings left out;
+    of experts as many as a token is sent to. Neither attention nor recomputation is counted. What is no language model
+    of ``transformers`` has one token a sample.
+    """
+    named = _language_model(model)
+    share = _experts_used(named)
+    found, seen = 0.0, set()
+    for name, module in model.named_modules():
+        for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                used = numel_of(parameter) * (share if "experts" in name.split(".") else 1.0)
+                found += used * (6 if parameter.requires_grad else 4)
+                seen.add(id(parameter))
+    return samples * _tokens(named) * found
+
+
+def _language_model(model: nn.Module) -> Any:
+    """Return the configuration that a model of ``transformers`` has for its text; None if it has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else None
+
+
+def _tokens(config: Any) -> int:
+    lengths = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return min(next((length for length in lengths if isinstance(length, int)), 1), TOKENS)
+
+
+def _experts_used(config: Any) -> float:
+    """Return the share of experts that a token is sent to."""
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    of = next((count for count in counts if isinstance(count, int)), None)
+    used = getattr(config, "num_experts_per_tok", None)
+    return used / of if of and isinstance(used, int) else 1.0
 
 
 def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:

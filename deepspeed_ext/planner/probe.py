@@ -30,6 +30,8 @@ IN_A_ROW = 10  # runs of which one sample is made: training queues hops, too, an
 ENOUGH = 0.02  # seconds of a run, from which on what starting and waiting cost is in the noise, so one is enough
 FREE = Rate(0.0, float("inf"))  # of a hop over one rank
 MEMORY_BYTES = 64 * MIB  # of the buffer whose rate is taken
+MATRIX = 512  # rows and columns of the matrices that are multiplied
+DEVICE_MATRIX = 4096  # on a device, which is busy with them for as long as it takes to start
 DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device where there is room: its caches hold 64 MiB
 
 
@@ -47,6 +49,16 @@ def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatt
     gathers = {level: _rate(GatherHop(group, level), dtype) for level, group in groups.items()}
     reductions = {level: _rate(make_reduce(group, level, reduce_scatter), dtype) for level, group in groups.items()}
     return Rates(HopRates(**gathers), HopRates(**reductions), _memory())
+
+
+def flops(dtype: torch.dtype) -> float:
+    """Measure the FLOPs per second of a product of matrices on the slowest rank. Collective over all ranks."""
+    device = get_accelerator()
+    size = MATRIX if device.is_synchronized_device() else DEVICE_MATRIX
+    matrix = torch.ones(size, size, dtype=dtype, device=device.current_device_name())
+    run = lambda: matrix @ matrix  # noqa: E731
+    run()
+    return 2 * size**3 / _seconds(run)
 
 
 def _rate(hop: Hop, dtype: torch.dtype) -> Rate:

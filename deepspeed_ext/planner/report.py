@@ -23,11 +23,14 @@ _COLUMNS = (
     ("between", 9),
     ("update", 8),
     ("sum", 8),
+    ("busy: in group", 16),
+    ("between", 9),
 )
 
 
 def table(plans: Sequence[Plan]) -> str:
-    """Return the strategies of all plans, fastest first: what each rank holds and receives in a step, and seconds.
+    """Return the strategies of all plans and the plain stages, fastest first: what each rank holds and receives in a
+    step, the seconds that each part adds to it, and for how long the links are busy.
 
     Args:
         plans: of the same model and cluster.
@@ -37,15 +40,22 @@ def table(plans: Sequence[Plan]) -> str:
     limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
     lines = [
         f"{n} ranks in {k} group(s) of {m}, {first.model.accumulation} micro-step(s) a step, a rank's memory: {limit}",
+        *_hidden(first),
         *(f"  {line}" for line in rates(first)),
         "",
         f"{'':<12}" + "".join(f"{title:>{width}}" for title, width in _COLUMNS) + "  known as",
     ]
-    rows = [(one, plan) for plan in plans for one in plan.predictions]
+    rows = [(one, plan) for plan in plans for one in plan.predictions] + [(one, first) for one in first.plain]
     rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
     lines += [_line(one, plan) for one, plan in rows]
     lines += ["", *(("with LoCo, " if plan.predictions[0].loco else "") + plan.reason for plan in plans)]
     return "\n".join(lines)
+
+
+def _hidden(plan: Plan) -> list[str]:
+    if plan.model.compute:
+        return []
+    return ["compute is taken as 0 s, so hides no communication: give --micro-step-seconds"]
 
 
 def rates(plan: Plan) -> list[str]:
@@ -71,8 +81,10 @@ def _line(one: Prediction, plan: Plan) -> str:
     figures = [f"{part / 1e9:.2f}" for part in (memory.parameters, memory.gradients, memory.optimizer, one.transient)]
     figures += [f"{part / 1e9:.2f}" for part in (one.total_memory, one.volume.intra, one.volume.inter)]
     figures += [f"{part:.3g}" for part in (*one.seconds.values(), one.total_seconds)]
+    figures += [f"{one.busy[part]:.3g}" for part in ("within", "between")]
     cells = "".join(f"{figure:>{width}}" for figure, (_, width) in zip(figures, _COLUMNS, strict=True))
-    return f"{one.name:<12}{cells}  {STRATEGIES[one.strategy].known_as}{mark}"
+    known_as = "plain" if one.plain else STRATEGIES[one.strategy].known_as
+    return f"{one.name:<12}{cells}  {known_as}{mark}"
 
 
 def picture(plans: Sequence[Plan], path: Path) -> None:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the planner predicts for large models on many GPUs. Predictions, not measurements: no GPU takes part.
 
-A table in Markdown for each model: seconds of a step relative to ZeRO-3 (GGG), higher is faster, and in brackets GB of
-model states and what a step holds besides on each rank. Nodes of 8 GPUs; by default NVLink of 300 GB/s and 200 Gbit/s
-of network a node, half of an A100's 312 TFLOPS, bf16 with Adam.
+A table in Markdown for each model: speed relative to plain ZeRO-3, and in brackets GB of model states and what a step
+holds besides on each rank. Nodes of 8 GPUs; by default NVLink of 300 GB/s and 200 Gbit/s of network a node, half of an
+A100's 312 TFLOPS, bf16 with Adam. Communication runs under compute as far as it can.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from deepspeed_ext.strategy import GroupSizes, ModelStates
 MODELS = {"7B": 7 * 10**9, "65B": 65 * 10**9}
 TRAINABLE = {"full": 1.0, "partial (1/16)": 1 / 16, "PEFT (3/1000)": 3 / 1000}  # the three regimes of the paper
 RANKS = (32, 64, 128, 1024)
-STRATEGIES = ("NNG", "NIG", "NGG", "ING", "III", "IIG", "IGG", "GGG")
+METHODS = ("ZeRO-1", "ZeRO-2", "NNG", "NIG", "NGG", "ING", "III", "IIG", "IGG", "GGG")
 FLOPS_PER_TOKEN = 6  # for each parameter, forward and backward; recomputation is not counted
 
 
 def table(parameters: int, share: float, args: argparse.Namespace) -> list[str]:
-    """Return the lines of a table: a row a strategy, a column a number of ranks."""
+    """Return the lines of a table: a row a plain stage or strategy, a column a number of ranks."""
     count = int(parameters * share)
     compute = (4 + 2 * share) / 6 * FLOPS_PER_TOKEN * parameters * args.tokens / (args.tflops * 1e12)
-    cells: dict[str, list[str]] = {name: [] for name in STRATEGIES}
+    cells: dict[str, list[str]] = {name: [] for name in METHODS}
     choices = []
     for ranks in RANKS:
         sizes = GroupSizes(ranks, args.ranks_per_node)
@@ -37,12 +37,18 @@ def table(parameters: int, share: float, args: argparse.Namespace) -> list[str]:
             args.latency_us / 1e6,
             args.memory_gbps * 1e9,
         )
-        model = Model(ModelStates.of(parameters, count), 2, args.accumulation, compute, fetches=parameters // 10**8)
+        model = Model(
+            ModelStates.of(parameters, count),
+            accumulation=args.accumulation,
+            compute=compute,
+            fetches=parameters // 10**8,
+            overlap_updates=args.overlap_updates,
+        )
         found = plan(sizes, model, rates, args.memory_gb * 1e9)
-        by_name = {one.strategy: one for one in found.predictions}
-        for name in STRATEGIES:
+        by_name = {one.name: one for one in (*found.predictions, *found.plain)}
+        for name in METHODS:
             one = by_name[name]
-            speed = by_name["GGG"].total_seconds / one.total_seconds
+            speed = by_name["ZeRO-3"].total_seconds / one.total_seconds
             mark = "" if found.fits(one) else ", too large"
             cells[name].append(f"{speed:.2f} ({one.total_memory / 1e9:.0f} GB{mark})")
         choices.append(found.choice.strategy if found.choice else "none")
@@ -63,10 +69,11 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch on a GPU")
     parser.add_argument("--tflops", type=float, default=156, help="that a GPU reaches")
+    parser.add_argument("--overlap-updates", action="store_true", help="paro_overlap_updates")
     args = parser.parse_args()
     for model, parameters in MODELS.items():
         for regime, share in TRAINABLE.items():
-            print(f"\n**{model}, {regime}**, predicted, times ZeRO-3's speed\n")
+            print(f"\n**{model}, {regime}**, predicted, times plain ZeRO-3's speed\n")
             print("\n".join(table(parameters, share, args)))
 
 

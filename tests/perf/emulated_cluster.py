@@ -61,7 +61,8 @@ class Worker:
         workload = Workload(
             setting.accumulation, setting.ranks_per_node, functools.partial(make_blocks, BLOCKS, width, hidden)
         )
-        self._side_by_side = SideBySide(args.methods, workload, width, {})
+        described = {"streams": False}  # ranks compute and copy on the same cores
+        self._side_by_side = SideBySide(args.methods, workload, width, {}, described)
 
     def rows(self) -> list[MethodRow]:
         """Measure at all rates."""

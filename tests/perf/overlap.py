@@ -80,7 +80,8 @@ class Worker:
             zero=ZERO,
             lean=PREFETCHING,
         )
-        self._side_by_side = SideBySide(args.methods, workload, WIDTH, OURS)
+        described = {"streams": True, "overlap": True, "overlap_updates": True}  # who sleeps leaves the cores alone
+        self._side_by_side = SideBySide(args.methods, workload, WIDTH, OURS, described)
 
     def rows(self) -> list[OverlapRow]:
         """Measure with each compute."""

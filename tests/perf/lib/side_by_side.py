@@ -106,16 +106,24 @@ class SideBySide:
         workload: what they train: a model that takes rows of ``width``.
         width: of the model.
         keys: of the section ``zero_optimization``, for strategies.
+        described: what the planner is told of the model besides.
     """
 
-    def __init__(self, names: Sequence[str], workload: Workload, width: int, keys: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        workload: Workload,
+        width: int,
+        keys: Mapping[str, Any],
+        described: Mapping[str, Any],
+    ) -> None:
         self._workload, self._width = workload, width
         self.link = Link()
         self.topology = get_topology(None, workload.group_size)
         self.link.limit(None)
         dist.barrier()
         self._described = replace(
-            describe(workload.make_model(), accumulation=workload.accumulation), bucket=workload.bucket
+            describe(workload.make_model(), accumulation=workload.accumulation), bucket=workload.bucket, **described
         )
         self.compute = Compute(workload)
         self.methods = {method.name: method for method in methods(names, workload, keys)}

@@ -55,6 +55,7 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "fastest", "paro_memory_gb": "4"}, "got '4' of type str"),
     ({"paro_strategy": "fastest", "paro_memory_gb": True}, "got True of type bool"),
     ({"paro_strategy": "fastest", "paro_decision_file": ""}, "path of a file, got ''"),
+    ({"paro_strategy": "fastest", "paro_micro_step_seconds": -1}, "number of at least 0 .*got -1 of type int"),
     ({"paro_strategy": "fastest", "stage": 4}, r"must be 1, 2 or 3 \(or absent\) with .* fastest, got 4"),
 ]
 
@@ -69,7 +70,7 @@ def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the table of keys."""
     assert KEYS == ("paro_strategy", "paro_group_size")
-    assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file")
+    assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file", "paro_micro_step_seconds")
     assert (*KEYS, *OF_FASTEST, "stage3_leaf_bytes") == OURS
     assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")
     assert (*MICS_KEYS, "zeropp_loco_param") == REMOVED

@@ -13,6 +13,8 @@ from deepspeed_ext.strategy import STRATEGIES
 
 # Between groups a tenth of what is within, and no latencies.
 SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
+TOP_LEVEL = ("gradient_accumulation_steps", "bf16", "train_micro_batch_size_per_gpu")
+FLOPS = 1e12  # a second
 
 
 def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_LINKS, zero_init: bool = False) -> Any:
@@ -32,8 +34,16 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         assert mine is not None, "the links were measured"
         return mine
 
+    def flops(*_: Any) -> float:
+        assert mine is not None, "compute was measured"
+        return FLOPS
+
     section = {"paro_strategy": "fastest", "paro_group_size": 2, **zero}
-    with mock.patch.object(probe, "measure", measure), logged() as lines:
+    with (
+        mock.patch.object(probe, "measure", measure),
+        mock.patch.object(probe, "flops", flops),
+        logged() as lines,
+    ):
         engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
     found = engine._config.zero_config.paro_strategy, engine.zero_optimization_stage(), type(engine.optimizer).__name__
     engine.destroy()
@@ -83,6 +93,7 @@ def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
     assert {found for found, _ in decided} == {("NNG", 1, "Stage12Optimizer")}
     (said,) = decided[0][1]
     assert '"fastest" is NNG: ' in said and "s a step by prediction" in said and "GB on each rank" in said
+    assert "compute of a micro-step: 5.2e-08 s, estimated from 5.2e+04 FLOPs at 1e+12 a second" in said
     (written,) = entries(file)
     assert written["strategy"] == "NNG" and len(written["plan"]["predictions"]) == 14
     # The same again: not measured, the strategy stays. It would even if another were faster now.
@@ -104,13 +115,16 @@ def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
         {"offload_optimizer": {"device": "cpu"}},
         {"zero_quantized_gradients": True},
         {"stage3_max_reuse_distance": 0},
+        {"paro_micro_step_seconds": 0.5},
+        {"train_micro_batch_size_per_gpu": 2},
+        {"overlap_comm": True},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_it_is_decided_anew_for_another_run_and_both_are_kept(ranks: Any, file: str, change: dict[str, Any]) -> None:
     plain: dict[str, Any] = {"paro_decision_file": file}
     ranks(2).run(engine_case, plain, {})
-    top_level = {key: value for key, value in change.items() if key in ("gradient_accumulation_steps", "bf16")}
+    top_level = {key: value for key, value in change.items() if key in TOP_LEVEL}
     changed = {**plain, **{key: value for key, value in change.items() if key not in top_level}}
     decided = ranks(2).run(engine_case, changed, top_level)
     assert "has no decision for this run: deciding anew" in decided[0][1][0]
@@ -225,6 +239,42 @@ def test_the_probe_gives_all_ranks_the_same_rates(ranks: Any) -> None:
     for hops in (rates.gather, rates.reduce):
         assert 1e6 < hops.intra.bandwidth < 1e12 and 1e6 < hops.inter.bandwidth < 1e12
     assert 1e8 < rates.memory < 1e13
+
+
+def flops_case() -> list[float]:
+    """FLOPs of micro-steps of 3 samples: of a plain model, of language models with few and with many positions, and of
+    experts of which a token is sent to one; and what this machine reaches, by the rank."""
+    from types import SimpleNamespace
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from deepspeed_ext.planner import probe
+    from deepspeed_ext.planner.models import micro_step_flops
+
+    model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 20, bias=False), nn.Linear(20, 10, bias=False))
+    model[2].requires_grad_(False)
+    found = [micro_step_flops(model, 3)]
+    for config in ({"n_positions": 100}, {"max_position_embeddings": 10**6}):
+        model.config = SimpleNamespace(get_text_config=lambda config=config: SimpleNamespace(**config))
+        found.append(micro_step_flops(model, 3))
+    routed = nn.Module()
+    routed.experts = nn.ModuleList(nn.Linear(10, 20, bias=False) for _ in range(4))
+    counts = SimpleNamespace(num_local_experts=4, num_experts_per_tok=1)
+    routed.config = SimpleNamespace(get_text_config=lambda: counts)
+    found.append(micro_step_flops(routed, 3))
+    rates: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rates, probe.flops(torch.float32))
+    return [*found, *rates]
+
+
+def test_compute_is_estimated_rather_too_low(ranks: Any) -> None:
+    plain, short, long, experts, one, other = ranks(2).run(flops_case)[0]
+    assert plain == 3 * (6 * 200 + 4 * 200)
+    assert (short, long) == (100 * plain, 2048 * plain)
+    assert experts == 3 * 6 * 200
+    assert 1e8 < one == other < 1e13
 
 
 def estimate_case(total: int, largest: int, gpus: int, nodes: int) -> dict[str, Any]:

@@ -49,13 +49,13 @@ def test_seconds_of_a_strategy_by_hand() -> None:
     hops = HopRates(Rate(1e-3, 10e9), Rate(1e-2, 2e9))
     slow = HopRates(Rate(2e-3, 5e9), Rate(2e-2, 1e9))
     model = Model(STATES, accumulation=4, compute=0.5, fetches=10, bucket=10**8)
-    found = predict(STRATEGIES["IIG"], CLUSTER, model, Rates(hops, slow, memory=100e9)).seconds
+    found = predict(STRATEGIES["IIG"], CLUSTER, model, Rates(hops, slow, memory=100e9)).busy
     gather = 10 * 1e-3 + 0.75 * 2e9 / 10e9
     reduce = 6 * 2e-3 + 0.75 * 1.2e9 / 5e9
     assert found["compute"] == pytest.approx(2.0)
     assert found["within"] == pytest.approx(4 * (2 * gather + reduce))
     boundary = 6 * 2e-2 + 3 / 16 * 1.2e9 / 1e9
-    update = 6 * 1e-2 + 3 / 16 * 1.2e9 / 2e9
+    update = 10 * 1e-2 + 3 / 16 * 1.2e9 / 2e9
     assert found["between"] == pytest.approx(boundary + update)
     assert found["update"] == pytest.approx(2.5 * 12 * 6e8 / 16 / 100e9)
 
@@ -135,6 +135,22 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert len(fitting) < 14
     assert tight.choice.total_seconds <= (1 + TIE) * fitting[0].total_seconds
     assert "faster, but too large: " in tight.reason
+
+
+def test_a_key_that_would_not_help_is_named() -> None:
+    """On quick links ZeRO-3 hides all of its gathers; on slow ones ZeRO-1 is as fast, in more memory."""
+    model = replace(MODEL, fetches=20, bucket=10**8, compute=0.2)
+    said = {}
+    for inter in (800, 80, 8):
+        found = plan(CLUSTER, model, Rates.of_links(CLUSTER, 4, 8000, inter))
+        said[inter] = found.reason.partition("plain ")[2]
+        assert [one.name for one in found.plain] == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    assert said[800] == "ZeRO-3 would be as fast (0.809 s, 0.8 GB): no strategy is needed"
+    assert said[8] == "ZeRO-1 would be as fast (2.49 s, 3.8 GB), with more memory"
+    tight = plan(CLUSTER, model, Rates.of_links(CLUSTER, 4, 8000, 8), budget=3e9)
+    assert "plain" not in tight.reason
+    sharded = plan(CLUSTER, model, RATES, allowed=lambda row: row.stage == 3)
+    assert [one["strategy"] for one in sharded.as_dict()["plain"]] == ["GGG"]
 
 
 def test_nothing_fits() -> None:

@@ -1,0 +1,203 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The timeline of a step: what each move waits for, and what runs beside it. Pure.
+
+Note [Timeline of a step]
+    A step begins when parameters have been updated, and ends with the next update. Nothing is on the wire then: an
+    update waits for all reductions, since it needs their norm, and the forward before it has waited for all that the
+    last one updated. So the step's end is its period.
+
+    Layers have the same size, and take the same time: forward a third of a micro-step's compute, backward the rest.
+
+    - Updated parameters come in the order of the forward. A layer waits for its own, or the first one for all of them;
+      then, where gradients do not overlap either, they come over one hop after the other.
+    - Sharded parameters are gathered a layer ahead: a layer's when the layer before could begin if its own were there;
+      on a host, which waits for those first, when it does begin.
+    - Gradients are reduced by unit, the model's last first: a unit leaves when the backward of its layers is over. In
+      each micro-step (g = I, G) the next one waits for them. What crosses at the boundary (g = I, N) leaves in the
+      backward of the last micro-step, behind what its unit has had reduced there; sums that come back follow theirs.
+    - Where gradients do not overlap, a unit is reduced, over one hop after the other, before compute goes on, and
+      what crosses at the boundary does so when the backward is over.
+    - A gather's hop within the group follows the one between groups, a reduction's comes first.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deepspeed_ext.planner.timeline import Resource, Timeline, Usage
+from deepspeed_ext.strategy import Direction
+
+LAYERS = 32  # at most: models of more layers are cut into so many parts
+FORWARD = 1 / 3  # of a micro-step's compute
+COMPUTE, UPDATE = Resource.COMPUTE.value, "update"
+PARTS = (COMPUTE, Resource.WITHIN.value, Resource.BETWEEN.value, UPDATE)
+_SIMULATED = 4  # micro-steps: of more, those in the middle are alike
+
+
+@dataclass(frozen=True)
+class Move:
+    """A move of a whole state: seconds over each hop, and in how many units it goes."""
+
+    direction: Direction
+    within: float
+    between: float
+    units: int
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The moves of a step, as ``Strategy.phases`` has them.
+
+    Attributes:
+        use: parameters for forward and backward.
+        reduce: gradients in a micro-step.
+        cross, back: gradients at the boundary, and their sums.
+        updates: what an optimizer step has changed.
+    """
+
+    use: Move
+    reduce: Move
+    cross: Move
+    back: Move
+    updates: Move
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What runs under compute; see Note [Timeline of a step].
+
+    Attributes:
+        gradients: whether reductions do.
+        updates: whether updated parameters do.
+        within: whether hops inside groups do; where they do not, they take what computes.
+        at_once: whether both hops of a message run at the same time, as those of a collective over all ranks do.
+    """
+
+    gradients: bool = True
+    updates: bool = True
+    within: bool = True
+    at_once: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of which the usage is asked.
+
+    Attributes:
+        moves: what is moved.
+        layers: of the model.
+        gathers: how often parameters are gathered in a micro-step: twice, or once and kept for the backward.
+        accumulation: micro-steps.
+        compute: seconds of a micro-step.
+        update: seconds of the optimizer's step.
+        overlap: what runs under compute.
+    """
+
+    moves: Moves
+    layers: int
+    gathers: int
+    accumulation: int
+    compute: float
+    update: float
+    overlap: Overlap
+
+    def usage(self) -> Usage:
+        """Return what the step takes."""
+        found = _Tasks(self, min(self.accumulation, _SIMULATED)).usage()
+        if self.accumulation <= _SIMULATED:
+            return found
+        return found.further(_Tasks(self, _SIMULATED - 1).usage(), self.accumulation - _SIMULATED)
+
+
+class _Tasks:
+    """The tasks of a step of some micro-steps. What returns or takes a list of numbers means tasks that end before."""
+
+    def __init__(self, step: Step, micro_steps: int) -> None:
+        self._step, self._moves, self._overlap = step, step.moves, step.overlap
+        self._micro_steps = micro_steps
+        self._line = Timeline(PARTS)
+        self._within = Resource.WITHIN if step.overlap.within else Resource.COMPUTE
+        self._layers = step.layers
+
+    def usage(self) -> Usage:
+        arrived = self._updates()
+        before: list[int] = []
+        for number in range(self._micro_steps):
+            last = number + 1 == self._micro_steps
+            before = self._micro_step(before, arrived, last)
+            arrived = [[] for _ in range(self._layers)]
+        self._line.add(Resource.COMPUTE, self._step.update, before, UPDATE)
+        return self._line.usage()
+
+    def _updates(self) -> list[list[int]]:
+        """Gather what was updated; return, for each layer, after what its parameters are there."""
+        move, layers = self._moves.updates, self._layers
+        one_by_one = not (self._overlap.updates or self._overlap.gradients)
+        ends: list[list[int]] = []
+        for _ in range(move.units):
+            ends.append(self._unit(move, ends[-1] if one_by_one and ends else []))
+        if not self._overlap.updates:
+            return [[task for end in ends for task in end]] * layers
+        return [ends[math.ceil((layer + 1) * move.units / layers) - 1] for layer in range(layers)]
+
+    def _micro_step(self, before: list[int], arrived: Sequence[list[int]], last: bool) -> list[int]:
+        layers, moves = self._layers, self._moves
+        passes = [*range(layers), *reversed(range(layers))]
+        crossing: list[list[int]] = []  # units, when they may
+        reduced: list[int] = []
+        gathered = self._gather(0, [*before, *arrived[0]])
+        for place, layer in enumerate(passes):
+            forward = place < layers
+            begins = [*before, *gathered, *(arrived[layer] if forward else ())]
+            ahead = arrived[layer + 1] if place + 1 < layers else []
+            gathered = self._gather(place + 1, [*(before if self._overlap.within else begins), *ahead])
+            share = FORWARD if forward else 1 - FORWARD
+            before = [self._line.add(Resource.COMPUTE, share * self._step.compute / layers, begins)]
+            if forward:
+                continue
+            for _ in range(self._due(place + 1 - layers) - self._due(place - layers)):
+                ends = self._unit(moves.reduce, [*before, *reduced] if not self._overlap.gradients else before)
+                if self._overlap.gradients:
+                    reduced += ends
+                    crossing.append(self._cross(ends) if last else ends)
+                else:
+                    before = reduced = ends
+                    crossing.append(ends)
+        if not last:
+            return [*before, *reduced]
+        if self._overlap.gradients:
+            return [*before, *reduced, *(task for ends in crossing for task in ends)]
+        for _ in crossing:
+            before = self._cross(before)
+        return before
+
+    def _due(self, layers: int) -> int:
+        """Return how many units may leave when the backward of so many layers is over."""
+        return layers * self._moves.reduce.units // self._layers
+
+    def _cross(self, after: list[int]) -> list[int]:
+        """Take a unit over the boundary, and what comes back."""
+        return self._unit(self._moves.back, self._unit(self._moves.cross, after))
+
+    def _gather(self, place: int, after: list[int]) -> list[int]:
+        """Gather a layer's parameters, for forward and then for backward, one place for each."""
+        move = self._moves.use
+        needed = (move.within or move.between) and place < self._step.gathers * self._layers
+        return self._unit(move, after) if needed else []
+
+    def _unit(self, move: Move, after: list[int]) -> list[int]:
+        """Add the hops of a unit of a move; return what it has arrived after."""
+        hops = [(self._within, Resource.WITHIN, move.within), (Resource.BETWEEN, Resource.BETWEEN, move.between)]
+        if move.direction == Direction.GATHER:
+            hops.reverse()
+        ends = [] if self._overlap.at_once else after
+        yields = move.direction == Direction.REDUCE  # to what a layer waits for
+        for resource, part, seconds in hops:
+            if not seconds:
+                continue
+            if self._overlap.at_once:
+                ends.append(self._line.add(resource, seconds / move.units, after, part.value, yields))
+            else:
+                ends = [self._line.add(resource, seconds / move.units, ends, part.value, yields)]
+        return ends or after

@@ -1,0 +1,132 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What overlaps in a predicted step, against bounds and figures by hand. Pure."""
+
+from dataclasses import replace
+
+import pytest
+
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.planner import step
+from deepspeed_ext.planner.cost import Model, predict, predict_plain
+from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from deepspeed_ext.planner.timeline import Resource, Timeline
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+
+pytestmark = pytest.mark.quick
+
+LAYERS = 20
+CLUSTER = GroupSizes(8, 2)
+STATES = ModelStates.of(10**9)
+FORWARD, BACKWARD = 1.0, 2.0  # seconds of a micro-step
+MODEL = Model(STATES, compute=3.0, fetches=LAYERS, bucket=10**9 // LAYERS, overlap_updates=True)
+LATER = 1 - 1 / LAYERS  # of a backward what is left when its first layer is done
+
+
+def links(between: float, within: float = 1e-3) -> Rates:
+    """Rates at which all gradients take these seconds from group to group, and inside a group."""
+    hops = HopRates(Rate(0.0, 1e9 / within), Rate(0.0, 3 / 8 * 2e9 / between))
+    return Rates(hops, hops, memory=1e13)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4, 9])
+@pytest.mark.parametrize("between", [0.3, 1.5, 3.0, 6.0])
+@pytest.mark.parametrize("name", ["NNG", "NIG", "NII", "IIG", "III", "NNI"])
+def test_the_period_is_the_bound(name: str, between: float, accumulation: int) -> None:
+    """The least possible: what of the reduction a backward cannot hide, and of the gather a forward."""
+    reduction = between if name[2] == "G" else 2 * between  # sums that come back
+    gather = between if name[2] == "G" else 0.0
+    bound = accumulation * (FORWARD + BACKWARD)
+    bound += max(0.0, reduction - BACKWARD * LATER) + max(0.0, gather - FORWARD * LATER)
+    found = predict(STRATEGIES[name], CLUSTER, replace(MODEL, accumulation=accumulation), links(between))
+    layer = (reduction + gather) / LAYERS
+    assert bound <= found.total_seconds <= bound + layer + 0.005 * accumulation
+    assert sum(found.seconds.values()) == pytest.approx(found.total_seconds)
+    assert found.busy["between"] == pytest.approx(reduction + gather)
+    assert found.seconds["compute"] == pytest.approx(found.busy["compute"]) == pytest.approx(3.0 * accumulation)
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name[0] == "N"])
+def test_nothing_of_p_n_overlaps_on_a_host(name: str) -> None:
+    host = replace(MODEL, accumulation=3, streams=False, overlap_updates=False)
+    found = predict(STRATEGIES[name], CLUSTER, host, links(1.5, within=0.5))
+    assert found.seconds == pytest.approx(found.busy)
+
+
+def test_a_host_copies_inside_groups_with_the_cores_that_compute() -> None:
+    host, device = (replace(MODEL, streams=streams, overlap=True) for streams in (False, True))
+    for name, hidden in (("NNG", 2 * 0.5 * LATER), ("IIG", 3 * 0.5)):
+        rates = links(0.1, within=0.5)
+        slow, quick = (predict(STRATEGIES[name], CLUSTER, one, rates).total_seconds for one in (host, device))
+        assert slow - quick == pytest.approx(hidden, abs=0.1)
+
+
+def test_updated_parameters_come_before_the_forward_or_under_it() -> None:
+    for between, saved in ((0.8, 0.8), (3.0, FORWARD)):
+        under, before = (
+            predict(STRATEGIES["NIG"], CLUSTER, replace(MODEL, overlap_updates=on), links(between)).total_seconds
+            for on in (True, False)
+        )
+        assert before - under == pytest.approx(saved * LATER, abs=0.01)
+    # Where they are sharded they come under it anyway; where nothing has changed they do not come.
+    for name in ("IIG", "III", "GGG"):
+        sharded = replace(MODEL, overlap_updates=False)
+        assert predict(STRATEGIES[name], CLUSTER, sharded, links(3.0)) == predict(
+            STRATEGIES[name], CLUSTER, MODEL, links(3.0)
+        )
+
+
+def test_a_unit_is_a_bucket() -> None:
+    """One bucket leaves when the backward is over; of two, the first half-way."""
+    for buckets, hidden in ((1, 0.0), (2, BACKWARD / 2), (LAYERS, BACKWARD * LATER)):
+        model = replace(MODEL, bucket=10**9 // buckets)
+        found = predict(STRATEGIES["NNI"], CLUSTER, model, links(3.0))
+        assert found.seconds["between"] == pytest.approx(6.0 - hidden, abs=0.01)
+
+
+def test_what_crosses_in_each_micro_step_by_hand() -> None:
+    """Between groups, GGG gathers twice and reduces in each micro-step: the link never rests. IGG and NGG reduce, and
+    the next micro-step waits for it: the link rests in each forward but the first, and until the first unit is there.
+    """
+    model = replace(MODEL, accumulation=4)
+    rests = 3 * FORWARD + 4 * BACKWARD / LAYERS + FORWARD / LAYERS
+    for name, times, beside in (("GGG", 4 * 3, 0.0), ("IGG", 4 + 1, rests), ("NGG", 4 + 1, rests)):
+        found = predict(STRATEGIES[name], CLUSTER, model, links(6.0))
+        assert found.busy["between"] == pytest.approx(6.0 * times)
+        assert found.total_seconds == pytest.approx(6.0 * times + beside, abs=0.01)
+    loco = predict(STRATEGIES["IGG"], CLUSTER, model, links(6.0), LocoSettings(bits=4, block_size=32))
+    reduction = 6.0 * 4.5 / 16  # less than a backward takes, so all is hidden but the last unit
+    assert loco.busy["between"] == pytest.approx(4 * reduction + 6.0)
+    assert loco.seconds["between"] == pytest.approx(4 * reduction / LAYERS + 6.0 - FORWARD * LATER, abs=0.01)
+
+
+def test_micro_steps_in_the_middle_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = replace(MODEL, accumulation=9)
+    short = {name: predict(row, CLUSTER, model, links(2.0, within=0.7)) for name, row in STRATEGIES.items()}
+    monkeypatch.setattr(step, "_SIMULATED", 9)
+    for name, row in STRATEGIES.items():
+        whole = predict(row, CLUSTER, model, links(2.0, within=0.7))
+        assert short[name].seconds == pytest.approx(whole.seconds, abs=1e-9), name
+        assert short[name].busy == pytest.approx(whole.busy), name
+
+
+def test_plain_stages_by_hand() -> None:
+    """ZeRO-1 waits for what it has updated; hops run at the same time, so none inside a group is seen."""
+    plain = {one.name: one.total_seconds for one in predict_plain(CLUSTER, MODEL, links(3.0, within=2.0))}
+    reduced = 3.0 - BACKWARD * LATER
+    assert plain["ZeRO-1"] == pytest.approx(3.0 + reduced + 3.0, abs=0.01)
+    assert plain["ZeRO-2"] == pytest.approx(plain["ZeRO-1"])
+    assert plain["DDP"] == pytest.approx(3.0 + 6.0 - BACKWARD * LATER, abs=0.3)
+    assert plain["ZeRO-3"] == pytest.approx(3 * 3.0, abs=0.3)
+
+
+def test_a_resource_serves_in_the_order_of_readiness() -> None:
+    line = Timeline(["compute", "within", "between", "update"])
+    first = line.add(Resource.COMPUTE, 2.0)
+    late = line.add(Resource.BETWEEN, 1.0, [first])  # ready at 2
+    soon = line.add(Resource.WITHIN, 1.0)
+    early = line.add(Resource.BETWEEN, 3.0, [soon])  # ready at 1, so served from 1 to 4, and the late one then
+    line.add(Resource.COMPUTE, 1.0, [early, late], "update")
+    usage = line.usage()
+    assert usage.exposed == {"compute": 2.0, "within": 0.0, "between": 3.0, "update": 1.0}
+    assert usage.busy == {"compute": 2.0, "within": 1.0, "between": 4.0, "update": 1.0}
