@@ -3,13 +3,13 @@
 """Which strategy to use, and why. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.cost import Model, Prediction, predict, predict_plain
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
 # Predictions that are closer than this are the same: then the one that needs less memory is better.
 TIE = 0.03
@@ -26,6 +26,8 @@ class Plan:
         predictions: the fastest first.
         choice: the one to use; None if none fits.
         plain: DDP and the plain stages, for comparison.
+        overlapped: the best one with p = N if its updated parameters came under the next forward, which is a key; None
+            if that is on, or none fits.
     """
 
     sizes: GroupSizes
@@ -35,6 +37,7 @@ class Plan:
     predictions: tuple[Prediction, ...]
     choice: Prediction | None
     plain: tuple[Prediction, ...] = ()
+    overlapped: Prediction | None = None
 
     def fits(self, prediction: Prediction) -> bool:
         return self.budget is None or prediction.total_memory <= self.budget
@@ -59,28 +62,27 @@ class Plan:
         close = [one for one in self.predictions if self.fits(one) and self._ties(one) and self._larger(one)]
         if close:
             said += f"; as fast within {TIE:.0%}, with more memory: {', '.join(one.name for one in close)}"
-        faster = [one for one in self.predictions if not self.fits(one) and one.total_seconds < chosen.total_seconds]
+        faster = [one for one in self.predictions if not self.fits(one) and self._is_faster(one)]
         if faster:
-            best = faster[0]
-            said += (
-                f"; faster, but too large: {best.name} ({best.total_seconds:.3g} s, {best.total_memory / 1e9:.3g} GB)"
-            )
+            said += f"; faster, but too large: {_figures(faster[0])}"
+        if self.overlapped is not None and self._is_faster(self.overlapped):
+            said += f"; with paro_overlap_updates true faster: {_figures(self.overlapped)}"
         return said + self._compared()
 
     def _compared(self) -> str:
         """Return what to say of the smallest plain stage that is as fast as the choice, or faster, if there is one."""
         assert self.choice is not None
-        rivals = [one for one in self.plain if self.fits(one) and (self._ties(one) or self._slower_than(one))]
+        rivals = [one for one in self.plain if self.fits(one) and (self._ties(one) or self._is_faster(one))]
         if not rivals:
             return ""
         one = min(rivals, key=lambda one: (one.total_memory, one.total_seconds))
         how = "as fast" if self._ties(one) else "faster"
         price = ", with more memory" if self._larger(one) else ": no strategy is needed"
-        return f"; plain {one.name} would be {how} ({one.total_seconds:.3g} s, {one.total_memory / 1e9:.3g} GB){price}"
+        return f"; {how}: plain {_figures(one)}{price}"
 
-    def _slower_than(self, one: Prediction) -> bool:
+    def _is_faster(self, one: Prediction) -> bool:
         assert self.choice is not None
-        return one.total_seconds < self.choice.total_seconds
+        return one.total_seconds < self.choice.total_seconds and not self._ties(one)
 
     def _ties(self, one: Prediction) -> bool:
         assert self.choice is not None
@@ -106,6 +108,10 @@ class Plan:
         }
 
 
+def _figures(one: Prediction) -> str:
+    return f"{one.name} ({one.total_seconds:.3g} s, {one.total_memory / 1e9:.3g} GB)"
+
+
 def plan(
     sizes: GroupSizes,
     model: Model,
@@ -128,18 +134,24 @@ def plan(
         ValueError: none is allowed.
     """
     settings = tuple(loco)
-    predictions = [
-        predict(row, sizes, model, rates, one) for one in settings for row in STRATEGIES.values() if allowed(row)
-    ]
+    rows = [row for row in STRATEGIES.values() if allowed(row)]
+    predictions = [predict(row, sizes, model, rates, one) for one in settings for row in rows]
     if not predictions:
         raise ValueError("none of the strategies is allowed.")
     predictions.sort(key=lambda one: (one.total_seconds, one.total_memory))
-    fitting = [one for one in predictions if budget is None or one.total_memory <= budget]
-    choice = None
-    if fitting:
-        choice = best(fitting, lambda one: one.total_seconds, lambda one: (one.total_memory, one.host))
     plain = tuple(one for one in predict_plain(sizes, model, rates) if allowed(STRATEGIES[one.strategy]))
-    return Plan(sizes, model, rates, budget, tuple(predictions), choice, plain)
+    whole = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
+    overlapping = replace(model, overlap_updates=True)
+    overlapped = [predict(row, sizes, overlapping, rates, one) for one in settings for row in whole]
+    choices = [_best_within(budget, some) for some in (predictions, overlapped)]
+    return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])
+
+
+def _best_within(budget: float | None, some: Sequence[Prediction]) -> Prediction | None:
+    fitting = [one for one in some if budget is None or one.total_memory <= budget]
+    if not fitting:
+        return None
+    return best(fitting, lambda one: one.total_seconds, lambda one: (one.total_memory, one.host))
 
 
 def best(some: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:

@@ -3,8 +3,8 @@
 """What runs at the same time on compute, on the link inside groups and on the link between them. Pure.
 
 A task occupies one resource for some seconds, after the tasks that it needs. A resource serves one task at a time, in
-the order in which they became ready. While compute waits, some link is busy: so the seconds of a timeline are what
-compute takes, and what of each link is *exposed*, that is, runs while compute waits.
+the order in which they became ready. So the seconds of a timeline are what compute takes, and what it waits for: tasks
+of the links, one after the other, of which the part that falls into the wait is *exposed*.
 """
 
 import heapq
@@ -82,50 +82,40 @@ class Timeline:
 
     def usage(self) -> Usage:
         """Run all tasks."""
-        waits, ready = list(self._needs), [0.0] * len(self._tasks)
-        free = dict.fromkeys(Resource, 0.0)
-        spans: dict[Resource, list[tuple[float, float]]] = {resource: [] for resource in Resource}
+        count = len(self._tasks)
+        waits, ready, last = list(self._needs), [0.0] * count, [-1] * count  # last: what made a task ready
+        ends, causes = [0.0] * count, [-1] * count  # causes: what a task began after, at the latest
+        served: dict[Resource, int] = dict.fromkeys(Resource, -1)
         busy, exposed = dict.fromkeys(self._parts, 0.0), dict.fromkeys(self._parts, 0.0)
         # What a task makes ready is not ready before the task was: so tasks leave in the order of their readiness.
-        queue = [(0.0, self._tasks[number][-1], number) for number, count in enumerate(waits) if not count]
+        queue = [(0.0, self._tasks[number][-1], number) for number in range(count) if not waits[number]]
         heapq.heapify(queue)
         while queue:
             since, _, number = heapq.heappop(queue)
             resource, part, seconds, _ = self._tasks[number]
-            begin = max(since, free[resource])
-            end = free[resource] = begin + seconds
+            before = served[resource]
+            free = ends[before] if before >= 0 else 0.0
+            causes[number] = last[number] if since >= free else before
+            ends[number] = max(since, free) + seconds
+            served[resource] = number
             busy[part] += seconds
             if resource == Resource.COMPUTE:
                 exposed[part] += seconds
-            if seconds:
-                spans[resource].append((begin, end))
+                self._expose(exposed, causes, ends, number, free)
             for later in self._then[number]:
-                ready[later] = max(ready[later], end)
+                if ends[number] >= ready[later]:
+                    ready[later], last[later] = ends[number], number
                 waits[later] -= 1
                 if not waits[later]:
                     heapq.heappush(queue, (ready[later], self._tasks[later][-1], later))
-        gaps = _gaps(spans[Resource.COMPUTE], max(free.values()))
-        waited = sum(end - begin for begin, end in gaps)
-        between = _common(gaps, spans[Resource.BETWEEN])
-        exposed[Resource.BETWEEN.value] += between
-        exposed[Resource.WITHIN.value] += waited - between
         return Usage(exposed, busy)
 
-
-def _gaps(spans: list[tuple[float, float]], end: float) -> list[tuple[float, float]]:
-    """Return what lies between spans in order, from 0 to the end."""
-    edges = [0.0, *(edge for span in spans for edge in span), end]
-    return [(begin, stop) for begin, stop in zip(edges[::2], edges[1::2], strict=True) if stop > begin]
-
-
-def _common(some: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """Return how long spans of both lists, each in order, lie over one another."""
-    total, first = 0.0, 0
-    for begin, end in some:
-        while first < len(others) and others[first][1] <= begin:
-            first += 1
-        at = first
-        while at < len(others) and others[at][0] < end:
-            total += min(end, others[at][1]) - max(begin, others[at][0])
-            at += 1
-    return total
+    def _expose(
+        self, exposed: dict[str, float], causes: list[int], ends: list[float], waiting: int, since: float
+    ) -> None:
+        """Account for the seconds that a task of compute waited: what it waited for began when another one ended."""
+        number = causes[waiting]
+        while number >= 0 and ends[number] > since:
+            _, part, seconds, _ = self._tasks[number]
+            exposed[part] += min(seconds, ends[number] - since)
+            number = causes[number]

@@ -129,6 +129,9 @@ def test_it_is_decided_anew_for_another_run_and_both_are_kept(ranks: Any, file: 
     decided = ranks(2).run(engine_case, changed, top_level)
     assert "has no decision for this run: deciding anew" in decided[0][1][0]
     second, first = entries(file)
+    if "paro_micro_step_seconds" in change:
+        assert "compute of a micro-step: 0.5 s, as paro_micro_step_seconds says" in decided[0][1][-1]
+        assert second["plan"]["micro_step_seconds"] == 0.5
     assert second["inputs"] != first["inputs"]
     for zero, config in ((plain, {}), (changed, top_level)):
         assert "stays " in ranks(2).run(engine_case, zero, config, None)[0][1][0]

@@ -145,12 +145,24 @@ def test_a_key_that_would_not_help_is_named() -> None:
         found = plan(CLUSTER, model, Rates.of_links(CLUSTER, 4, 8000, inter))
         said[inter] = found.reason.partition("plain ")[2]
         assert [one.name for one in found.plain] == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
-    assert said[800] == "ZeRO-3 would be as fast (0.809 s, 0.8 GB): no strategy is needed"
-    assert said[8] == "ZeRO-1 would be as fast (2.49 s, 3.8 GB), with more memory"
+    assert said[800] == "ZeRO-3 (0.809 s, 0.8 GB): no strategy is needed"
+    assert said[8] == "ZeRO-1 (2.49 s, 3.8 GB), with more memory"
     tight = plan(CLUSTER, model, Rates.of_links(CLUSTER, 4, 8000, 8), budget=3e9)
     assert "plain" not in tight.reason
     sharded = plan(CLUSTER, model, RATES, allowed=lambda row: row.stage == 3)
     assert [one["strategy"] for one in sharded.as_dict()["plain"]] == ["GGG"]
+
+
+def test_a_key_that_would_help_is_named() -> None:
+    model = replace(MODEL, fetches=20, bucket=10**8, compute=0.5)
+    rates = Rates.of_links(CLUSTER, 4, 8000, 20)
+    found = plan(CLUSTER, model, rates, allowed=lambda row: row.stage < 3)
+    _, _, said = found.reason.partition("; with paro_overlap_updates true faster: ")
+    assert said.startswith("NIG (2.32 s, 2.9 GB)")
+    on = plan(CLUSTER, replace(model, overlap_updates=True), rates, allowed=lambda row: row.stage < 3)
+    assert "paro_overlap_updates" not in on.reason
+    assert on.choice is not None and found.overlapped == on.choice
+    assert "paro_overlap_updates" not in plan(CLUSTER, model, rates).reason  # IIG needs no key for it
 
 
 def test_nothing_fits() -> None:

@@ -61,6 +61,27 @@ def test_a_host_copies_inside_groups_with_the_cores_that_compute() -> None:
         assert slow - quick == pytest.approx(hidden, abs=0.1)
 
 
+def test_prefetches_by_hand() -> None:
+    """A device starts a layer's first hop under the second one of the layer before, a host after it."""
+    free = replace(MODEL, compute=0.0, accumulation=2, regathered=False)
+    rates = links(2.0, within=1.0)
+    totals = [predict(STRATEGIES["GNG"], CLUSTER, replace(free, streams=on), rates) for on in (True, False)]
+    last = 2.0 / LAYERS  # of a pipeline, what is not under another
+    reduced = 1.0 + 2.0  # at the boundary, on one link after the other
+    for found, gathered in zip(totals, (2.0, 2.0 + 1.0), strict=True):
+        assert found.total_seconds == pytest.approx(2 * gathered + reduced - 1.0, abs=3 * last)
+        assert found.busy["within"] == pytest.approx((2 + 1) * 1.0) and found.busy["between"] == pytest.approx(3 * 2.0)
+    twice = predict(STRATEGIES["GNG"], CLUSTER, replace(free, regathered=True), rates)
+    assert twice.busy["within"] == pytest.approx((4 + 1) * 1.0)
+
+
+def test_what_is_exposed_is_told_apart() -> None:
+    """NII reduces and gathers within its group, 2.5 s each, and adds up between groups, in 0.4 s."""
+    found = predict(STRATEGIES["NII"], CLUSTER, MODEL, links(0.2, within=2.5)).seconds
+    assert found["within"] == pytest.approx(2.5 - BACKWARD * LATER + 2.5 - FORWARD * LATER, abs=0.01)
+    assert found["between"] == pytest.approx(0.4 / LAYERS, abs=0.01)
+
+
 def test_updated_parameters_come_before_the_forward_or_under_it() -> None:
     for between, saved in ((0.8, 0.8), (3.0, FORWARD)):
         under, before = (
@@ -117,7 +138,16 @@ def test_plain_stages_by_hand() -> None:
     assert plain["ZeRO-1"] == pytest.approx(3.0 + reduced + 3.0, abs=0.01)
     assert plain["ZeRO-2"] == pytest.approx(plain["ZeRO-1"])
     assert plain["DDP"] == pytest.approx(3.0 + 6.0 - BACKWARD * LATER, abs=0.3)
+    one_bucket = predict_plain(CLUSTER, replace(MODEL, bucket=10**9), links(3.0, within=2.0))
+    assert one_bucket[0].total_seconds == pytest.approx(plain["DDP"])  # whose buckets are its own
     assert plain["ZeRO-3"] == pytest.approx(3 * 3.0, abs=0.3)
+    # Where the first hop costs next to nothing GGG is ZeRO-3: a reduction holds up no prefetch in either.
+    coarse = replace(MODEL, bucket=10**9 // 5)
+    for between in (0.5, 0.9, 1.3):
+        stock = predict_plain(CLUSTER, coarse, links(between))[-1]
+        assert stock.name == "ZeRO-3"
+        ours = predict(STRATEGIES["GGG"], CLUSTER, coarse, links(between))
+        assert ours.total_seconds == pytest.approx(stock.total_seconds, rel=0.01)
 
 
 def test_a_resource_serves_in_the_order_of_readiness() -> None:
