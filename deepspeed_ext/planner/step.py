@@ -142,35 +142,27 @@ class _Tasks:
         return [ends[math.ceil((layer + 1) * move.units / layers) - 1] for layer in range(layers)]
 
     def _micro_step(self, before: list[int], arrived: Sequence[list[int]], last: bool) -> list[int]:
-        layers, moves = self._layers, self._moves
-        passes = [*range(layers), *reversed(range(layers))]
-        crossing: list[list[int]] = []  # units, when they may
+        layers, overlap = self._layers, self._overlap
         reduced: list[int] = []
         gathered = self._gather(0, [*before, *arrived[0]])
-        for place, layer in enumerate(passes):
+        for place, layer in enumerate([*range(layers), *reversed(range(layers))]):
             forward = place < layers
             begins = [*before, *gathered, *(arrived[layer] if forward else ())]
             ahead = arrived[layer + 1] if place + 1 < layers else []
-            gathered = self._gather(place + 1, [*(before if self._overlap.within else begins), *ahead])
+            gathered = self._gather(place + 1, [*(before if overlap.within else begins), *ahead])
             share = FORWARD if forward else 1 - FORWARD
             before = [self._line.add(Resource.COMPUTE, share * self._step.compute / layers, begins)]
-            if forward:
-                continue
-            for _ in range(self._due(place + 1 - layers) - self._due(place - layers)):
-                ends = self._unit(moves.reduce, [*before, *reduced] if not self._overlap.gradients else before)
-                if self._overlap.gradients:
-                    reduced += ends
-                    crossing.append(self._cross(ends) if last else ends)
+            leaving = 0 if forward else self._due(place + 1 - layers) - self._due(place - layers)
+            for _ in range(leaving):
+                ends = self._unit(self._moves.reduce, before)
+                if overlap.gradients:
+                    reduced += self._cross(ends) if last else ends
                 else:
-                    before = reduced = ends
-                    crossing.append(ends)
-        if not last:
-            return [*before, *reduced]
-        if self._overlap.gradients:
-            return [*before, *reduced, *(task for ends in crossing for task in ends)]
-        for _ in crossing:
-            before = self._cross(before)
-        return before
+                    before = ends
+        if last and not overlap.gradients:
+            for _ in range(self._moves.reduce.units):
+                before = self._cross(before)
+        return [*before, *reduced]
 
     def _due(self, layers: int) -> int:
         """Return how many units may leave when the backward of so many layers is over."""
