@@ -37,6 +37,14 @@ def test_a_table_of_all_strategies_and_a_reason(
     # NNG: parameters 14 GB, gradients 14 GB, optimizer 84/32 GB; received between groups 2 b M = 2 x 3/32 x 14 GB.
     (row,) = (line.split() for line in rows if line.startswith("NNG") and "LoCo" not in line)
     assert row[1:4] == ["14.00", "14.00", "2.62"] and row[7] == "2.62"
+    assert "compute is taken as 0 s" in said and "\nZeRO-1 " in said
+    # Under 4 s of compute, with updated parameters under the next forward, NNG adds next to nothing to them.
+    size = ["--params", "7B", *NODES, "--intra-gbps", "800", "--inter-gbps", "400"]
+    plan(monkeypatch, *size, "--micro-step-seconds", "4", "--overlap-updates")
+    said = capsys.readouterr().out
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("NNG  "))
+    assert row[8] == "4" and float(row[12]) < 4.1 and "compute is taken" not in said
+    assert float(row[14]) == pytest.approx(2 * 3 / 32 * 14 / (400 / 8 / 8), rel=0.01)  # busy between groups
 
 
 def test_json_and_picture_and_estimate(
