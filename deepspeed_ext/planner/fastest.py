@@ -110,7 +110,7 @@ def _described(engine: Engine, model: nn.Module) -> Model:
         regathered=not kept,
         streams=not get_accelerator().is_synchronized_device(),
         overlap=config._param_dict[SECTION].get("overlap_comm"),
-        overlap_updates=bool(getattr(zero, "paro_overlap_updates", False)),
+        overlap_updates=zero.paro_overlap_updates,
     )
 
 

@@ -101,8 +101,10 @@ class Updates:
 
     def wait_for(self, number: int) -> None:
         """Have the current stream come behind the arrival of the windows up to a number."""
-        if self._started:
-            self._started[min(number, len(self._started) - 1)].wait()  # they arrive in order
+        if number >= len(self._started):
+            self.drain()
+        else:
+            self._started[number].wait()  # they arrive in order
 
     def drain(self) -> None:
         """Have the current stream come behind the arrival of all windows."""

@@ -70,3 +70,80 @@ def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[s
         equal = torch.equal(serial.weights, overlapped.weights)
         rows.append((name, equal, serial.norms == overlapped.norms, bool(left), ahead[0]))
     return rows
+
+
+READS = ("forward", "state_dict", "save", "gathered", "function", "load")
+
+
+@pytest.mark.parametrize("strategy", ["NIG", "NII"])
+def test_what_reads_parameters_waits_for_those_that_are_on_their_way(ranks: Any, strategy: str) -> None:
+    for stale, found in ranks(4).run(reads_case, strategy):
+        assert stale  # or this would show nothing
+        assert found == dict.fromkeys(READS, True)
+
+
+def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
+    """Whether parameters are stale before anything reads them, and for each way to read them whether it waits."""
+    import threading
+    from unittest import mock
+
+    import deepspeed
+    import torch
+
+    import deepspeed_ext
+    from deepspeed_ext.zero.stage12 import Stage12Optimizer
+    from tests.harness import training
+
+    class Held:
+        """A communication that takes a while."""
+
+        def wait(self) -> None:
+            threading.Event().wait(0.1)
+
+    gather = Stage12Optimizer._gather_window
+
+    def late(self: Any, window: Any) -> Any:
+        yield Held()
+        return (yield from gather(self, window))
+
+    job = training.Job(empty=False)
+    keys = training.placed(name, paro_overlap_updates=True, **training.SEVERAL_BUCKETS)
+    found, stale = {}, False
+    for way in READS:
+        with mock.patch.object(Stage12Optimizer, "_gather_window", late):
+            engine, model = training.make_engine(job, keys)
+            data = training.batches(job)
+            x, y = next(data)
+            training.micro_step(engine, job, 0, x, y)
+            engine.step()
+            before = torch.cat([p.detach().flatten() for p in model.parameters()])
+            if way == "forward":
+                seen = [model(x)]
+            elif way == "state_dict":
+                seen = [tensor.clone() for tensor in model.layers[-1].state_dict().values()]
+            elif way == "save":
+                seen = [tensor.clone() for tensor in engine.module_state_dict().values()]
+            elif way == "gathered":
+                with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                    seen = [p.detach().clone() for p in model.parameters()]
+            elif way == "function":
+                deepspeed_ext.wait_for_updates()
+                seen = [p.detach().clone() for p in model.parameters()]
+            else:  # what is loaded stays
+                model.load_state_dict({key: torch.ones_like(value) for key, value in model.named_parameters()})
+                seen = [p.detach().clone() for p in model.parameters()]
+            waited = not engine.optimizer.updates._started or way == "forward"
+        deepspeed_ext.wait_for_updates()
+        after = torch.cat([p.detach().flatten() for p in model.parameters()])
+        stale = stale or not torch.equal(before, after)
+        if way == "forward":
+            wanted = [model(x)]
+        elif way == "state_dict":
+            wanted = list(model.layers[-1].state_dict().values())
+        elif way == "save":
+            wanted = list(model.state_dict().values())
+        else:
+            wanted = [p.detach() for p in model.parameters()]
+        found[way] = waited and all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
+        engine.destroy()
+    return stale, found
