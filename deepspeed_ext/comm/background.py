@@ -31,10 +31,12 @@ class Job:
 
     Args:
         run: what.
+        tag: of its messages.
     """
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None], tag: int) -> None:
         self._run: Callable[[], None] | None = run
+        self._tag = tag
         self._over = threading.Event()
         self._failure: BaseException | None = None
 
@@ -44,11 +46,11 @@ class Job:
         if self._failure is not None:
             raise self._failure
 
-    def do(self, tag: int) -> None:
-        """Do it, with messages of this tag."""
+    def do(self) -> None:
+        """Do it."""
         assert self._run is not None
         try:
-            with tagged(tag):
+            with tagged(self._tag):
                 self._run()
         except BaseException as error:
             self._failure = error
@@ -80,18 +82,27 @@ class Background:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: deque[tuple[Job, int]] = deque()
+        self._jobs: deque[Job] = deque()
         self._last: Job | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._first_tag = 1 + _channel() * _JOBS
         self._added = itertools.count()
 
-    def add(self, run: Callable[[], None]) -> Job:
-        """Have something done; returns at once."""
-        job = Job(run)
+    def next_tag(self) -> int:
+        """Return a tag for messages of a job, the same on all ranks."""
+        return self._first_tag + next(self._added) % _JOBS
+
+    def add(self, run: Callable[[], None], tag: int | None = None) -> Job:
+        """Have something done; returns at once.
+
+        Args:
+            run: what.
+            tag: of ``next_tag``, where something of it has been started.
+        """
+        job = Job(run, self.next_tag() if tag is None else tag)
         with self._lock:
-            self._jobs.append((job, self._first_tag + next(self._added) % _JOBS))
+            self._jobs.append(job)
             self._last = job
             if self._thread is None:
                 self._thread = threading.Thread(target=self._do_all, name="deepspeed_ext transfers", daemon=True)
@@ -115,9 +126,9 @@ class Background:
                 if not self._jobs:
                     self._thread = None
                     return
-                job, tag = self._jobs.popleft()
+                job = self._jobs.popleft()
             if self._failure is None:
-                job.do(tag)
+                job.do()
                 self._failure = job.failure
             else:
                 job.give_up(self._failure)

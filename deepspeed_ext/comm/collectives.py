@@ -29,6 +29,15 @@ def backend_of(group: ProcessGroup | None) -> str:
     return backends.get(device, torch.distributed.get_backend(group))
 
 
+def is_pairwise(group: ProcessGroup | None) -> bool:
+    """Return whether messages between pairs of ranks stand for a group's collectives, as gloo's do.
+
+    Each message then finds its receiver; elsewhere all ranks must start a group's collectives in one order. gloo's own
+    messages are for tensors of the host only, its collectives also for others.
+    """
+    return backend_of(group) == "gloo" and get_accelerator().device_name() == "cpu"
+
+
 class Collectives:
     """Starts collectives over one process group, and returns their handles.
 
@@ -48,10 +57,8 @@ class Collectives:
         self.name = name
         self.size: int = dist.get_world_size(group=group)
         self.rank: int = dist.get_rank(group=group)
-        gloo = backend_of(self.group) == "gloo"
-        # gloo's own messages are for tensors of the host only, its collectives also for others.
-        self._pairwise = gloo and get_accelerator().device_name() == "cpu"
-        self.multiple = 1 if gloo or self.size == 1 else WIDEST_LOAD
+        self._pairwise = is_pairwise(self.group)
+        self.multiple = 1 if backend_of(self.group) == "gloo" or self.size == 1 else WIDEST_LOAD
 
     @contextmanager
     def labeled(self, operation: str) -> Iterator[str]:

@@ -44,20 +44,23 @@ def joined_and_aligned(pieces: Sequence[Tensor], multiple: int) -> Tensor:
     return joined(pieces, lengths)
 
 
-def aligned_rows(window: Tensor, dtype: torch.dtype, device: object, multiple: int) -> Tensor:
-    """Return rows filled up with zeros, each to a multiple: contiguous, and a view where that can be.
+def aligned_rows(windows: Sequence[Tensor], dtype: torch.dtype, device: object, multiple: int) -> Tensor:
+    """Return rows side by side, filled up with zeros, each to a multiple: contiguous, and a view where that can be.
 
     Args:
-        window: (rows, width), of any strides, on any device.
+        windows: (rows, width) each, of any strides, on any device.
         dtype, device: of the result.
         multiple: of elements.
     """
-    rows, width = window.shape
-    if not width % multiple:
-        filled = window.to(device=device, dtype=dtype).contiguous()  # type: ignore[call-overload]
+    rows, width = windows[0].shape[0], sum(window.shape[1] for window in windows)
+    if len(windows) == 1 and not width % multiple:
+        filled = windows[0].to(device=device, dtype=dtype).contiguous()  # type: ignore[call-overload]
         if not filled.storage_offset() % multiple:
             return filled
     filled = torch.empty(rows, fill_up(width, multiple), dtype=dtype, device=device)  # type: ignore[call-overload]
-    filled[:, :width].copy_(window)
+    start = 0
+    for window in windows:
+        filled[:, start : start + window.shape[1]].copy_(window)
+        start += window.shape[1]
     filled[:, width:].zero_()
     return filled

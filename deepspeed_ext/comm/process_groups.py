@@ -147,13 +147,14 @@ def data_parallel_ranks(group: "ProcessGroup | None") -> list[int]:
 
 # Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
 # with it the threads and sockets of the groups inside. So an entry must not refer to its key, as a Topology does.
-_made: "weakref.WeakKeyDictionary[ProcessGroup, dict[int | None, tuple[GroupSizes, ProcessGroup, ProcessGroup]]]" = (
-    weakref.WeakKeyDictionary()
-)
+_Made = dict[tuple[int | None, bool], tuple[GroupSizes, "ProcessGroup", "ProcessGroup"]]
+_made: "weakref.WeakKeyDictionary[ProcessGroup, _Made]" = weakref.WeakKeyDictionary()
 _made_alone: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
-def get_topology(group: "ProcessGroup | None", group_size: int | None = None, alone: bool = False) -> Topology:
+def get_topology(
+    group: "ProcessGroup | None", group_size: int | None = None, alone: bool = False, second: bool = False
+) -> Topology:
     """Return the topology of a data-parallel group; its process groups are made once, and shared.
 
     Collective over all ranks, those of other data-parallel groups included.
@@ -162,6 +163,8 @@ def get_topology(group: "ProcessGroup | None", group_size: int | None = None, al
         group: a process group, or None for all ranks.
         group_size: m; None means the data-parallel ranks per node.
         alone: whether groups of one rank are needed too; there are as many of them as ranks.
+        second: whether to return other groups of the same ranks, for communications that ranks start at different
+            times beside those of the first ones.
 
     Raises:
         ValueError: no such group size, for this rank or another; see ``GroupSizes`` and ``default_group_size``.
@@ -170,15 +173,16 @@ def get_topology(group: "ProcessGroup | None", group_size: int | None = None, al
 
     group = dist.get_world_group() if group is None else group
     made = _made.setdefault(group, {})
-    if group_size not in made:
+    key = group_size, second
+    if key not in made:
         agreed = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
         sizes = GroupSizes(*next((len(ranks), m) for ranks, m in agreed if dist.get_rank() in ranks))
         intra = [intra_ranks(ranks, m, first) for ranks, m in agreed for first in range(0, len(ranks), m)]
         inter = [inter_ranks(ranks, m, first) for ranks, m in agreed for first in range(m)]
-        made[group_size] = (sizes, _make_groups(intra), _make_groups(inter))
+        made[key] = (sizes, _make_groups(intra), _make_groups(inter))
     if alone and group not in _made_alone:
         _made_alone[group] = _make_groups([[rank] for rank in range(dist.get_world_size())])
-    sizes, intra_group, inter_group = made[group_size]
+    sizes, intra_group, inter_group = made[key]
     only_me = _made_alone[group] if alone else None
     return Topology(sizes, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
 

@@ -183,7 +183,7 @@ class GradientReshard(_Reshard):
     def sync_slice(
         self, window: Tensor, dtype: torch.dtype, target: Placement, start: int, buffer: int = 0
     ) -> Transfer:
-        """Reshard I -> G -> ``target`` a window of a slice; an all-reduce where the target is coarser than G.
+        """Reshard I -> G -> ``target`` a window of a slice; see ``sync_spans``.
 
         Args:
             window: (rows, width): a window of each chunk of the I-slice, on any device; may be overwritten.
@@ -191,16 +191,36 @@ class GradientReshard(_Reshard):
             target: G or I.
             start: of the window in each chunk.
             buffer: whose slice it is.
+        """
+        return self.sync_spans([window], dtype, target, [(start, window.shape[1])], buffer)
+
+    def sync_spans(
+        self,
+        windows: Sequence[Tensor],
+        dtype: torch.dtype,
+        target: Placement,
+        spans: Sequence[tuple[int, int]],
+        buffer: int = 0,
+    ) -> Transfer:
+        """Reshard I -> G -> ``target`` windows of a slice; an all-reduce where the target is coarser than G.
+
+        Args:
+            windows: (rows, numel) of each span: windows of each chunk of the I-slice, on any device; may be
+                overwritten.
+            dtype: on the wire.
+            target: G or I.
+            spans: (start, numel) of each window in each chunk.
+            buffer: whose slice it is.
 
         Returns:
-            (parts, width): for G this rank's row, for I the sums of every row.
+            (parts, width), the windows side by side: for G this rank's row, for I the sums of every row.
         """
-        width = window.shape[1]
-        filled = aligned_rows(window, dtype, get_accelerator().current_device_name(), self.multiple)
+        width = sum(numel for _, numel in spans)
+        filled = aligned_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
         if target == Placement.G:
-            total = yield from self.reduce_rows(filled, [(start, width)], buffer)
+            total = yield from self.reduce_rows(filled, spans, buffer)
         else:
-            contents = self._contents(1, [(start, width)], buffer)  # of one row
+            contents = self._contents(1, spans, buffer)  # of one row
             total = yield from self.inter.all_reduce(filled.view(-1), *contents)
         return total.view(-1, filled.shape[1])[:, :width]
 

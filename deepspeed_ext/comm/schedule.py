@@ -22,7 +22,8 @@ Note [Relays]
     Without streams a thread of the host may be the relay (``background.py``): it runs one transfer after the other,
     each from packing to the result. It has its own place in the order of messages, so ranks may submit such transfers
     at different times, as long as they do so in the same order. That is what crosses while other things do:
-    Note [Leaving early] in ``zero/static_order.py``.
+    Note [Leaving early] in ``zero/static_order.py``. Or the thread only completes what is submitted: first hops start
+    at once, and the host waits where more are under way than relays would take.
 """
 
 from collections import deque
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.background import Background, Job
 from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.pairwise import tagged
 
 Deliver = Callable[[Tensor], object]
 
@@ -194,6 +196,20 @@ class _InBackground(Started):
         self._resume()
 
 
+class _Completed(Started):
+    """A transfer that a thread of the host completes; see Note [Relays]. Arguments as of ``_InBackground``."""
+
+    def __init__(self, transfer: Transfer, deliver: Deliver | None, background: Background) -> None:
+        tag = background.next_tag()
+        with tagged(tag):
+            super().__init__(transfer, deliver)
+        self._job = background.add(super().complete, tag)
+
+    def complete(self) -> None:
+        """Wait until the thread has completed it; raises as ``_InBackground`` does."""
+        self._job.wait()
+
+
 class Schedule:
     """Transfers in flight. All ranks start the same communications in the same order.
 
@@ -203,21 +219,26 @@ class Schedule:
         relayed: whether relays take overlapped transfers, on devices with streams; see Note [Relays].
         background: whether a thread takes them, on devices without. What a transfer reads must stay as it is then
             until it is complete.
+        completed: whether a thread completes them there.
     """
 
-    def __init__(self, overlap: bool, relayed: bool = False, background: bool = False) -> None:
+    def __init__(
+        self, overlap: bool, relayed: bool = False, background: bool = False, completed: bool = False
+    ) -> None:
         self._overlap = overlap
         self._open: deque[Started] = deque()
+        self._completed: deque[_Completed] = deque()  # what a thread may still be completing
         streams = not get_accelerator().is_synchronized_device()
         self._relayed = relayed and overlap and streams
-        self._background = Background() if background and overlap and not streams else None
+        self._background = Background() if (background or completed) and overlap and not streams else None
+        self._whole = background
         self._relays: deque[Any] = deque()
         self._last: Sequence[Point] = ()  # of the last transfer that a relay has taken
 
     @property
     def unattended(self) -> bool:
         """Whether transfers come to their end though nobody waits, so that ranks may submit them at any times."""
-        return self._relayed or self._background is not None
+        return self._relayed or (self._whole and self._background is not None)
 
     def submit(self, transfer: Transfer, deliver: Deliver, reuses: bool = True) -> None:
         """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it.
@@ -231,6 +252,10 @@ class Schedule:
         if isinstance(started, _Relayed):
             if reuses:
                 started.steps[0].follow()
+        elif isinstance(started, _Completed):
+            self._completed.append(started)
+            if len(self._completed) > _RELAYS:
+                self._completed.popleft().complete()
         elif self._background is not None:
             pass  # its turn comes
         elif self._overlap:
@@ -248,7 +273,8 @@ class Schedule:
             self._last = relayed.steps
             return relayed
         if self._background is not None:
-            return _InBackground(transfer, deliver, self._background)
+            take = _InBackground if self._whole else _Completed
+            return take(transfer, deliver, self._background)
         started = Started(transfer, deliver)
         if not started.is_complete:
             self._open.append(started)
@@ -270,6 +296,7 @@ class Schedule:
         What a thread has raised is raised here.
         """
         if self._background is not None:
+            self._completed.clear()
             self._background.wait()
         for step in self._last[-1:]:
             step.follow()
@@ -283,6 +310,7 @@ class Schedule:
         self._last = ()
         self._open.clear()
         if self._background is not None:
+            self._completed.clear()
             self._background.forget()
 
     def _advance(self, some: Iterable[Started]) -> None:

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 from torch import nn
 
+from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
@@ -64,7 +65,8 @@ def configure_with(
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
             stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
-        for module, name, make in _replacements(strategy, topology, slots, engine._config.zero_config):
+        reductions = _topology_of_reductions(strategy, topology, engine._config.zero_config)
+        for module, name, make in _replacements(strategy, topology, reductions, slots, engine._config.zero_config):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
                 stack.close()  # found: nothing below needs to see our names
@@ -83,8 +85,18 @@ def configure_with(
     return configured
 
 
+def _topology_of_reductions(strategy: Strategy, topology: Topology, config: ZeroConfig) -> Topology:
+    """Return the process groups over which gradients travel: where ranks may reduce at other times than they gather,
+    their own, for collectives of one group have one order. Collective over all ranks."""
+    at_any_time = config.overlap_comm and Placement.N not in (strategy.p, strategy.os) and strategy.g != Placement.G
+    beside_gathers = strategy.p == Placement.G or strategy.g == Placement.N
+    if not (at_any_time and beside_gathers) or is_pairwise(topology.world):
+        return topology
+    return get_topology(topology.world, config.paro_group_size, second=True)
+
+
 def _replacements(
-    strategy: Strategy, topology: Topology, slots: Slots, config: ZeroConfig
+    strategy: Strategy, topology: Topology, reductions: Topology, slots: Slots, config: ZeroConfig
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
     placed: dict[str, Any] = {"strategy": strategy, "topology": topology, "slots": slots}
@@ -103,7 +115,7 @@ def _replacements(
         (
             deepspeed.runtime.zero.stage3,
             "DeepSpeedZeroOptimizer_Stage3",
-            functools.partial(Stage3Optimizer, **placed, **gathers),
+            functools.partial(Stage3Optimizer, **placed, **gathers, reductions=reductions),
         ),
         (deepspeed.runtime.engine, "DeepSpeedZeRoOffload", functools.partial(_inference, **placed, **gathers)),
     ]

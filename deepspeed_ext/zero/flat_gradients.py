@@ -83,7 +83,7 @@ class FlatGradients(Gradients):
         added: Callable[[], None] = lambda: None,
     ) -> None:
         arrives = Placement.G if strategy.g == Placement.G else Placement.I
-        super().__init__(reshard, strategy.os, arrives, overlap, relayed)
+        super().__init__(reshard, strategy.os, arrives, overlap, relayed, completed=True)
         self.layouts = tuple(layouts)
         self._mean = mean
         self._dtype = dtype

@@ -2,9 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients on their way to the optimizer: N -> g in every micro-step or at the boundary, g -> os at the boundary."""
 
-from abc import ABC, abstractmethod
-
-import torch
 from torch import Tensor
 
 from deepspeed_ext.comm.reshard import GradientReshard
@@ -20,7 +17,7 @@ def add_to(total: Tensor, part: Tensor) -> None:
         total.copy_(total.to(part.device, non_blocking=True).add_(part), non_blocking=True)
 
 
-class Gradients(ABC):
+class Gradients:
     """Buckets of gradients, and what has arrived of them.
 
     Args:
@@ -29,15 +26,23 @@ class Gradients(ABC):
         arrives: placement in which buckets arrive.
         overlap: whether the hops of two buckets may overlap.
         relayed: whether they may on streams of their own, on which nothing has the host wait.
+        background, completed: whether a thread of the host does, where there are no streams; see ``Schedule``.
     """
 
     def __init__(
-        self, reshard: GradientReshard, os: Placement, arrives: Placement, overlap: bool, relayed: bool = True
+        self,
+        reshard: GradientReshard,
+        os: Placement,
+        arrives: Placement,
+        overlap: bool,
+        relayed: bool = True,
+        background: bool = False,
+        completed: bool = False,
     ) -> None:
         self._reshard = reshard
         self._os = os
         self._arrives = arrives
-        self._schedule = Schedule(overlap, relayed)
+        self._schedule = Schedule(overlap, relayed, background, completed)
 
     def drain(self) -> None:
         """Wait for all buckets."""
@@ -46,12 +51,3 @@ class Gradients(ABC):
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
         self._schedule.drop()
-
-    @abstractmethod
-    def finish(self, dtype: torch.dtype, bucket: int) -> None:
-        """Complete the optimizer's shards at the boundary: reshard I -> os what has not crossed yet.
-
-        Args:
-            dtype: on the wire.
-            bucket: elements moved at a time.
-        """

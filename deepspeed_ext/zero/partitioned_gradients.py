@@ -10,15 +10,19 @@ Note [Rows of gradients]
     micro-step only; meanwhile a placeholder stands for it, of one element that is repeated.
 
 With p = I and g = G what arrives in the group crosses in an order of its own: Note [One order between groups].
+
+What moves at the boundary is divided into units, of which most leave under the last micro-batch's backward; see Note
+[Leaving early] in ``static_order.py``. With g = I a parameter is complete when its last gradient has been added to
+``held``: a unit is packed from its columns. With g = N it is when its last gradient has been kept; with os = I a unit
+that has arrived then crosses like those of g = I.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
@@ -29,6 +33,7 @@ from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.boundary_units import BoundaryUnit, BoundaryUnits, units_of
 from deepspeed_ext.zero.crossing import Crossing, CrossingBucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.gradients import Gradients, add_to
@@ -45,6 +50,10 @@ class PartitionedGradients(Gradients):
         reshard: hops of the data-parallel group.
         bucket: elements (of whole parameters) reduced at a time.
         overlap, relayed: see ``Gradients``.
+        dtype_of: dtype on the wire of a parameter, with g = N.
+        dtype: on the wire of what mixes parameters: what moves on from I at the boundary.
+        by_host: whether an offloaded optimizer's gradients are in memory of the host, beside a device.
+        name: gives the name of a parameter.
     """
 
     def __init__(
@@ -57,16 +66,32 @@ class PartitionedGradients(Gradients):
         bucket: int,
         overlap: bool,
         relayed: bool = True,
+        *,
+        dtype_of: Callable[[ZeroParameter], torch.dtype] = lambda param: param.dtype,
+        dtype: torch.dtype = torch.float32,
+        by_host: bool = False,
+        name: Callable[[ZeroParameter], str] = lambda param: str(param.ds_id),
     ) -> None:
         arrives = strategy.os if strategy.g == Placement.N else strategy.g
-        super().__init__(reshard, strategy.os, arrives, overlap, relayed)
+        self._kept = strategy.g == Placement.N
+        ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
+        super().__init__(reshard, strategy.os, arrives, overlap, relayed, self._kept, not ordered)
         self._params = list(params)
         self._layout = layout
         self._ranks = ranks
-        ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
         self._crossing = Crossing(self._params, reshard.rows, bucket, reshard.multiple) if ordered else None
-        self._crosses = Schedule(overlap, relayed)  # what ``_crossing`` gives
+        self._crosses = Schedule(overlap, relayed, background=not ordered)  # what ``_crossing`` gives, or units
+        self._wire = dtype
+        self._window = bucket
+        self._dtype_of = dtype_of
+        at_boundary = [] if strategy.g == Placement.G else self._params
+        units = units_of(at_boundary, bucket, dtype_of if self._kept else lambda param: dtype)
+        self._units = BoundaryUnits(units, name)
+        self._uncrossed: list[BoundaryUnit] = []  # with g = N and os = I: units that have arrived
         self.rows = layout(self._params[0]).rows if self._arrives == Placement.I else 1
+        self._held_by_host = by_host and self.rows == 1
+        self._crosses_early = self._crosses.unattended and not self._held_by_host
+        self._leaves_early = self._schedule.unattended if self._kept else self._crosses_early
         self._starts: dict[int, int] = {}  # ds_id: first column in ``held``
         self.numel = 0  # columns
         for param in self._params:
@@ -116,6 +141,10 @@ class PartitionedGradients(Gradients):
 
     def forget(self) -> None:
         """Drop what has been accumulated."""
+        if self._units.begun:  # a backward was given up
+            self.drain()
+        self._units.clear(stepped=self.begun and self._finished)
+        self._uncrossed.clear()
         if self._crossing is not None:
             self._crossing.clear()
         self._whole.clear()
@@ -123,16 +152,38 @@ class PartitionedGradients(Gradients):
 
     # In a micro-step: N -> g ##########################################################################
 
-    def keep(self, param: ZeroParameter, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Add to what stays until the boundary with g = N, in this dtype."""
+    @property
+    def has_left(self) -> bool:
+        """Whether something of this accumulation is on its way as if it were complete."""
+        return self._units.begun
+
+    def keep(
+        self, param: ZeroParameter, gradient: Tensor, dtype: torch.dtype, last: bool = False
+    ) -> list[BoundaryUnit]:
+        """Add to what stays until the boundary with g = N, in this dtype.
+
+        Args:
+            param: trained.
+            gradient: whole.
+            dtype: in which it is kept.
+            last: whether it is of the last micro-batch.
+
+        Returns:
+            What is for ``reduce_units`` now.
+        """
         gradient = gradient.detach().to(dtype)
         if param.ds_id in self._whole:
             self._whole[param.ds_id].add_(gradient)
         else:
             self._whole[param.ds_id] = gradient
+        return self._units.ready([param]) if last and self._leaves_early else []
 
     def reduce(
-        self, gradients: Sequence[tuple[Any, Tensor | None]], dtype: torch.dtype, sequence_parallel_size: int = 1
+        self,
+        gradients: Sequence[tuple[Any, Tensor | None]],
+        dtype: torch.dtype,
+        sequence_parallel_size: int = 1,
+        last: bool = False,
     ) -> None:
         """Move a bucket to where it arrives, and add it there.
 
@@ -140,12 +191,19 @@ class PartitionedGradients(Gradients):
             gradients: parameters and their gradients; None stands for zeros. They are copied at once.
             dtype: on the wire.
             sequence_parallel_size: ranks that count as one in the mean.
+            last: whether they are of the last micro-batch.
         """
         self._begin()
         params = [param for param, _ in gradients]
-        deliver = self._accumulate if self._crossing is None else self._crossing.add
+        deliver = partial(self._arrive, last and self._leaves_early) if self._crossing is None else self._crossing.add
         self._schedule.submit(self._move(gradients, dtype, sequence_parallel_size), partial(deliver, params))
         self._cross()
+
+    def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
+        """Add what has arrived; where a backward's last bucket brings what a unit lacks, it crosses from here."""
+        self._accumulate(params, arrived)
+        for unit in self._units.ready(params) if last and self._arrives == Placement.I else ():
+            self._cross_unit(unit)
 
     def _move(
         self, gradients: Sequence[tuple[Any, Tensor | None]], dtype: torch.dtype, sequence_parallel_size: int
@@ -191,6 +249,7 @@ class PartitionedGradients(Gradients):
         """Drop what has been accumulated, and what is on the wire."""
         super().drop()
         self._crosses.drop()
+        self._units.clear(stepped=False)
         self.forget()
 
     def _begin(self) -> None:
@@ -239,48 +298,67 @@ class PartitionedGradients(Gradients):
 
     # At the accumulation boundary: g -> os ############################################################
 
-    def reduce_kept(self, dtype_of: Callable[[ZeroParameter], torch.dtype], bucket: int) -> None:
-        """Reduce all parameters at the boundary, with g = N, used or not: ranks may have used different ones.
+    def reduce_kept(self) -> None:
+        """Reduce all parameters that have not left by now, with g = N, used or not: ranks may have used different
+        ones."""
+        self.reduce_units(self._units.rest())
 
-        Args:
-            dtype_of: dtype on the wire of a parameter.
-            bucket: elements reduced at a time.
-        """
-        buckets: dict[torch.dtype, list[tuple[Any, Tensor | None]]] = {}
-        for dtype in sort_dtypes({dtype_of(param) for param in self._params}):
-            buckets[dtype] = []
-        numels = dict.fromkeys(buckets, 0)
-        for param in self._params:
-            dtype = dtype_of(param)
-            if buckets[dtype] and numels[dtype] + param.ds_numel > bucket:
-                self.reduce(buckets[dtype], dtype)
-                buckets[dtype].clear()
-                numels[dtype] = 0
-            buckets[dtype].append((param, self._whole.pop(param.ds_id, None)))
-            numels[dtype] += param.ds_numel
-        for dtype, left in buckets.items():
-            if left:
-                self.reduce(left, dtype)
+    def reduce_units(self, units: Iterable[BoundaryUnit]) -> None:
+        """Move what was kept of units, in their order, to the placement of os, or with os = I on the way to it."""
+        for unit in units:
+            self._begin()
+            gradients = [(param, self._whole.pop(param.ds_id, None)) for param in unit]
+            transfer = self._move(gradients, self._dtype_of(unit[0]), 1)
+            self._schedule.submit(transfer, partial(self._arrive_whole, unit))
+            if not get_accelerator().is_synchronized_device():
+                for _, gradient in gradients:
+                    if gradient is not None:  # of the stream that computes, which goes on
+                        gradient.record_stream(get_accelerator().current_stream())
 
-    def finish(self, dtype: torch.dtype, bucket: int) -> None:
-        """Complete the optimizer's shard: what is in I moves on to os, in windows over all parameters.
+    def _arrive_whole(self, unit: BoundaryUnit, arrived: Tensor) -> None:
+        self._accumulate(unit, arrived)
+        if self._arrives == Placement.I:
+            if self._crosses_early:
+                self._cross_unit(unit)
+            else:
+                self._uncrossed.append(unit)
 
-        Args:
-            dtype: on the wire.
-            bucket: elements (of all rows) moved at a time.
-        """
-        self.drain()
+    def finish(self) -> None:
+        """Complete the optimizer's shard: what is in I moves on to os."""
+        self._schedule.drain()
+        self._cross()
         if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not self._finished:
-            for start, width in windows(self.numel, self.rows, bucket):
-                window = self.held[:, start : start + width]
-                transfer = self._reshard.sync_slice(window, dtype, self._os, start)
-                self._schedule.submit(transfer, partial(self._deliver, start))
-            self._schedule.drain()
+            for unit in self._uncrossed if self._kept else self._units.rest():
+                self._cross_unit(unit)
+        self._uncrossed.clear()
+        self.drain()
         self._finished = True
         if not self._reshard.inter.keeps_zeros:
             self._clear_padding()
+
+    def _cross_unit(self, unit: BoundaryUnit) -> None:
+        """Move a unit on from I to os, a part of a large parameter at a time."""
+        columns = self._spans(unit)
+        parts = [columns]
+        if len(columns) == 1 or self._held_by_host:  # of which nothing is joined: it goes to the device by itself
+            parts = [
+                [(start + first, width)]
+                for start, numel in columns
+                for first, width in windows(numel, self.rows, self._window)
+            ]
+        for spans in parts:
+            pieces = [self.held[:, start : start + numel] for start, numel in spans]
+            transfer = self._reshard.sync_spans(pieces, self._wire, self._os, spans)
+            # What is read stays as it is until all is complete.
+            self._crosses.submit(transfer, partial(self._take, spans), reuses=False)
+
+    def _take(self, spans: Sequence[tuple[int, int]], total: Tensor) -> None:
+        """Take what has arrived in os of these columns: (parts, width), as ``sync_spans`` returns it."""
+        sums = total[0].split([numel for _, numel in spans])
+        for (start, numel), part in zip(spans, sums, strict=True):
+            self.shard[start : start + numel].copy_(part)
 
     def _clear_padding(self) -> None:
         """Zero the padding: chunks of the last ranks may reach over the end of their parameter."""
@@ -291,6 +369,3 @@ class PartitionedGradients(Gradients):
             present = min(chunk, max(0, param.ds_numel - rank * chunk))
             start = self._starts[param.ds_id]
             self.shard[start + present : start + chunk].zero_()
-
-    def _deliver(self, start: int, total: Tensor) -> None:
-        self.shard[start : start + total.shape[1]].copy_(total[0])

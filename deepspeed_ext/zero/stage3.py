@@ -11,6 +11,8 @@ Note [What runs when, parameters sharded]
       stay where they are, and move at the accumulation boundary: all of them, in one order, so that ranks may have
       used different parameters (``partitioned_gradients.py``).
     - At the boundary what is in I moves on to ``os`` once (``_sync_gradients``).
+    - What moves at the boundary leaves under the last micro-batch's backward already, as it gets complete, wherever
+      the engine knows that it is the last; see Note [Leaving early] in ``static_order.py``.
     - After the step, updated parameters move os -> p (``gather_updates``).
 """
 
@@ -19,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -32,7 +33,6 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -46,6 +46,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     Args:
         strategy: one with p = I or G.
         topology: process groups of the data-parallel group.
+        reductions: those over which gradients travel.
         bucket: elements (of whole parameters) gathered at a time after the step.
         sequential: whether parameters are gathered one by one.
         slots: make the hops.
@@ -64,6 +65,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         *args: Any,
         strategy: Strategy,
         topology: Topology,
+        reductions: Topology,
         slots: Slots,
         bucket: int,
         sequential: bool = False,
@@ -76,7 +78,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.topology = topology
         self._gathers = {"bucket": bucket, "sequential": sequential}
         self._parameter_reshard = slots.parameter_reshard(topology)
-        self._reduce_by(slots.gradient_reshard(topology, reduce_scatter))
+        self._reduce_by(slots.gradient_reshard(reductions, reduce_scatter))
         self._overlap = overlap_comm
         self._waiting = False
         super().__init__(
@@ -169,6 +171,10 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self.reduce_bucket_size,
             self._overlap,
             not self.offload_optimizer or self.offload_optimizer_pin_memory,
+            dtype_of=self.get_param_comm_dtype,
+            dtype=self._dtype_of_mixtures(),
+            by_host=bool(self.offload_optimizer) and self._gradient_stream is not None,
+            name=lambda param: self.param_names[param],
         )
         if self.gradients.rows == 1 and (self.strategy.g != Placement.N or self.offload_optimizer):
             self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
@@ -183,6 +189,11 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             device = get_accelerator().current_device_name()
             self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, device))
             self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
+
+    def _dtype_of_mixtures(self) -> torch.dtype:
+        """Return the dtype on the wire of what mixes parameters: fp32 where those have several (torch.autocast)."""
+        dtypes = list(self.ipg_buckets)
+        return dtypes[0] if len(dtypes) == 1 else torch.float32
 
     def _drop_shard(self) -> None:
         """Drop the shard: with g = N there is none beside whole gradients."""
@@ -212,8 +223,23 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
             if not (self.gradients.begun or self.gradients.is_placeholder or self.offload_optimizer):
                 self._drop_shard()
-            self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype)
+            left = self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype, self._is_last_backward)
             param.grad = None
+            if left:
+                with self._reduction_stream():
+                    self._make_shard()
+                    self.gradients.reduce_units(left)
+
+    def _make_shard(self) -> None:
+        """Make the shard, if there is none beside whole gradients."""
+        if self.gradients.is_placeholder:
+            self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
+
+    @property
+    def _is_last_backward(self) -> bool:
+        """Whether the last backward of an accumulation runs, as far as the engine knows. A backward that a forward
+        runs inside is none, and comes before the engine has told."""
+        return self._backward_active_depth > 0 and self.is_gradient_accumulation_boundary()
 
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
@@ -241,7 +267,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[Tensor]:
         """Move a bucket from N to g. It arrives later: the parent gets no partitions here."""
-        self.gradients.reduce([(param, param.grad) for param in params_to_reduce], communication_data_type)
+        gradients = [(param, param.grad) for param in params_to_reduce]
+        self.gradients.reduce(gradients, communication_data_type, last=self._is_last_backward)
         return []
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
@@ -250,7 +277,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         """Do the same with ``reduce_scatter`` false. Only here ZeRO-3 counts sequence parallelism."""
         params = self.ipg_buckets[communication_data_type].params
         gradients = [(param, param.grad) for param in params]
-        self.gradients.reduce(gradients, communication_data_type, self.sequence_parallel_size)
+        self.gradients.reduce(gradients, communication_data_type, self.sequence_parallel_size, self._is_last_backward)
         return []
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]) -> None:
@@ -271,23 +298,26 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             super().independent_gradient_partition_epilogue()
         with self._reduction_stream():
             self.gradients.end_backward()
-        if not self.overlaps_micro_steps:
-            self._finish_buckets()
         self._waiting = True
         if self.is_gradient_accumulation_boundary():
             self._sync_gradients()
+        elif self.gradients.has_left:
+            raise RuntimeError(
+                "The accumulation boundary was taken back during a backward: gradients are already on their way "
+                "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
+            )
+        elif not self.overlaps_micro_steps:
+            self._finish_buckets()
 
     def _sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard; all parameters on all ranks, used or not."""
-        dtypes = list(self.ipg_buckets)  # of communication; windows mix parameters
         with self._reduction_stream():
             if self.strategy.g == Placement.N:
-                if self.gradients.is_placeholder:
-                    self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
-                self.gradients.reduce_kept(self.get_param_comm_dtype, self.reduce_bucket_size)
+                self._make_shard()
+                self.gradients.reduce_kept()
         self._finish_for_host()
         with self._reduction_stream():
-            self.gradients.finish(dtypes[0] if len(dtypes) == 1 else torch.float32, self.reduce_bucket_size)
+            self.gradients.finish()
         self._waiting = False
         self._wait_for_reductions()
         if self._gradient_stream is not None and self.offload_optimizer:
@@ -331,26 +361,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         for param in filter(is_replica, params):
             self.norm_for_param_grads.pop(self.get_param_id(param), None)
         return super().complete_grad_norm_calculation_for_cpu_offload(params)
-
-    def crossing_spans(self) -> list[CrossingSpan]:
-        """Return them; see ``ParoOptimizer``."""
-        return [
-            span
-            for group in self.fp16_groups
-            for param in group
-            for span in self.gradients.crossing_spans(param, self.param_names[param])
-        ]
-
-    def owned_span(self, param: Any) -> tuple[int, int]:
-        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
-        chunk = param.ds_tensor.ds_numel
-        start = min(dist.get_rank(group=self.dp_process_group) * chunk, param.ds_numel)
-        return start, min(start + chunk, param.ds_numel)
-
-    def owned_gradient(self, param: Any) -> Tensor:
-        """Return the gradient of these elements; see ``ParoOptimizer``."""
-        start, end = self.owned_span(param)
-        return self._gradient_shards[param.ds_id][: end - start]
 
     # The end ##########################################################################################
 

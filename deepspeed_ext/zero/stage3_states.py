@@ -13,6 +13,8 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStat
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
 from torch import Tensor
 
+from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -29,9 +31,36 @@ class Stage3States(ParoOptimizer):
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
     _waiting: bool  # whether a micro-step has ended since gradients moved to os; the same on all ranks
 
+    fp16_groups: list[list[ZeroParameter]]  # the parent's
+
+    @property
+    @abstractmethod
+    def _gradient_shards(self) -> dict[int, Tensor]:
+        """The gradient of the optimizer's shard of each parameter by ds_id, 1D."""
+
     @abstractmethod
     def _finish_for_host(self) -> None:
         """Have the host wait for all buckets if it will read, or write, where they are added."""
+
+    def crossing_spans(self) -> list[CrossingSpan]:
+        """Return them; see ``ParoOptimizer``."""
+        return [
+            span
+            for group in self.fp16_groups
+            for param in group
+            for span in self.gradients.crossing_spans(param, self.param_names[param])
+        ]
+
+    def owned_span(self, param: Any) -> tuple[int, int]:
+        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
+        chunk = param.ds_tensor.ds_numel
+        start = min(dist.get_rank(group=self.dp_process_group) * chunk, param.ds_numel)
+        return start, min(start + chunk, param.ds_numel)
+
+    def owned_gradient(self, param: Any) -> Tensor:
+        """Return the gradient of these elements; see ``ParoOptimizer``."""
+        start, end = self.owned_span(param)
+        return self._gradient_shards[param.ds_id][: end - start]
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state dict that is sharded otherwise, except for sub-groups, which are divided anew.

@@ -245,8 +245,18 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     parts = [(optimizer.optimizer, "step"), (optimizer, "unscale_and_clip_grads"), (optimizer, "complete_gradients")]
     gradients = getattr(optimizer, "gradients", None)  # stock's have none
     if isinstance(gradients, PartitionedGradients) and gradients.held.device.type == "cpu" and gradients.rows == 1:
-        parts += [(gradients, "_begin"), (gradients, "_clear_padding"), (reshard, "aligned_rows")]
+        parts += [(gradients, "_begin"), (gradients, "_clear_padding")]
+    aligned_rows = reshard.aligned_rows
+
+    def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
+        with order.by_host():
+            for window in windows:
+                window.sum()
+        return aligned_rows(windows, *args)
+
     with contextlib.ExitStack() as patches:
+        if (gradients, "_begin") in parts and engine.zero_cpu_offload():
+            patches.enter_context(mock.patch.object(reshard, "aligned_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
         yield

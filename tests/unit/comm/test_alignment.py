@@ -192,10 +192,12 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         held.make_blocks(torch.empty(sum(flats), dtype=dtype, device="meta"), [params[:3], params[3:]])
         held._written = lambda: None
         held.gather_updates()
-        mean = PartitionedGradients(params, held.layout, strategy, cluster.ranks, mine, 1 << 24, overlap=False)
+        mean = PartitionedGradients(
+            params, held.layout, strategy, cluster.ranks, mine, 1 << 24, overlap=False, dtype=dtype
+        )
         mean.place(mean.make(dtype, "meta"))
         for some in (params, params[1:4]):
             mean.reduce([(param, torch.empty(param.ds_numel, dtype=dtype, device="meta")) for param in some], dtype)
         mean.end_backward()
-        mean.finish(dtype, 1 << 24)
+        mean.finish()
     return pointers.astray()

@@ -195,6 +195,36 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
     assert not Schedule(overlap=False, background=True).unattended
 
 
+def test_a_thread_completes_what_has_been_started_and_the_host_waits_where_it_is_far_ahead() -> None:
+    log: list[str] = []
+    may = threading.Event()
+
+    class HeldUp(Handle):
+        def wait(self) -> None:
+            may.wait(10)
+            super().wait()
+
+    def held_up(name: str) -> Any:
+        for hop in (1, 2):
+            log.append(f"start {name}{hop}")
+            yield HeldUp(log, f"{name}{hop}")
+        return torch.empty(0)
+
+    schedule = Schedule(overlap=True, completed=True)
+    assert not schedule.unattended
+    for name in "ab":
+        schedule.submit(held_up(name), lambda _, name=name: log.append(f"delivered {name}"))
+    assert log == ["start a1", "start b1"]
+    threading.Timer(0.2, may.set).start()
+    schedule.submit(held_up("c"), ignore)
+    assert "delivered a" in log
+    schedule.drain()
+    assert [entry for entry in log if "c1" not in entry] == [
+        *("start a1", "start b1", "wait a1", "start a2", "wait a2", "delivered a"),
+        *("wait b1", "start b2", "wait b2", "delivered b", "start c2", "wait c2"),
+    ]
+
+
 def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
     log: list[str] = []
 

@@ -1,0 +1,115 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What crosses at the accumulation boundary leaves under the last backward, and changes no bit.
+
+See Note [Leaving early].
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.harness import networks, training
+from tests.harness.training import SMALL, Job
+
+AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
+_MIXED = Job(
+    sizes=networks.SQUARE,
+    network=networks.Mixture,  # of whose experts ranks use different ones
+    empty=False,
+    steps=3,
+    groups=2,
+    frozen=(2,),
+    zero=SMALL,
+)
+JOBS = {
+    "each micro-batch": _MIXED,
+    "accumulation, other orders": dataclasses.replace(_MIXED, network=networks.Wandering, frozen=(), accumulation=3),
+    "LoCo": dataclasses.replace(
+        _MIXED, network=None, skipped=((3, 1), (5, 0)), accumulation=2, zero={**SMALL, "zeropp_loco_param": {}}
+    ),
+    "overflow": dataclasses.replace(_MIXED, network=None, dtype="fp16", accumulation=2, overflow=((3, 1),)),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_bits_do_not_depend_on_what_leaves_early(ranks: Any, kernels: bool, job: str) -> None:
+    # Ranks that gather together run the same modules.
+    names = [name for name in AT_BOUNDARY if name[0] == "I" or JOBS[job].network is not networks.Wandering]
+    by_rank = ranks(4).run(bits_case, names, JOBS[job])
+    for name in names:
+        for equal_at_boundary, equal_without_overlap, left in (found[name] for found in by_rank):
+            assert equal_at_boundary and equal_without_overlap, name
+            assert left >= 1, name
+
+
+def bits_case(names: list[str], job: Job) -> dict[str, tuple[bool, bool, int]]:
+    """For each strategy, whether weights, losses and norms are the same if all leaves at the boundary, and without
+    overlap; and how many units have left early."""
+    from unittest import mock
+
+    import torch
+
+    from deepspeed_ext.zero.boundary_units import BoundaryUnits
+
+    found, ready = {}, BoundaryUnits.ready
+    for name in names:
+        left: list[Any] = []
+
+        def noting(units: Any, params: Any, left: list[Any] = left) -> Any:
+            now = ready(units, params)
+            left += now
+            return now
+
+        with mock.patch.object(BoundaryUnits, "ready", noting):
+            early = training.train(job, training.placed(name))
+        with mock.patch.object(BoundaryUnits, "ready", lambda units, params: []):
+            late = training.train(job, training.placed(name))
+        without = training.train(job, training.placed(name, overlap_comm=False))
+        equal = [
+            torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
+            for other in (late, without)
+        ]
+        found[name] = (equal[0], equal[1], len(left))
+    return found
+
+
+def test_units_cross_while_a_backward_waits_for_them(ranks: Any) -> None:
+    for found in ranks(4).run(crossing_cases):
+        # In the first step it is not known which parameters get several gradients.
+        assert found == {name: [False, False, False, True] for name in AT_BOUNDARY}
+
+
+def crossing_cases() -> dict[str, list[bool]]:
+    """For each micro-batch of two steps of two, whether a unit has crossed when the backward comes to the first layer;
+    in the last one it waits there for that."""
+    import threading
+    from unittest import mock
+
+    from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
+
+    job = Job(sizes=networks.SQUARE, empty=False, zero=SMALL, accumulation=2)
+    found: dict[str, list[bool]] = {}
+    for name in AT_BOUNDARY:
+        crossed, seen = threading.Event(), found.setdefault(name, [])
+        last = "_arrive_whole" if name[1:] == "NG" else "_take"
+        original = getattr(PartitionedGradients, last)
+
+        def noting(*args: Any, original: Any = original, crossed: Any = crossed) -> None:
+            original(*args)
+            crossed.set()
+
+        def pause(gradient: Any, seen: Any = seen, crossed: Any = crossed) -> None:
+            seen.append(crossed.wait(30) if len(seen) == 3 else crossed.is_set())
+
+        with mock.patch.object(PartitionedGradients, last, noting):
+            engine, model = training.make_engine(job, training.placed(name))
+            model.layers[0].register_forward_hook(lambda *call, pause=pause: call[2].register_hook(pause) and None)
+            for _, (x, y) in zip(range(4), training.batches(job), strict=False):
+                loss = ((engine(x) - y) ** 2).mean()
+                crossed.clear()
+                engine.backward(loss)
+                engine.step()
+            engine.destroy()
+    return found
