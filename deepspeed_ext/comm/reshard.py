@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import Contents, GatherHop, Hop, ReduceHop, Span, Transfer, all_gather
 from deepspeed_ext.comm.layout import BucketPlan
-from deepspeed_ext.comm.packing import aligned_rows, fill_up
+from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up
 from deepspeed_ext.strategy import Placement
 
 
@@ -225,8 +225,16 @@ class GradientReshard(_Reshard):
         return total.view(-1, filled.shape[1])[:, :width]
 
     def gather_slice(self, sums: Tensor) -> Transfer:
-        """Reshard I -> N sums that all groups have (1D), as they are."""
-        return self._intra.gather_sums(sums)
+        """Reshard I -> N a window of sums that all groups have, as they are.
+
+        Args:
+            sums: 1D.
+
+        Returns:
+            (cols, numel of ``sums``).
+        """
+        gathered = yield from self._intra.gather_sums(aligned(sums, self.multiple))
+        return gathered.view(self.cols, -1)[:, : sums.numel()]
 
     def _reduce(
         self, packed: Tensor, splits: Sequence[int], rows: Sequence[int] | None, contents: Contents = ()

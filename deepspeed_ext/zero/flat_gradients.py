@@ -190,7 +190,7 @@ class FlatGradients(Gradients):
 
     def _place(self, buffer: int, start: int, sums: Tensor) -> None:
         layout, shard = self.layouts[buffer], self._shard(buffer)
-        cells = self._mean.multiply(sums).view(layout.cols, layout.rows, -1)
+        cells = self._mean.multiply(sums).unsqueeze(1)
         layout.place(shard, start, cells.to(shard.device), add=True)
 
     def _add_to_shard(self, buffer: int, start: int, part: Tensor) -> None:

@@ -333,9 +333,8 @@ class Stage12Optimizer(Stage12States):
         return True
 
     def _gather_window(self, window: Window) -> Transfer:
-        rank = dist.get_rank(group=self.dp_process_group)
-        own = self.parallel_partitioned_bit16_groups[window.buffer][rank].detach()
-        shard = aligned(own.narrow(0, window.start, window.width), self._parameter_reshard.multiple)
+        own = self.own_partition(window.buffer).detach().narrow(0, window.start, window.width)
+        shard = aligned(own, self._parameter_reshard.multiple)
         return (yield from self._parameter_reshard.gather(shard, self.strategy.os, self.strategy.p))
 
     def _place_window(self, window: Window, cells: Tensor) -> None:

@@ -198,6 +198,10 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         partitions[dist.get_rank(group=self.dp_process_group)] = own
         return partitions
 
+    def own_partition(self, group: int) -> Tensor:
+        """Return this rank's partition of a flat buffer, 1D."""
+        return self.parallel_partitioned_bit16_groups[group][dist.get_rank(group=self.dp_process_group)]
+
     def _copy_own(self, flat: Tensor, own: Tensor, group: int) -> None:
         for piece in self.layouts[group].cells_of(*self._own_cell):
             own.narrow(0, piece.column, piece.numel).copy_(flat.narrow(0, piece.start, piece.numel))
@@ -300,8 +304,7 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         """Take the optimizer's weights from the model's, which somebody has just loaded."""
         for group, flat in enumerate(self.bit16_groups_flat):
             if self.is_striped(group):
-                rank = dist.get_rank(group=self.dp_process_group)
-                self._copy_own(flat, self.parallel_partitioned_bit16_groups[group][rank], group)
+                self._copy_own(flat, self.own_partition(group), group)
         super()._restore_from_bit16_weights()
 
     def new_shard(self, group: int) -> Tensor:

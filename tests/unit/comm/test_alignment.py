@@ -5,7 +5,6 @@
 No ranks run: hops note what they would have sent, and tensors have a size but no memory (the meta device).
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
+from deepspeed_ext.zero.windows import Window
 
 pytestmark = pytest.mark.quick
 
@@ -125,33 +125,33 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
     topology = SimpleNamespace(sizes=cluster, rank=cluster.ranks - 1)
     shards = cluster.ranks if os == Placement.G else cluster.group_size
     numel = fill_up(sum(NUMELS), 2 * shards)  # as DeepSpeed does
-    layout = FlatLayout.of(numel, os, topology)
+    striped = FlatLayout.of(numel, os, topology, (0, numel // 3, numel // 2 + 1))
     with device(cluster) as (pointers, mine, gathers):
-        bucket = torch.empty(3_000_001, dtype=dtype, device="meta")
-        plan = plan_bucket((layout,), (Range(0, 12_345_677, 1_000_001), Range(0, 77, 2_000_000)))
-        for target in (Placement.I, os):
-            pointers.as_they_are = target == Placement.I  # a group's part may still be too unequal for the second hop
-            message = mine.pack_bucket([bucket], plan, target)
-            Started(mine.reduce_bucket(message, plan, target)).finish()
-        slices = torch.empty(layout.rows, layout.chunk, dtype=dtype, device="meta")
-        for start, width in windows(layout.chunk, layout.rows, BUCKET):
-            for target in (os, Placement.N) if os == Placement.I else (os,):
+        for layout in (FlatLayout.of(numel, os, topology), striped):
+            bucket = torch.empty(3_000_001, dtype=dtype, device="meta")
+            plan = plan_bucket((layout,), (Range(0, 12_345_677, 1_000_001), Range(0, 77, 2_000_000)))
+            for target in (Placement.I, os):
+                pointers.as_they_are = target == Placement.I  # a group's part may still be too unequal for the second
+                message = mine.pack_bucket([bucket], plan, target)
+                Started(mine.reduce_bucket(message, plan, target)).finish()
+            slices = torch.empty(layout.rows, layout.chunk, dtype=dtype, device="meta")
+            for start, width in layout.windows(layout.rows, BUCKET):
                 window = slices[:, start : start + width]
-                Started(mine.sync_slice(window, dtype, target, start)).finish()
-        flat = torch.empty(numel, dtype=dtype, device="meta")
-        optimizer = SimpleNamespace(
-            topology=topology,
-            strategy=Strategy(Placement.N, os, os),
-            bit16_groups_flat=[flat],
-            parallel_partitioned_bit16_groups=[flat.split(layout.chunk)],
-            allgather_bucket_size=BUCKET,
-            gradients=SimpleNamespace(layouts=(layout,)),
-            _parameter_reshard=gathers,
-            _gathers=Schedule(overlap=False),
-        )
-        for name in ("_gather_window", "_place_window"):
-            setattr(optimizer, name, functools.partial(getattr(Stage12Optimizer, name), optimizer))
-        Stage12Optimizer._gather_parameters(optimizer)
+                sums = Started(mine.sync_slice(window, dtype, os, start)).finish()
+                if os == Placement.I:
+                    Started(mine.gather_slice(sums.reshape(-1))).finish()
+            flat = torch.empty(layout.rows * layout.cols * layout.chunk, dtype=dtype, device="meta")
+            optimizer = SimpleNamespace(
+                strategy=Strategy(Placement.N, os, os),
+                bit16_groups_flat=[flat],
+                own_partition=lambda group, own=flat[: layout.chunk]: own,
+                layouts=(layout,),
+                _parameter_reshard=gathers,
+            )
+            for start, width in layout.windows(shards, BUCKET):
+                window = Window(0, start, width, frozenset())
+                gathered = Started(Stage12Optimizer._gather_window(optimizer, window)).finish()
+                Stage12Optimizer._place_window(optimizer, window, gathered)
     return pointers.astray()
 
 
