@@ -6,7 +6,8 @@ Note [What runs when, in a pipeline]
     The accumulation boundary is the flush of the pipeline. In each backward of a micro-batch gradients move N -> g as
     the strategy says, inside the group where g = I; the hop between groups runs once, at the flush, and the step after
     it. Reductions are started in the order of the schedule, the same on all ranks of a stage, and with
-    ``overlap_comm`` they go on under the instructions that follow. Nothing else of the schedule changes.
+    ``overlap_comm`` they go on under the instructions that follow. With stages 2 and 3 the hop between groups begins
+    under the backward of the last micro-batch; what is left goes at the flush. Nothing else of the schedule changes.
 
     DeepSpeed runs no reduction between micro-batches here: it ends a backward of a stage before the last one without
     the steps that ZeRO takes at the end of a backward. They are what is added.
@@ -54,6 +55,8 @@ class ShardedPipelineEngine(PipelineEngine):
 
     It is made of a ``PipelineEngine`` by ``setup.initialize``.
     """
+
+    _backwards = 0  # of this accumulation
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
         """Explain why I means N here: nobody has chosen a group size, and a node has one rank of each stage.
@@ -116,6 +119,14 @@ class ShardedPipelineEngine(PipelineEngine):
     # Instructions of the schedule #####################################################################
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
+        self._backwards += 1
+        self.optimizer.flush_follows = self._backwards == self.micro_batches
+        try:
+            self._run_backward_pass(buffer_id)
+        finally:
+            self.optimizer.flush_follows = False
+
+    def _run_backward_pass(self, buffer_id: int) -> None:
         if self.is_last_stage():
             super()._exec_backward_pass(buffer_id)
         elif self._has_gradient(buffer_id):
@@ -143,6 +154,7 @@ class ShardedPipelineEngine(PipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         """Flush: g -> os, and the sum over stages for tied weights."""
+        self._backwards = 0
         self._force_grad_boundary = True
         try:
             if self.zero_optimization_partition_gradients():

@@ -128,6 +128,11 @@ class FlatGradients(Gradients):
             self._shard(buffer)
             self.prepare(buffer)
 
+    @property
+    def has_left(self) -> bool:
+        """Whether something of this accumulation is on its way as if it were complete."""
+        return self._order.begun
+
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
         super().drop()

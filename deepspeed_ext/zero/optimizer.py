@@ -38,12 +38,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             adds what else belongs to them.
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
             nobody reads gradients between the two.
+        flush_follows: whether the backward that runs is the last one before a boundary that somebody else declares.
     """
 
     strategy: Strategy
     topology: Topology
     complete_gradients: Callable[[], None] = staticmethod(lambda: None)
     overlaps_micro_steps = False
+    flush_follows = False
 
     gradients: Gradients
     _gradient_reshard: GradientReshard
@@ -79,6 +81,20 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @abstractmethod
     def _sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard: g -> os, all parameters on all ranks, used or not."""
+
+    @property
+    def _is_last_backward(self) -> bool:
+        """Whether the last backward of an accumulation runs, as far as the engine knows. A backward that a forward
+        runs inside is none, and comes before the engine has told."""
+        return self.flush_follows or (self._backward_active_depth > 0 and self.is_gradient_accumulation_boundary())
+
+    @staticmethod
+    def _boundary_taken_back() -> RuntimeError:
+        """Return the error for a backward that was the last one of an accumulation, and is not when it ends."""
+        return RuntimeError(
+            "The accumulation boundary was taken back during a backward: gradients are already on their way between "
+            "groups. Set it before the backward, or zero_optimization.overlap_comm to false."
+        )
 
     def _finish_buckets(self) -> None:
         """Wait for the buckets that are on the wire, in order on the current stream."""

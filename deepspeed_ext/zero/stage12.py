@@ -156,7 +156,7 @@ class Stage12Optimizer(Stage12States):
             for group, index, param_id in params
         )
         complete: list[int] = []
-        if self.is_gradient_accumulation_boundary():
+        if self._is_last_backward:
             complete += [self._places[id(self.bit16_groups[group][index])] for group, index, _ in params]
             self.gradients.prepare_all()
         for group in {entry[0] for entry in params}:
@@ -217,6 +217,8 @@ class Stage12Optimizer(Stage12States):
             if self.strategy.g == Placement.N:
                 self._reduce_left_over()
             self._sync_gradients()
+        elif self.gradients.has_left and not self.flush_follows:
+            raise self._boundary_taken_back()
         elif not self.overlaps_micro_steps:
             self._finish_buckets()
         with ordered_by_streams():

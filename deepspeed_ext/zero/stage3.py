@@ -235,12 +235,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         if self.gradients.is_placeholder:
             self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
 
-    @property
-    def _is_last_backward(self) -> bool:
-        """Whether the last backward of an accumulation runs, as far as the engine knows. A backward that a forward
-        runs inside is none, and comes before the engine has told."""
-        return self._backward_active_depth > 0 and self.is_gradient_accumulation_boundary()
-
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
         if self._coalesce_grad_reduction:
@@ -301,11 +295,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self._waiting = True
         if self.is_gradient_accumulation_boundary():
             self._sync_gradients()
-        elif self.gradients.has_left:
-            raise RuntimeError(
-                "The accumulation boundary was taken back during a backward: gradients are already on their way "
-                "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
-            )
+        elif self.gradients.has_left and not self.flush_follows:
+            raise self._boundary_taken_back()
         elif not self.overlaps_micro_steps:
             self._finish_buckets()
 
