@@ -50,6 +50,7 @@ class Collectives:
 
     Attributes:
         multiple: elements; buckets travel fastest if their parts begin at multiples of it.
+        pairwise: see ``is_pairwise``.
     """
 
     def __init__(self, group: ProcessGroup | None, name: str) -> None:
@@ -57,7 +58,7 @@ class Collectives:
         self.name = name
         self.size: int = dist.get_world_size(group=group)
         self.rank: int = dist.get_rank(group=group)
-        self._pairwise = is_pairwise(self.group)
+        self.pairwise = is_pairwise(self.group)
         self.multiple = 1 if backend_of(self.group) == "gloo" or self.size == 1 else WIDEST_LOAD
 
     @contextmanager
@@ -79,7 +80,7 @@ class Collectives:
             gathered: 1D of ``size * shard.numel()`` elements.
             shard: 1D, contiguous; may be this rank's part of ``gathered``.
         """
-        if not self._pairwise:
+        if not self.pairwise:
             return self.start("all_gather", dist.all_gather_into_tensor, gathered, shard)
         with self.labeled("all_gather") as name:
             return pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
@@ -94,7 +95,7 @@ class Collectives:
             operation: what it is for.
         """
         mine = [splits[self.rank]] * self.size
-        if not self._pairwise:
+        if not self.pairwise:
             return self.start(operation, dist.all_to_all_single, received, sent, mine, list(splits))
         with self.labeled(operation) as name:
             return pairwise_all_to_all(self.group, received.split(mine), sent.split(list(splits)), name)

@@ -66,9 +66,11 @@ class PartitionedParameters(Slices):
         self._sequential = sequential
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
         self._path = strategy.p, Placement.N
-        # Slices may have to wait for their update first.
-        self._relayed = reshard.hops(*self._path) > 1 or self.sliced
-        self._gathers = Schedule(overlap=True, relayed=self._relayed)  # for use
+        # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
+        several = reshard.hops(*self._path) > 1
+        self._relayed = several or self.sliced
+        threads = (self.sliced and reshard.pairwise, several and reshard.pairwise)
+        self._gathers = Schedule(True, self._relayed, *threads)  # for use
         self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
         for param in self._params:
             if hasattr(param, OWNER):

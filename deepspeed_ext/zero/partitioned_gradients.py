@@ -75,12 +75,13 @@ class PartitionedGradients(Gradients):
         arrives = strategy.os if strategy.g == Placement.N else strategy.g
         self._kept = strategy.g == Placement.N
         ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
-        super().__init__(reshard, strategy.os, arrives, overlap, relayed, self._kept, not ordered)
+        background, completed = reshard.pairwise and self._kept, reshard.pairwise and not ordered
+        super().__init__(reshard, strategy.os, arrives, overlap, relayed, background, completed)
         self._params = list(params)
         self._layout = layout
         self._ranks = ranks
         self._crossing = Crossing(self._params, reshard.rows, bucket, reshard.multiple) if ordered else None
-        self._crosses = Schedule(overlap, relayed, background=not ordered)  # what ``_crossing`` gives, or units
+        self._crosses = Schedule(overlap, relayed, completed)  # what ``_crossing`` gives, or units
         self._wire = dtype
         self._window = bucket
         self._dtype_of = dtype_of

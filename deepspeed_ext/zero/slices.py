@@ -62,7 +62,8 @@ class Slices:
         self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
         self._blocks: list[Tensor] = []  # (k, elements and padding) of each sub-group
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
-        self._updates = Schedule(overlap=True, relayed=True)  # gathers between groups, after a step
+        # Gathers between groups, after a step: one after the other, for the first one is needed first.
+        self._updates = Schedule(overlap=True, relayed=True, background=reshard.pairwise)
         self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
 
     @property
@@ -187,7 +188,7 @@ class Slices:
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""
-        for update in self._update_of.values():
+        for update in list(self._update_of.values()):  # a thread that gathers may be looking there
             self._updates.finish(update)
         self._update_of.clear()
 
@@ -195,10 +196,11 @@ class Slices:
 
     def _wait_for_updates(self, params: Iterable[ZeroParameter]) -> None:
         for number in sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}):
-            if number in self._update_of:
-                self._updates.finish(self._update_of[number])  # for each stream that reads the block
+            update = self._update_of.get(number)
+            if update is not None:
+                self._updates.finish(update)  # for each stream that reads the block
                 if get_accelerator().is_synchronized_device():
-                    del self._update_of[number]
+                    self._update_of.pop(number, None)
 
     @torch.no_grad()
     def _write_rows(self, param: ZeroParameter) -> None:
