@@ -2,16 +2,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of flat buffers and plans of buckets, by property."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket, windows
+from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
+from deepspeed_ext.zero.stage12_stripes import stripe_starts
 
 pytestmark = pytest.mark.quick
 
-LAYOUTS = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
+ONE_STRIPE = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
+SEVERAL = some.builds(
+    lambda numels, rows, cols: FlatLayout(sum(numels), rows, cols, (0, *itertools.accumulate(numels[:-1]))),
+    some.lists(some.integers(1, 90), min_size=2, max_size=5),
+    some.integers(1, 4),
+    some.integers(1, 4),
+)
+LAYOUTS = some.one_of(ONE_STRIPE, SEVERAL)
+
+
+def positions(layout: FlatLayout) -> torch.Tensor:
+    """(rows, cols, chunk): which element of the flat buffer is where, -1 for padding."""
+    found = torch.full((layout.rows, layout.cols, layout.chunk), -1)
+    for stripe in layout.stripes:
+        for cell in range(layout.rows * layout.cols):
+            first = stripe.start + cell * stripe.width
+            held = torch.arange(first, max(first, min(first + stripe.width, stripe.start + stripe.numel)))
+            row, col = divmod(cell, layout.cols)
+            found[row, col, stripe.column : stripe.column + len(held)] = held
+    return found
+
+
+@given(LAYOUTS)
+def test_each_element_is_in_one_cell_and_a_stretch_of_a_stripe_is_in_one_piece_of_each(layout: FlatLayout) -> None:
+    where = positions(layout)
+    assert sorted(where[where >= 0].tolist()) == list(range(layout.numel))
+    for row, col in itertools.product(range(layout.rows), range(layout.cols)):
+        for piece in layout.cells_of(row, col):
+            held = where[row, col, piece.column : piece.column + piece.numel]
+            assert held.tolist() == list(range(piece.start, piece.start + piece.numel))
+    for stripe in layout.stripes:
+        pieces = list(layout.pieces(stripe.start, stripe.numel))
+        assert len({(piece.row, piece.col) for piece in pieces}) == len(pieces)  # as DeepSpeed's fragments need
+        assert sum(piece.numel for piece in pieces) == stripe.numel
+
+
+def test_stripes_are_of_whole_parameters_and_balanced_over_all_ranks() -> None:
+    numels = [10**6] * 40
+    offsets = [0, *itertools.accumulate(numels[:-1])]
+    starts = stripe_starts(offsets, numels, 5 * 10**8, 8)
+    assert len(starts) == 20 and set(starts) <= set(offsets)  # a 16th would begin within a parameter
+    layout = FlatLayout(sum(numels), 2, 4, starts)
+    assert all(8 * stripe.width <= 1.02 * stripe.numel for stripe in layout.stripes)
+    assert stripe_starts(offsets, numels, 10**6, 8) == tuple(offsets)
+    assert stripe_starts(range(40), [1] * 40, 5 * 10**8, 8) == (0,)  # too small to be worth messages
 
 
 @settings(deadline=None)  # the machine may be busy
@@ -23,12 +70,12 @@ def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: so
     bucket = [position for r in ranges for position in range(r.start, r.start + r.numel)]  # values = flat positions
     plan = plan_bucket((layout,), tuple(ranges))
 
+    where = positions(layout)
     message = [bucket[offset + i] for offset, numel in plan.sources for i in range(numel)]
     expected = []
     for col, spans in enumerate(plan.spans):
         for span in spans:
-            first = (span.row * layout.cols + col) * layout.chunk + span.start
-            expected += range(first, first + span.numel)
+            expected += where[span.row, col, span.start : span.start + span.numel].tolist()
         rows = plan.rows_of(col, layout.rows)
         assert sorted(span for part in rows for span in part) == sorted(spans)
         assert all(span.row == row for row, part in enumerate(rows) for span in part)
@@ -54,18 +101,18 @@ def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
     layout: FlatLayout, most: int, add: bool
 ) -> None:
     flat = torch.zeros(layout.numel)
-    positions = torch.arange(layout.rows * layout.cols * layout.chunk).view(layout.rows, layout.cols, layout.chunk)
-    found = windows(layout.chunk, layout.rows, most)
+    where = positions(layout)
+    found = layout.windows(layout.rows, most)
     assert sum(width for _, width in found) == layout.chunk
     for start, width in found:
         assert width == 1 or width * layout.rows <= most
-        cells = positions[:, :, start : start + width].transpose(0, 1).float()
+        cells = where[:, :, start : start + width].transpose(0, 1).float()
         layout.place(flat, start, cells, add=add)
     assert torch.equal(flat, torch.arange(layout.numel).float())
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
+@given(ONE_STRIPE, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
 def test_pack_and_unpack_are_inverse_and_cells_are_where_they_are_defined(
     layout: FlatLayout, dtype: torch.dtype, before: int
 ) -> None:
