@@ -98,13 +98,8 @@ class Stage12States(StripedPartitions):
         return found
 
     def _from_zeros_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's state dict with the partitions of this optimizer's layout. Collective, as ``state_dict``.
-
-        Elastic ones (``elastic_checkpoint``) that are loaded as such stay: the parent puts all ranks' together.
-        """
-        base = state[BASE_OPTIMIZER_STATE]
-        if self.elastic_checkpoint and not isinstance(base, dict):
-            return dict(state)
+        """Return this rank's state dict with partitions of this optimizer's layout. Collective as ``state_dict``."""
+        base = state[BASE_OPTIMIZER_STATE]  # elastic ones have a list
         weights, paddings = list(state[SINGLE_PARTITION_OF_FP32_GROUPS]), list(state[GROUP_PADDINGS])
         states = dict(enumerate(base)) if not isinstance(base, dict) else dict(base["state"])
         for group in self._striped:

@@ -30,6 +30,7 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NIG", "paro_group_size": 2.0}, "got 2.0 of type float"),
     ({"paro_strategy": "NIG", "paro_group_size": True}, "got True of type bool"),
     ({"paro_strategy": "NIG", "paro_group_size": "auto"}, "got 'auto'"),
+    ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
     (
         {"paro_strategy": "NIG", "stage": 3},
         "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
@@ -69,7 +70,7 @@ def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -
 
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the table of keys."""
-    assert KEYS == ("paro_strategy", "paro_group_size")
+    assert KEYS == ("paro_strategy", "paro_group_size", "paro_overlap_updates")
     assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file", "paro_micro_step_seconds")
     assert (*KEYS, *OF_FASTEST, "stage3_leaf_bytes") == OURS
     assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")

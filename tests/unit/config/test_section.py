@@ -34,7 +34,8 @@ def test_each_form_of_config(ranks: Any, tmp_path: Path, form: str) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config(**section)), encoding="utf-8")
     for answer in ranks(4).run(parsed_zero_config, form, section, str(file)):
-        assert answer == ("ParoZeroConfig", {"stage": 2, "overlap_comm": False, **section}, {"stage": 2, **section})
+        fields = {"stage": 2, "overlap_comm": False, "paro_overlap_updates": False, **section}
+        assert answer == ("ParoZeroConfig", fields, {"stage": 2, **section})
 
 
 def test_the_callers_dict_says_the_stage(ranks: Any) -> None:
