@@ -17,7 +17,7 @@ Note [What runs when]
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -273,11 +273,6 @@ class Stage12Optimizer(Stage12States):
         """Return the parent's norm over its group; see ``_global_norm``."""
         parents = super().scaled_global_norm
         return self._global_norm(lambda: parents(norm_type))
-
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-        """Take the step, once the parameters of the one before have arrived."""
-        self.updates.drain()
-        return super().step(closure)
 
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished."""

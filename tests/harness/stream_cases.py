@@ -66,6 +66,7 @@ class Options:
 
 
 _OVERLAP = {"overlap_comm": True}
+_AHEAD = {"paro_overlap_updates": True}
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
@@ -77,10 +78,10 @@ _PIPE = pipelines.Pipe(steps=2, zero=SMALL, config=WITHOUT_TIMER, groups=2, froz
 BY_HAND = "by hand"
 OPTIONS = {
     "defaults": Options(),
-    "plain": Options(BOTH_STAGES, job=_PLAIN, gathering=False),
+    "plain": Options(BOTH_STAGES, _AHEAD, _PLAIN, gathering=False),
     "overlap": Options(REPLICATED, {**_OVERLAP, "reduce_bucket_size": 600}),  # buffers of several gradients
     "no overlap": Options(ALL, {"overlap_comm": False}, replace(_BF16, boundary="step")),
-    "every micro-step": Options(ALL, _OVERLAP, _EVERY, saving=True),
+    "every micro-step": Options(ALL, {**_OVERLAP, **_AHEAD}, _EVERY, saving=True),
     "bf16": Options(BOTH_STAGES, _OVERLAP, replace(_BF16, boundary="user")),
     "fp16": Options(ALL, _OVERLAP, replace(_JOB, dtype="fp16", overflow=((3, 1),), steps=3)),
     "no buffers": Options(BOTH_STAGES, {**_OVERLAP, "contiguous_gradients": False, "reduce_scatter": False}),
@@ -98,7 +99,7 @@ OPTIONS = {
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
-    "pipeline, fp16": Options(("NIG", "IIG"), _OVERLAP, pipe=replace(_PIPE, dtype="fp16")),
+    "pipeline, fp16": Options(("NIG", "IIG"), {**_OVERLAP, **_AHEAD}, pipe=replace(_PIPE, dtype="fp16")),
     "pipeline, LoCo": Options(("NGG", "IIG", "GGG"), {**_OVERLAP, "zeropp_loco_param": {}}, pipe=_PIPE),
     "pipeline, offload": Options(BOTH_STAGES, {**_OVERLAP, **_OFFLOAD}, pipe=replace(_PIPE, optimizer="Adam")),
 }

@@ -25,6 +25,7 @@ FOUND = {
     "comm/schedule.py:Started.advance:wait": ("NGG", "overlap"),
     "comm/schedule.py:Started.finish:complete": ("IIG", "every micro-step"),
     "comm/schedule.py:Started.finish:follow": ("IIG", "plain"),
+    "comm/schedule.py:Started.wait:follow": ("NIG", "plain"),
     "comm/schedule.py:_Relayed.__init__:wait_stream": ("IIG", "plain"),
     "comm/schedule.py:_Relayed.__init__:complete": ("IIG", "plain"),
     "comm/schedule.py:Schedule.submit:follow": ("NGG", "overlap"),
@@ -39,7 +40,8 @@ FOUND = {
     "zero/crossing.py:CrossingBucket.pack:follow": ("IGG", "chunks"),
     "zero/gathers.py:Gather.wait:finish": ("GGG", "plain"),
     "zero/gradients.py:Gradients.drain:drain": ("NIG", "plain"),
-    "zero/gradients.py:SlicedGradients.finish:drain": ("NIG", "plain"),
+    "zero/flat_gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
+    "zero/flat_gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
     "zero/optimizer.py:ParoOptimizer._finish_buckets:drain": ("NIG", "plain"),
     "zero/parameters.py:PartitionedParameters._send:_wait_for_updates": ("IIG", "plain"),
     "zero/parameters.py:PartitionedParameters._all_gather:wait": ("GGG", "units"),
@@ -55,7 +57,6 @@ FOUND = {
     "zero/stage12.py:Stage12Optimizer._sync_gradients:_finish_buckets": ("NIG", "plain"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:finish": ("NIG", "offload"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:_wait_for_reductions": ("NNG", "pipeline, overlap"),
-    "zero/stage12.py:Stage12Optimizer._gather_parameters:drain": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_stream": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_stream 2": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer._reduction_stream:record_stream": ("NIG", "pipeline, offload"),
@@ -71,7 +72,12 @@ FOUND = {
     "zero/stage3.py:Stage3Optimizer._reduction_stream:wait_stream": ("GNG", "plain"),
     "zero/stage3.py:Stage3Optimizer._wait_for_reductions:wait_stream": ("IIG", "plain"),
     "zero/stage3_states.py:Stage3States.checkpoint_event_epilogue:complete": ("IIG", "every micro-step"),
+    "zero/updates.py:Updates.drain:drain": ("NIG", "every micro-step"),
+    "zero/updates.py:Updates.start:drain 2": ("NGG", "overlap"),
+    "zero/updates.py:Updates.wait_for:drain": ("NIG", "every micro-step"),
+    "zero/updates.py:Updates.wait_for:wait": ("NIG", "plain"),
 }
+_ARRIVED = "modules have waited for what they use before"
 _GLOO = "for gloo alone, where it has the host wait"
 _ALONE = "tests/unit/comm/test_schedule.py finds it"
 _MEASURES = "measures time; nobody reads what it brings"
@@ -87,6 +93,7 @@ UNFOUND = {
     "comm/pairwise.py:PairwiseHandles.wait:wait": _GLOO,
     "comm/schedule.py:_Relayed._resume:follow": _ALONE,
     "comm/schedule.py:_Relayed._arrive:follow": _ALONE,
+    "comm/schedule.py:Started.wait:complete": "a relay has been given all of it before",
     "comm/schedule.py:_InBackground.advance:wait": _THREAD,
     "comm/schedule.py:_InBackground.complete:wait": _THREAD,
     "comm/schedule.py:_Completed.complete:wait": _THREAD,
@@ -105,6 +112,7 @@ UNFOUND = {
     "zero/slices.py:Slices.gather_updates:drain": "nothing is under way behind a step, which has waited before",
     "zero/slices.py:Slices.drain:finish": _LATER,
     "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_event": "streams with events are also waited for",
+    "zero/stage12.py:Stage12Optimizer.independent_gradient_partition_epilogue:drain": _ARRIVED,
     "zero/stage12_states.py:Stage12States.offload_states:_finish_buckets": _HOST,
     "zero/stage3.py:Stage3Optimizer.independent_gradient_partition_epilogue:_finish_buckets": (
         "what reads gradients between micro-steps waits by itself"
@@ -119,6 +127,8 @@ UNFOUND = {
     ),
     "zero/stage3_states.py:Stage3States.offload_states:drain": _HOST,
     "zero/stage3_states.py:Stage3States.offload_states:_finish_buckets": _HOST,
+    "zero/updates.py:Updates.start:drain": _ARRIVED,
+    "zero/updates.py:wait_for_updates:drain": "tests/unit/zero/test_overlap.py finds it",
 }
 
 
