@@ -92,11 +92,17 @@ class Hop:
     Args:
         group: process group of ``size`` ranks, of which this is number ``rank``; None for all ranks.
         name: for the comms logger's records and profilers' traces: intra_all_gather, inter_reduce_scatter, ...
+
+    Attributes:
+        pairwise: whether other threads may start communications over the same group; see ``is_pairwise``.
     """
+
+    pairwise = False
 
     def __init__(self, group: ProcessGroup | None, name: str = "hop") -> None:
         self.collectives = Collectives(group, name)
         self.multiple = self.collectives.multiple
+        self.pairwise = self.collectives.pairwise
 
     @property
     def size(self) -> int:

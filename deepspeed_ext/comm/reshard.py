@@ -23,14 +23,14 @@ class _Reshard:
 
     Attributes:
         multiple: elements; parts of buckets are cheapest to send if they are multiples of it.
-        pairwise: whether other threads may start communications over the same groups; see ``is_pairwise``.
+        pairwise: as of both hops.
     """
 
     def __init__(self, intra: Hop, inter: Hop) -> None:
         self.cols, self.col = intra.size, intra.rank
         self.rows, self.row = inter.size, inter.rank
         self.multiple = max(intra.multiple, inter.multiple)
-        self.pairwise = intra.collectives.pairwise and inter.collectives.pairwise
+        self.pairwise = intra.pairwise and inter.pairwise
 
 
 class ParameterReshard(_Reshard):
