@@ -286,9 +286,13 @@ class Schedule:
         Those before it are completed first: ranks may ask for results in different orders, but what is started later
         on the way to them must be in one.
         """
-        while started in self._open:
-            self._open.popleft().complete()
+        self._complete_up_to(started)
         return started.finish()
+
+    def wait(self, started: Started) -> None:
+        """Have the current stream come behind what a transfer of this schedule delivers by itself; see ``finish``."""
+        self._complete_up_to(started)
+        started.wait()
 
     def drain(self) -> None:
         """Complete all transfers: hop by hop over all of them, so that they overlap to the end.
@@ -312,6 +316,10 @@ class Schedule:
         if self._background is not None:
             self._completed.clear()
             self._background.forget()
+
+    def _complete_up_to(self, started: Started) -> None:
+        while started in self._open:
+            self._open.popleft().complete()
 
     def _advance(self, some: Iterable[Started]) -> None:
         """Move transfers on by one hop, in their order; what is complete is let go."""

@@ -83,7 +83,7 @@ class FlatGradients(Gradients):
         added: Callable[[], None] = lambda: None,
     ) -> None:
         arrives = Placement.G if strategy.g == Placement.G else Placement.I
-        super().__init__(reshard, strategy.os, arrives, overlap, relayed, completed=True)
+        super().__init__(reshard, strategy.os, arrives, overlap, relayed, completed=reshard.pairwise)
         self.layouts = tuple(layouts)
         self._mean = mean
         self._dtype = dtype
@@ -92,7 +92,7 @@ class FlatGradients(Gradients):
         self._windows = windows
         self._order = StaticOrder(window.members for window in windows)
         self._crosses_in = crosses_in
-        self._crosses = Schedule(overlap, relayed, background=True)
+        self._crosses = Schedule(overlap, relayed, background=reshard.pairwise)
         self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
 
     def reduce(

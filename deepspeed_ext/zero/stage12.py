@@ -120,6 +120,7 @@ class Stage12Optimizer(Stage12States):
             self._place_window,
             self.overlap_comm,
             overlap_updates and strategy.os != Placement.N,
+            self._parameter_reshard.pairwise,
         )
 
     # Buckets: N -> g ##############################################################################

@@ -64,6 +64,7 @@ class Updates:
         place: puts what one brings where it belongs.
         overlap: whether windows may overlap each other.
         ahead: whether a step ends before they have arrived; see Note [Updates under the forward].
+        threads: whether a thread of the host may take them then, where there are no streams.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class Updates:
         place: Callable[[Window, Tensor], None],
         overlap: bool,
         ahead: bool,
+        threads: bool = False,
     ) -> None:
         self._windows = windows
         self._gather = gather
         self._place = place
         self.ahead = ahead
-        self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead)
+        self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead and threads)
         self._started: list[Started] = []
         self._hooks: list[Any] = []
         if ahead:
@@ -104,7 +106,7 @@ class Updates:
         if number >= len(self._started):
             self.drain()
         else:
-            self._started[number].wait()  # they arrive in order
+            self._schedule.wait(self._started[number])  # they arrive in order
 
     def drain(self) -> None:
         """Have the current stream come behind the arrival of all windows."""
