@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.zero.static_order import StaticOrder
@@ -47,18 +48,25 @@ class BoundaryUnits:
     reentrantly. It must not leave before the last one, of which nothing tells. So in the first step of a run nothing
     leaves early; a parameter that has had several then holds its unit back until the boundary ever after.
 
+    A parameter that no rank has used in that step would hold back all that comes behind it: from then on its unit is
+    among the last. That changes the order of units, and not what they hold: no sum depends on it, and no kept error.
+
     Args:
         units: of ``units_of``.
         name: gives the name of a parameter.
     """
 
     def __init__(self, units: Sequence[BoundaryUnit], name: Callable[[ZeroParameter], str]) -> None:
-        self._units = units
         self._name = name
-        self._order = StaticOrder([param.ds_id for param in unit if param.ds_numel] for unit in units)
         self._had: set[int] = set()  # ds_ids with a gradient of this backward ...
         self._several: set[int] = set()  # ... and with several ones, ever
+        self._used: set[int] = set()  # with one in the first step
         self._learned = False
+        self._arrange(units)
+
+    def _arrange(self, units: Iterable[BoundaryUnit]) -> None:
+        self._units = list(units)
+        self._order = StaticOrder([param.ds_id for param in unit if param.ds_numel] for unit in self._units)
 
     @property
     def begun(self) -> bool:
@@ -83,6 +91,8 @@ class BoundaryUnits:
             if param.ds_id in self._had:
                 self._several.add(param.ds_id)
             self._had.add(param.ds_id)
+            if not self._learned:
+                self._used.add(param.ds_id)
             if self._learned and param.ds_id not in self._several:
                 left += self._order.ready(param.ds_id)
         return [self._units[number] for number in left]
@@ -92,12 +102,22 @@ class BoundaryUnits:
         self._had.clear()
         return [self._units[number] for number in self._order.rest()]
 
-    def clear(self, stepped: bool) -> None:
-        """Begin anew.
+    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Take the first step as it was; from now on units leave early.
 
         Args:
-            stepped: whether a whole accumulation has been seen.
+            largest: gives the largest of all ranks' values, each by itself.
         """
-        self._learned |= stepped
+        if self._learned or not self._units:
+            return
+        params = [param for unit in self._units for param in unit]
+        used = largest(torch.tensor([float(param.ds_id in self._used or not param.ds_numel) for param in params]))
+        idle = {param.ds_id for param, by_any in zip(params, used.tolist(), strict=True) if not by_any}
+        self._arrange(sorted(self._units, key=lambda unit: any(param.ds_id in idle for param in unit)))
+        self._learned = True
+        self._used.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
         self._had.clear()
         self._order.clear()

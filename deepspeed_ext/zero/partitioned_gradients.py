@@ -144,12 +144,17 @@ class PartitionedGradients(Gradients):
         """Drop what has been accumulated."""
         if self._units.begun:  # a backward was given up
             self.drain()
-        self._units.clear(stepped=self.begun and self._finished)
+        self._units.clear()
         self._uncrossed.clear()
         if self._crossing is not None:
             self._crossing.clear()
         self._whole.clear()
         self.begun = False
+
+    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Take the first step of which the last micro-batch was known; see ``BoundaryUnits``. Collective, once."""
+        if self._leaves_early:
+            self._units.learn(largest)
 
     # In a micro-step: N -> g ##########################################################################
 
@@ -250,7 +255,7 @@ class PartitionedGradients(Gradients):
         """Drop what has been accumulated, and what is on the wire."""
         super().drop()
         self._crosses.drop()
-        self._units.clear(stepped=False)
+        self._units.clear()
         self.forget()
 
     def _begin(self) -> None:

@@ -18,6 +18,7 @@ Note [What runs when, parameters sharded]
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
+from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
@@ -81,6 +83,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self._reduce_by(slots.gradient_reshard(reductions, reduce_scatter))
         self._overlap = overlap_comm
         self._waiting = False
+        self._last_was_known = False  # whether the last micro-batch is known before its backward
         super().__init__(
             *args,
             dp_process_group=topology.shard_group(strategy.os),
@@ -151,6 +154,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.parameters.drain()
         if self._waiting:  # the caller has declared the boundary after the last backward only
             self._sync_gradients()
+        if self._last_was_known:
+            self.gradients.learn(partial(largest, group=self.topology.world))
         self.gradients.forget()
         super()._pre_step()
 
@@ -162,6 +167,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         if self.strategy.g == Placement.N:
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
+        dtypes = list(self.ipg_buckets)
         self.gradients = PartitionedGradients(
             [param for group in self.fp16_groups for param in group],
             self.parameters.layout,
@@ -172,7 +178,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self._overlap,
             not self.offload_optimizer or self.offload_optimizer_pin_memory,
             dtype_of=self.get_param_comm_dtype,
-            dtype=self._dtype_of_mixtures(),
+            dtype=dtypes[0] if len(dtypes) == 1 else torch.float32,  # several with torch.autocast
             by_host=bool(self.offload_optimizer) and self._gradient_stream is not None,
             name=lambda param: self.param_names[param],
         )
@@ -189,11 +195,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             device = get_accelerator().current_device_name()
             self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, device))
             self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
-
-    def _dtype_of_mixtures(self) -> torch.dtype:
-        """Return the dtype on the wire of what mixes parameters: fp32 where those have several (torch.autocast)."""
-        dtypes = list(self.ipg_buckets)
-        return dtypes[0] if len(dtypes) == 1 else torch.float32
 
     def _drop_shard(self) -> None:
         """Drop the shard: with g = N there is none beside whole gradients."""
@@ -293,7 +294,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         with self._reduction_stream():
             self.gradients.end_backward()
         self._waiting = True
-        if self.is_gradient_accumulation_boundary():
+        self._last_was_known = self.is_gradient_accumulation_boundary()
+        if self._last_was_known:
             self._sync_gradients()
         elif self.gradients.has_left and not self.flush_follows:
             raise self._boundary_taken_back()
