@@ -11,7 +11,8 @@ Note [Rows]
 
     The slices of the trainable parameters of a sub-group make one block, (k, elements of the sub-group): row j of it
     is the sub-group's flat partition, the all-gather runs in place, without a buffer. It is started after the step
-    and waited for when a parameter of the block is first used.
+    and waited for when a parameter of the block is first used. Where a thread of the host runs transfers, blocks come
+    one after the other, and gathers for use, which wait for them, are run by another thread.
 """
 
 import math
