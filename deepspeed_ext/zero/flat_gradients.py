@@ -89,8 +89,8 @@ class FlatGradients(Gradients):
         self._dtype = dtype
         self._shard = shard
         self._added = added
-        self._windows = windows
-        self._order = StaticOrder(window.members for window in windows)
+        self._arrange(windows)
+        self._used: set[int] | None = set()  # parameters with a gradient in the first step, until it has been seen
         self._crosses_in = crosses_in
         self._crosses = Schedule(overlap, relayed, background=reshard.pairwise)
         self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
@@ -106,6 +106,8 @@ class FlatGradients(Gradients):
             dtype: on the wire.
             complete: parameters of which nothing more comes before the boundary; as in ``windows``.
         """
+        if self._used is not None:
+            self._used.update(complete)
         plan = plan_bucket(self.layouts, ranges)
         self._schedule.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
@@ -132,6 +134,25 @@ class FlatGradients(Gradients):
     def has_left(self) -> bool:
         """Whether something of this accumulation is on its way as if it were complete."""
         return self._order.begun
+
+    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Have windows with parameters that no rank used in the first step be the last from now on: such a parameter
+        would hold back all that comes behind it. No sum depends on the order. Collective, once.
+
+        Args:
+            largest: gives the largest of all ranks' values, each by itself.
+        """
+        if self._used is None or self._arrives == Placement.G or not self._crosses.unattended:
+            return
+        members = sorted({place for window in self._windows for place in window.members})
+        used = largest(torch.tensor([float(place in self._used) for place in members]))
+        idle = {place for place, by_any in zip(members, used.tolist(), strict=True) if not by_any}
+        self._arrange(sorted(self._windows, key=lambda window: not idle.isdisjoint(window.members)))
+        self._used = None
+
+    def _arrange(self, windows: Sequence[Window]) -> None:
+        self._windows = windows
+        self._order = StaticOrder(window.members for window in windows)
 
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""

@@ -50,6 +50,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     gradients: Gradients
     _gradient_reshard: GradientReshard
     _stepping = False
+    _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
     _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
     _over_replicas = False  # whether what is reduced over the parts is so over the replicas as well
     _put_off: bool | None = None  # whether a sum over the parts was asked for; None where it is taken at once

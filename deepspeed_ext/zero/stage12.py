@@ -19,6 +19,7 @@ Note [What runs when]
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_norm_dtype
 from torch import Tensor, nn
 
+from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import Range
 from deepspeed_ext.comm.packing import aligned
@@ -212,6 +214,7 @@ class Stage12Optimizer(Stage12States):
     def independent_gradient_partition_epilogue(self) -> None:
         """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         boundary = self.is_gradient_accumulation_boundary()
+        self._last_was_known = boundary or self.flush_follows
         self.updates.drain()
         self.reduce_ipg_grads()
         if boundary:
@@ -259,6 +262,8 @@ class Stage12Optimizer(Stage12States):
         for group in [] if self._gradient_reshard.inter.keeps_zeros else range(len(self.layouts)):
             for start, length in self.padding(group):
                 self._shard(group)[start : start + length].zero_()
+        if self._last_was_known:
+            self.gradients.learn(partial(largest, group=self.topology.world))
         self.complete_gradients()
         if self.cpu_offload:
             self._measure_host_shards()

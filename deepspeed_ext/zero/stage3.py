@@ -83,7 +83,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self._reduce_by(slots.gradient_reshard(reductions, reduce_scatter))
         self._overlap = overlap_comm
         self._waiting = False
-        self._last_was_known = False  # whether the last micro-batch is known before its backward
         super().__init__(
             *args,
             dp_process_group=topology.shard_group(strategy.os),
@@ -294,8 +293,9 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         with self._reduction_stream():
             self.gradients.end_backward()
         self._waiting = True
-        self._last_was_known = self.is_gradient_accumulation_boundary()
-        if self._last_was_known:
+        boundary = self.is_gradient_accumulation_boundary()
+        self._last_was_known = boundary or self.flush_follows
+        if boundary:
             self._sync_gradients()
         elif self.gradients.has_left and not self.flush_follows:
             raise self._boundary_taken_back()
