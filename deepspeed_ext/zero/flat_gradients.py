@@ -124,8 +124,16 @@ class FlatGradients(Gradients):
             layout, device = self.layouts[buffer], get_accelerator().current_device_name()
             self.slices[buffer] = torch.zeros(layout.rows, layout.chunk, dtype=self._dtype, device=device)
 
+    def prepare_crossing(self) -> None:
+        """Make what windows need that cross before the boundary, on the current stream."""
+        if self._arrives == Placement.I and self._crosses.unattended:
+            for buffer in range(len(self.layouts)):
+                self.prepare(buffer)
+                if self._os != Placement.N:
+                    self._shard(buffer)
+
     def prepare_all(self) -> None:
-        """Make what crossing needs: of all flat buffers, for ranks may have used different parameters."""
+        """Make what the boundary needs: of all flat buffers, for ranks may have used different parameters."""
         for buffer in range(len(self.layouts)):
             self._shard(buffer)
             self.prepare(buffer)

@@ -161,7 +161,7 @@ class Stage12Optimizer(Stage12States):
         complete: list[int] = []
         if self._is_last_backward:
             complete += [self._places[id(self.bit16_groups[group][index])] for group, index, _ in params]
-            self.gradients.prepare_all()
+            self.gradients.prepare_crossing()
         for group in {entry[0] for entry in params}:
             self.gradients.prepare(group)
         with self._reduction_stream(self.ipg_buckets[dtype], freed):

@@ -14,17 +14,21 @@ WITH_STREAMS = ("NGG", "NIG", "ING", "III", "IGG", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
 COMMON = {
     "flat_gradients.py:reduce": "NGG",
-    "gradients.py:finish": "NIG",
-    "stage12.py:_gather_parameters": "NGG",
+    "flat_gradients.py:_cross": "NIG",
+    "updates.py:start": "NGG",
     "partitioned_gradients.py:reduce": "GGG",
     "partitioned_gradients.py:_cross": "IGG",
+    "partitioned_gradients.py:_cross_unit": "III",
+    "partitioned_gradients.py:reduce_units": "ING",
     "slices.py:_gather_slices": "IGG",
 }
 WAITS = {  # by whether the device has streams
     False: {
         **COMMON,
+        "flat_gradients.py:finish": "NIG",
         "gradients.py:drain": "NGG",
         "partitioned_gradients.py:end_backward": "IGG",
+        "partitioned_gradients.py:finish": "GIG",
         "partitioned_gradients.py:drain": "GGG",
         "gathers.py:wait": "GGG",
         "slices.py:_wait_for_updates": "IGG",
