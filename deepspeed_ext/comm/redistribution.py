@@ -10,7 +10,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.layout import FlatLayout, Piece
+from deepspeed_ext.comm.layout import FlatLayout
+
+_Places = list[list[tuple[int, int]]]  # for each rank (start, numel) in a chunk
+_MOST = 1 << 24  # elements that a rank sends at a time, on average
 
 
 class Redistribution:
@@ -25,10 +28,11 @@ class Redistribution:
         self._group = group
         self._length = target.chunk
         own = dist.get_rank(group=group)
-        numel = min(source.numel, target.numel)
         # Both sides list what they exchange in the order of the flat buffer.
-        self._sent = _shared(source, target, own, numel)
-        self._received = _shared(target, source, own, numel)
+        self._stretches = [
+            (_shared(source, target, own, *stretch), _shared(target, source, own, *stretch))
+            for stretch in _stretches(min(source.numel, target.numel), source.rows * source.cols)
+        ]
 
     def move(self, chunk: Tensor) -> Tensor:
         """Return this rank's chunk of the target, with zeros for padding, on the device of ``chunk``. Collective.
@@ -36,35 +40,43 @@ class Redistribution:
         Args:
             chunk: 1D, this rank's chunk of the source.
         """
-        on_device = chunk.to(get_accelerator().current_device_name())
-        sent = [on_device.narrow(0, *place) for places in self._sent for place in places]
-        packed = torch.cat(sent) if sent else on_device.new_empty(0)
-        splits = [sum(numel for _, numel in places) for places in self._received]
-        arrived = on_device.new_empty(sum(splits))
+        moved = chunk.new_zeros(self._length)
+        for sent, received in self._stretches:
+            self._exchange(chunk, sent, moved, received)
+        return moved
+
+    def _exchange(self, chunk: Tensor, sent: _Places, moved: Tensor, received: _Places) -> None:
+        parts = [chunk.narrow(0, *place) for places in sent for place in places]
+        packed = torch.cat(parts) if parts else chunk.new_empty(0)
+        packed = packed.to(get_accelerator().current_device_name())
+        splits = [sum(numel for _, numel in places) for places in received]
+        arrived = packed.new_empty(sum(splits))
         dist.all_to_all_single(
             arrived,
             packed,
             output_split_sizes=splits,
-            input_split_sizes=[sum(numel for _, numel in places) for places in self._sent],
+            input_split_sizes=[sum(numel for _, numel in places) for places in sent],
             group=self._group,
         )
-        moved = on_device.new_zeros(self._length)
         offset = 0
-        for start, numel in (place for places in self._received for place in places):
+        for start, numel in (place for places in received for place in places):
             moved.narrow(0, start, numel).copy_(arrived.narrow(0, offset, numel))
             offset += numel
-        return moved.to(chunk.device)
 
 
-def _shared(mine: FlatLayout, others: FlatLayout, own: int, numel: int) -> list[list[tuple[int, int]]]:
-    """Return for each rank which parts (start, numel) of chunk ``own`` of ``mine`` are in its chunk of ``others``."""
-    places: list[list[tuple[int, int]]] = [[] for _ in range(mine.rows * mine.cols)]
+def _stretches(numel: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield stretches (start, end) of a flat buffer, of which no rank sends much at a time."""
+    length = _MOST * ranks
+    for start in range(0, numel, length):
+        yield start, min(start + length, numel)
+
+
+def _shared(mine: FlatLayout, others: FlatLayout, own: int, start: int, end: int) -> _Places:
+    """Return for each rank which parts of chunk ``own`` of ``mine`` are in its chunk of ``others``, in a stretch."""
+    places: _Places = [[] for _ in range(mine.rows * mine.cols)]
     for piece in mine.cells_of(*divmod(own, mine.cols)):
-        for part in _clipped(others, piece, numel):
+        first = max(piece.start, start)
+        for part in others.pieces(first, max(0, min(piece.start + piece.numel, end) - first)):
             column = piece.column + part.start - piece.start
             places[part.row * others.cols + part.col].append((column, part.numel))
     return places
-
-
-def _clipped(layout: FlatLayout, piece: Piece, numel: int) -> Iterator[Piece]:
-    return layout.pieces(piece.start, max(0, min(piece.numel, numel - piece.start)))

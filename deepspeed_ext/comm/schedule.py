@@ -26,11 +26,13 @@ Note [Relays]
     at once, and the host waits where more are under way than relays would take.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import comms_logger
 from torch import Tensor
 
 from deepspeed_ext.comm.background import Background, Job
@@ -210,6 +212,11 @@ class _Completed(Started):
         self._job.wait()
 
 
+def _host_waits() -> bool:
+    """Whether the host waits for each communication, whoever starts it: a setting of the job."""
+    return comms_logger.enabled or os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "1"
+
+
 class Schedule:
     """Transfers in flight. All ranks start the same communications in the same order.
 
@@ -238,7 +245,7 @@ class Schedule:
     @property
     def unattended(self) -> bool:
         """Whether transfers come to their end though nobody waits, so that ranks may submit them at any times."""
-        return self._relayed or (self._whole and self._background is not None)
+        return (self._relayed and not _host_waits()) or (self._whole and self._background is not None)
 
     def submit(self, transfer: Transfer, deliver: Deliver, reuses: bool = True) -> None:
         """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it.

@@ -116,6 +116,11 @@ class ShardedPipelineEngine(PipelineEngine):
             )
         module.activation_checkpoint_func = functools.partial(torch_checkpoint, use_reentrant=False)
 
+    def train_batch(self, data_iter: Any = None) -> Any:
+        """Train on a batch, as DeepSpeed does."""
+        self._backwards = 0  # the one before may have ended by an exception
+        return super().train_batch(data_iter)
+
     # Instructions of the schedule #####################################################################
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
@@ -154,7 +159,6 @@ class ShardedPipelineEngine(PipelineEngine):
 
     def _exec_reduce_grads(self) -> None:
         """Flush: g -> os, and the sum over stages for tied weights."""
-        self._backwards = 0
         self._force_grad_boundary = True
         try:
             if self.zero_optimization_partition_gradients():

@@ -7,7 +7,7 @@ by it. So a rank's states are exchanged with those of other ranks where they are
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -27,16 +27,19 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
+from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.redistribution import Redistribution
 from deepspeed_ext.zero.flat_gradients import FlatGradients
 from deepspeed_ext.zero.regroup import sharded_otherwise
 from deepspeed_ext.zero.stage12_stripes import StripedPartitions
+from deepspeed_ext.zero.updates import Updates
 
 
 class Stage12States(StripedPartitions):
     """Such an optimizer, ``Stage12Optimizer``."""
 
     gradients: FlatGradients
+    updates: Updates
 
     # In ZeRO's order ################################################################################
 
@@ -50,6 +53,9 @@ class Stage12States(StripedPartitions):
     def _in_zeros_order(self) -> Iterator[None]:
         """Have the parent see, in this context, partitions as they are in ZeRO's order."""
         striped = self._striped
+        for group in striped:
+            held = self.single_partition_of_fp32_groups[group]
+            _require_one_value_per_element(self.optimizer.state[held], {held.numel()})
         weights, paddings = list(self.single_partition_of_fp32_groups), list(self.groups_padding)
         with ExitStack() as stack:
             for group in striped:
@@ -107,6 +113,7 @@ class Stage12States(StripedPartitions):
             from_zeros = Redistribution(layout, self.layouts[group], self.dp_process_group)
             number = group if not isinstance(base, dict) else base["param_groups"][group]["params"][0]
             whole = {layout.chunk, weights[group].numel()}
+            _require_one_value_per_element(states.get(number, {}), whole)
             weights[group], paddings[group] = from_zeros.move(_filled(weights[group], layout.chunk)), 0
             mine = states.get(number, {})
             states[number] = {
@@ -159,15 +166,34 @@ class Stage12States(StripedPartitions):
             ValueError: see ``check_states``.
         """
         rank, states = dist.get_rank(group=self.dp_process_group), list(state_dict_list)
-        self.check_states(states[rank])
+        problem: ValueError | None = None
+        try:
+            self.check_states(states[rank])
+        except ValueError as error:
+            problem = error
+        if self._striped:  # shards are exchanged: nobody may be left alone
+            failed = bool(largest(torch.tensor([float(problem is not None)]), self.dp_process_group).item())
+            problem = problem or (sharded_otherwise("otherwise on another rank", "are not") if failed else None)
+        if problem is not None:
+            raise problem
         if self._striped and (load_optimizer_states or load_from_fp32_weights):
             states[rank] = self._from_zeros_order(states[rank])
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
+
+    def checkpoint_event_prologue(self) -> None:
+        """Have parameters arrive before the engine saves or loads them."""
+        self.updates.drain()
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Take the optimizer's weights from the model's, once these have arrived."""
+        self.updates.drain()
+        super()._restore_from_bit16_weights()
 
     # To the host and back ###########################################################################
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload DeepSpeed's states, and with its gradients our slices."""
+        self.updates.drain()
         self._finish_buckets()
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
@@ -177,6 +203,21 @@ class Stage12States(StripedPartitions):
         """Bring back what ``offload_states`` has moved."""
         super().reload_states(*args, **kwargs)
         self.gradients.to(get_accelerator().current_device_name())
+
+
+def _require_one_value_per_element(states: Mapping[str, Any], whole: Container[int]) -> None:
+    """Refuse states that cannot be exchanged between ranks element by element.
+
+    Raises:
+        ValueError: there are some, such as the scales of blocks.
+    """
+    for key, value in states.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.numel() not in whole:
+            raise ValueError(
+                f"The optimizer's state {key!r} has {value.numel()} elements, where each element of a parameter must "
+                f"have one of its own, for checkpoints to keep ZeRO's order. Set "
+                f"zero_optimization.round_robin_gradients to true: then the shards are ZeRO's own."
+            )
 
 
 def _filled(chunk: Tensor, numel: int) -> Tensor:

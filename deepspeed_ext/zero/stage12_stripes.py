@@ -85,8 +85,9 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         aligned = fill_up(numel, alignment)
         self.zeros_layouts.append(FlatLayout.of(aligned, self.strategy.os, self.topology))
         self.layouts.append(self.zeros_layouts[-1])
-        # In another order they would not be stretches of the model.
-        if not self.round_robin_gradients and not any(paddings):
+        # In another order they would not be stretches of the model. And bitsandbytes has scales for blocks of a shard.
+        blocks = type(self.optimizer).__module__.startswith("bitsandbytes")
+        if not (self.round_robin_gradients or any(paddings) or blocks):
             starts = stripe_starts(offsets, numels, self._stripe_bucket, self.topology.sizes.ranks)
             cells = self.layouts[-1].rows * self.layouts[-1].cols
             if len(starts) > 1 and cells > 1:

@@ -223,7 +223,10 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
             if not (self.gradients.begun or self.gradients.is_placeholder or self.offload_optimizer):
                 self._drop_shard()
-            left = self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype, self._is_last_backward)
+            last = self._is_last_backward
+            if last and self._gradient_stream is not None:  # which packs it; a model may compute on several streams
+                self._gradient_stream.wait_stream(get_accelerator().current_stream())
+            left = self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype, last)
             param.grad = None
             if left:
                 with self._reduction_stream():

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
@@ -52,6 +53,7 @@ class _BeforeUse:
             updates.wait_for(self._number)
 
     def __reduce__(self) -> tuple[type["_BeforeUse"], tuple[()]]:
+        self()  # the module's parameters are copied next
         return _BeforeUse, ()
 
 
@@ -89,6 +91,7 @@ class Updates:
     def start(self) -> None:
         """Gather all windows: have them arrive by themselves, or wait for them."""
         self.drain()
+        self._started.clear()
         for window in self._windows:
 
             def arrive(gathered: Tensor, window: Window = window) -> None:
@@ -112,7 +115,8 @@ class Updates:
         """Have the current stream come behind the arrival of all windows."""
         if self._started:
             self._schedule.drain()
-            self._started.clear()
+            if get_accelerator().is_synchronized_device():  # else other streams have to come behind it as well
+                self._started.clear()
 
     def watch(self, module: nn.Module, places: Mapping[int, int]) -> None:
         """Have the modules of a model wait for what they use.
@@ -124,7 +128,12 @@ class Updates:
         last = {place: number for number, window in enumerate(self._windows) for place in window.members}
         everything = _BeforeUse(self, len(self._windows))
         for used in module.modules():
-            numbers = [last[places[id(p)]] for p in used.parameters(recurse=False) if places.get(id(p)) in last]
+            # One that has parameters of its own may read those of its parts without calling them, as torch's
+            # MultiheadAttention does.
+            own = list(used.parameters(recurse=False))
+            parts = [part for part in used.children() if not any(part.children())] if own else []
+            read = own + [param for part in parts for param in part.parameters(recurse=False)]
+            numbers = [last[places[id(p)]] for p in read if places.get(id(p)) in last]
             if numbers:
                 self._hooks.append(used.register_forward_pre_hook(_BeforeUse(self, max(numbers)), prepend=True))
             self._hooks.append(used.register_state_dict_pre_hook(everything))
@@ -134,8 +143,8 @@ class Updates:
             self._hooks.append(module.register_forward_pre_hook(everything, prepend=True))
 
     def drop(self) -> None:
-        """Leave what is on its way, and the model alone."""
-        self._schedule.drop()
+        """Have what is on its way arrive, and leave the model alone."""
+        self.drain()
         self._started.clear()
         for hook in self._hooks:
             hook.remove()

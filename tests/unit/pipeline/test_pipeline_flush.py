@@ -145,7 +145,7 @@ def test_groups_are_crossed_once_a_step_and_buckets_stay_on_the_wire(ranks: Any)
     for found in ranks(8).run(collectives_case):
         inside, between, early, before_flush, open_transfers = found
         assert inside > 0 and between > 0
-        assert 0 < before_flush <= between  # under the backward of the last micro-batch; and what is left, at the flush
+        assert 0 < before_flush <= between  # under the last backward, and at the flush
         assert early == 0
         assert open_transfers > 0  # the last bucket of a micro-batch is not waited for at its end
 

@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
         ("NGG",),
     ),
     "first layers last": ({"skipped": ((1, 0), (2, 2), (3, 1)), "accumulation": 2}, True, ()),
+    "nobody uses the last layer": ({"skipped": tuple((number, 2) for number in range(3))}, True, ()),
     "boundaries of the user": ({"boundary": "user", "accumulation": 2}, True, ()),
     "boundaries in step": ({"boundary": "step", "accumulation": 2}, False, ("NNN", "NNI", "NNG")),
     "offload": ({"zero": {"offload_optimizer": {"device": "cpu"}}, "optimizer": "Adam"}, True, ()),
@@ -72,7 +73,7 @@ def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[s
     return rows
 
 
-READS = ("forward", "state_dict", "save", "gathered", "function", "load")
+READS = ("forward", "state_dict", "save", "gathered", "function", "offload", "restore", "copy", "destroy", "load")
 
 
 @pytest.mark.parametrize("strategy", ["NIG", "NII"])
@@ -84,6 +85,7 @@ def test_what_reads_parameters_waits_for_those_that_are_on_their_way(ranks: Any,
 
 def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
     """Whether parameters are stale before anything reads them, and for each way to read them whether it waits."""
+    import copy
     import threading
     from unittest import mock
 
@@ -129,6 +131,18 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
             elif way == "function":
                 deepspeed_ext.wait_for_updates()
                 seen = [p.detach().clone() for p in model.parameters()]
+            elif way == "offload":
+                engine.offload_states()
+                engine.reload_states()
+                seen = [p.detach().clone() for p in model.parameters()]
+            elif way == "restore":
+                engine.optimizer.refresh_fp32_params()
+                seen = [p.detach().clone() for p in model.parameters()]
+            elif way == "copy":
+                seen = [p.detach() for p in copy.deepcopy(model.layers).parameters()]
+            elif way == "destroy":
+                engine.destroy()
+                seen = [p.detach().clone() for p in model.parameters()]
             else:  # what is loaded stays
                 model.load_state_dict({key: torch.ones_like(value) for key, value in model.named_parameters()})
                 seen = [p.detach().clone() for p in model.parameters()]
@@ -142,8 +156,11 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
             wanted = list(model.layers[-1].state_dict().values())
         elif way == "save":
             wanted = list(model.state_dict().values())
+        elif way == "copy":
+            wanted = [p.detach() for p in model.layers.parameters()]
         else:
             wanted = [p.detach() for p in model.parameters()]
         found[way] = waited and all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
-        engine.destroy()
+        if way != "destroy":
+            engine.destroy()
     return stale, found

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed_ext.zero.boundary_units import BoundaryUnits, units_of
 from deepspeed_ext.zero.static_order import StaticOrder
+from deepspeed_ext.zero.updates import Updates
+from deepspeed_ext.zero.windows import Window
 
 pytestmark = pytest.mark.quick
 
@@ -39,6 +42,19 @@ def test_a_member_that_is_complete_twice_counts_once() -> None:
     order.clear()
     assert not order.begun and not order.has_left("a")
     assert order.ready("a") == [] and order.rest() == [0, 1]
+
+
+def test_a_module_waits_for_what_it_may_read_of_its_parts() -> None:
+    """torch's attention reads the weight of its last layer, and never calls that."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    places = {id(param): place for place, param in enumerate(model.parameters())}
+    windows = [Window(0, place, 1, frozenset([place])) for place in places.values()]
+    updates = Updates(windows, lambda window: iter(()), lambda window, cells: None, True, True)
+    updates.watch(model, places)
+    numbers = [[hook._number for hook in layer._forward_pre_hooks.values()] for layer in model]
+    assert numbers == [[1], [5], [7]]
+    updates.drop()
+    assert not any(layer._forward_pre_hooks for layer in model)
 
 
 def parameters(*numels: int) -> list[Any]:
