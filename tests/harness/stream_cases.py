@@ -174,7 +174,8 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     job = replace(given.job, steps=steps or given.job.steps)
     if name.startswith("N"):  # ranks must use the same parameters there; not all of them
         job = replace(job, network=None, skipped=((1, 1), (2, 0)))
-    engine, model = training.make_engine(job, placed(name, **given.zero, **more))
+    zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
+    engine, model = training.make_engine(job, placed(name, **zero, **more))
     data = training.batches(job)
     batches = [next(data) for _ in range(job.steps * job.accumulation)]
     with stepping_on_host(engine, order), order.watch():
