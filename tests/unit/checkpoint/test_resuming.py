@@ -353,6 +353,7 @@ def bytes_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, int, int,
         meter = TrafficMeter()
         dist.barrier()
         meter.start()
+        dist.barrier()
         engine.save_checkpoint(f"{folder}/{name}")
         meter.stop()
         traffic = meter.split(2)

@@ -80,11 +80,13 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
         for _ in range(2):
             dist.barrier()
             meter.start()
+            dist.barrier()  # whoever is first must not send before others count
             engine.train_batch(data)
             if STRATEGIES[name].stage == 3:
                 engine.optimizer.parameters.drain()
             dist.barrier()
             meter.stop()
+            dist.barrier()
         numel = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
         rows.append((numel, meter.read()[dist.get_rank()], int(states[-1].gradients), int(states[-1].parameters)))
         engine.destroy()

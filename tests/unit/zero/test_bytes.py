@@ -88,12 +88,14 @@ def bytes_case(
             engine.set_gradient_accumulation_boundary(number in (0, accumulation))
             dist.barrier()
             meter.start()
+            dist.barrier()
             training.micro_step(engine, job, number, *next(data))
             engine.step()
             if STRATEGIES[name].stage == 3:
                 engine.optimizer.parameters.drain()  # or slices are completed during the next forward
             dist.barrier()
             meter.stop()
+            dist.barrier()
         splits = [meter.split(group) for meter in meters]
         rows.append((name, [(split.intra_mean, split.inter_mean) for split in splits]))
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]

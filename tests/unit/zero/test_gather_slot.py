@@ -52,10 +52,12 @@ def slot_case(names: tuple[str, ...]) -> tuple[int, list[tuple[str, float, bool,
         meter = TrafficMeter()
         dist.barrier()
         meter.start()
+        dist.barrier()
         with mock.patch.object(slots, "Slots", functools.partial(slots.Slots, gather=hop)):
             weights = training.train(job, training.placed(name)).weights
         dist.barrier()
         meter.stop()
+        dist.barrier()
         return meter.split(2).inter_mean, weights
 
     job = training.Job(sizes=(96, 255, 128), empty=False, steps=STEPS)
