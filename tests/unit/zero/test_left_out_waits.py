@@ -75,7 +75,6 @@ FOUND = {
     "zero/stage3_states.py:Stage3States.checkpoint_event_epilogue:complete": ("IIG", "every micro-step"),
     "zero/updates.py:Updates.drain:drain": ("NIG", "every micro-step"),
     "zero/updates.py:Updates.start:drain 2": ("NGG", "overlap"),
-    "zero/updates.py:Updates.wait_for:drain": ("NIG", "every micro-step"),
     "zero/updates.py:Updates.wait_for:wait": ("NIG", "plain"),
 }
 _ARRIVED = "modules have waited for what they use before"
@@ -137,6 +136,7 @@ UNFOUND = {
     ),
     "zero/updates.py:Updates.drop:drain": _BY_READING,
     "zero/updates.py:Updates.start:drain": _ARRIVED,
+    "zero/updates.py:Updates.wait_for:drain": _BY_READING,
     "zero/updates.py:wait_for_updates:drain": _BY_READING,
 }
 
