@@ -143,6 +143,7 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
             elif way == "destroy":
                 engine.destroy()
                 seen = [p.detach().clone() for p in model.parameters()]
+                threading.Event().wait(2.0)  # what comes late shows
             else:  # what is loaded stays
                 model.load_state_dict({key: torch.ones_like(value) for key, value in model.named_parameters()})
                 seen = [p.detach().clone() for p in model.parameters()]
