@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.deepspeed_types import ZeroParameter
-from deepspeed_ext.zero.static_order import StaticOrder
+from deepspeed_ext.zero.static_order import StaticOrder, idle
 
 BoundaryUnit = list[ZeroParameter]
 
@@ -110,10 +110,9 @@ class BoundaryUnits:
         """
         if self._learned or not self._units:
             return
-        params = [param for unit in self._units for param in unit]
-        used = largest(torch.tensor([float(param.ds_id in self._used or not param.ds_numel) for param in params]))
-        idle = {param.ds_id for param, by_any in zip(params, used.tolist(), strict=True) if not by_any}
-        self._arrange(sorted(self._units, key=lambda unit: any(param.ds_id in idle for param in unit)))
+        members = [param.ds_id for unit in self._units for param in unit if param.ds_numel]
+        resting = idle(members, self._used, largest)
+        self._arrange(sorted(self._units, key=lambda unit: any(param.ds_id in resting for param in unit)))
         self._learned = True
         self._used.clear()
 

@@ -27,7 +27,7 @@ from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.gradients import Gradients, add_to
-from deepspeed_ext.zero.static_order import StaticOrder
+from deepspeed_ext.zero.static_order import StaticOrder, idle
 from deepspeed_ext.zero.windows import Window
 
 
@@ -153,9 +153,8 @@ class FlatGradients(Gradients):
         if self._used is None or self._arrives == Placement.G or not self._crosses.unattended:
             return
         members = sorted({place for window in self._windows for place in window.members})
-        used = largest(torch.tensor([float(place in self._used) for place in members]))
-        idle = {place for place, by_any in zip(members, used.tolist(), strict=True) if not by_any}
-        self._arrange(sorted(self._windows, key=lambda window: not idle.isdisjoint(window.members)))
+        resting = idle(members, self._used, largest)
+        self._arrange(sorted(self._windows, key=lambda window: not resting.isdisjoint(window.members)))
         self._used = None
 
     def _arrange(self, windows: Sequence[Window]) -> None:

@@ -16,7 +16,25 @@ Note [Leaving early]
     Neither units nor their order depend on whether they leave early: bits are the same, those of kept errors too.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_Member = TypeVar("_Member", bound=Hashable)
+
+
+def idle(members: Sequence[_Member], used: Container[_Member], largest: Callable[[Tensor], Tensor]) -> set[_Member]:
+    """Return the members that no rank has used: they would hold back all that comes behind them. Collective.
+
+    Args:
+        members: the same on all ranks.
+        used: on this one.
+        largest: gives the largest of all ranks' values, each by itself.
+    """
+    by_any = largest(torch.tensor([float(member in used) for member in members]))
+    return {member for member, found in zip(members, by_any.tolist(), strict=True) if not found}
 
 
 class StaticOrder:
