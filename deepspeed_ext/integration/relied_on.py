@@ -124,6 +124,7 @@ RELIED_ON: tuple[Patch, ...] = (
             ("reset_cpu_buffers", "drop the gradients of a skipped step with offload", "(self)"),
             ("reduce_ipg_grads", "flush buckets", "(self, comm_dtype=None)"),
             ("reduce_ready_partitions_and_remove_grads", "put a gradient into a bucket", "(self, param, i)"),
+            ("reduce_independent_p_g_buckets_and_remove_grads", "move a full bucket on", "(self, param, i)"),
             ("setup_buckets", "open buckets", "(self)"),
             ("get_gradient_for_reduction", "read an accumulated gradient", "(self, param)"),
         ),

@@ -6,7 +6,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -48,7 +48,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     flush_follows = False
 
     gradients: Gradients
+    reduce_bucket_size: int
     _gradient_reshard: GradientReshard
+    _least_numel = 1  # elements that a trained parameter has at least
     _stepping = False
     _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
     _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
@@ -96,6 +98,11 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             "The accumulation boundary was taken back during a backward: gradients are already on their way between "
             "groups. Set it before the backward, or zero_optimization.overlap_comm to false."
         )
+
+    def _is_full(self, bucket: Any) -> bool:
+        """Whether no other parameter fits into a bucket of DeepSpeed's, which would keep it until one does not: for as
+        long as the backward of another layer takes."""
+        return bool(bucket.elements and bucket.elements + self._least_numel > self.reduce_bucket_size)
 
     def _finish_buckets(self) -> None:
         """Wait for the buckets that are on the wire, in order on the current stream."""
@@ -222,6 +229,11 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             self._put_off = True
         if self._over_replicas and self._replicas is not None:
             dist.all_reduce(tensor, op=op, group=self._replicas)
+
+
+def least_numel(numels: Iterable[int]) -> int:
+    """Return the least of these numbers of elements, of which empty parameters do not count."""
+    return min(filter(None, numels), default=1)
 
 
 def is_replica(param: Tensor) -> bool:

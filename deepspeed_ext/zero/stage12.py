@@ -35,7 +35,7 @@ from deepspeed_ext.comm.packing import aligned
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
-from deepspeed_ext.zero.optimizer import ordered_by_streams
+from deepspeed_ext.zero.optimizer import least_numel, ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage12_states import Stage12States
 from deepspeed_ext.zero.updates import Updates
@@ -93,6 +93,7 @@ class Stage12Optimizer(Stage12States):
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
         self._parameter_reshard = slots.parameter_reshard(topology)
+        self._least_numel = least_numel(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         self._offsets = {
             self.get_param_id(param): offset
@@ -126,6 +127,16 @@ class Stage12Optimizer(Stage12States):
         )
 
     # Buckets: N -> g ##############################################################################
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
+        """Put a gradient into a bucket, and move the bucket on as soon as it is full."""
+        super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        dtype = self.get_param_comm_dtype(param)
+        bucket = self.ipg_buckets[dtype]
+        if self._is_full(bucket):
+            self.reduce_ipg_grads(comm_dtype=dtype)
+            if self.contiguous_gradients and self.overlap_comm:  # the parent's two buffers take turns
+                bucket.index = 1 - bucket.index
 
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Move a bucket from N to g. ``tensor``: 1D, the bucket's gradients one after the other."""

@@ -35,7 +35,7 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
+from deepspeed_ext.zero.optimizer import is_replica, least_numel, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.slots import Slots
@@ -139,8 +139,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self.persistent_parameters = persistent
 
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """Write what a step has made of a sub-group's parameters; send it to the other groups at once if the next
-        sub-group's step takes long."""
+        """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
         super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         if self._starts_updates_early:
             self.parameters.gather_updates_of(sub_group_id)
@@ -166,6 +165,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         if self.strategy.g == Placement.N:
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
+        self._least_numel = least_numel(param.ds_numel for group in self.fp16_groups for param in group)
         dtypes = list(self.ipg_buckets)
         self.gradients = PartitionedGradients(
             [param for group in self.fp16_groups for param in group],
@@ -220,6 +220,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         """Put a complete gradient into a bucket, or to those that stay until the boundary."""
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
+            self._reduce_if_full(self.get_param_comm_dtype(param))
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
             if not (self.gradients.begun or self.gradients.is_placeholder or self.offload_optimizer):
                 self._drop_shard()
@@ -259,6 +260,11 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             bucket.params.append(param)
             bucket.process_group = param.ds_process_group
             bucket.elements += param.ds_numel
+            self._reduce_if_full(dtype)
+
+    def _reduce_if_full(self, dtype: torch.dtype) -> None:
+        if self._is_full(self.ipg_buckets[dtype]):
+            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype

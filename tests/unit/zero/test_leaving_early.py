@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses at the accumulation boundary leaves under the last backward, and changes no bit.
+"""What is complete leaves under the backward, and changes no bit.
 
 See Note [Leaving early].
 """
@@ -112,4 +112,38 @@ def crossing_cases() -> dict[str, list[bool]]:
                 engine.backward(loss)
                 engine.step()
             engine.destroy()
+    return found
+
+
+def test_a_full_bucket_leaves_at_once(ranks: Any) -> None:
+    for found in ranks(2).run(full_bucket_cases):
+        assert found == {name: [1, 2, 3] for name in ("NIG", "NGG", "III", "GGG")}
+
+
+def full_bucket_cases() -> dict[str, list[int]]:
+    """For each strategy, how many weights have left when the backward comes to the last layer but one, ..., the
+    first, where a weight fills a bucket."""
+    from unittest import mock
+
+    import torch
+
+    weight = 29 * 29
+    job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": weight})
+    found: dict[str, list[int]] = {}
+    for name in ("NIG", "NGG", "III", "GGG"):
+        engine, model = training.make_engine(job, training.placed(name))
+        gradients, seen = engine.optimizer.gradients, found.setdefault(name, [])
+        reduce = mock.patch.object(gradients, "reduce", wraps=gradients.reduce).start()
+
+        def look(_: Any, reduce: Any = reduce, seen: Any = seen) -> None:
+            tensors = [
+                each if torch.is_tensor(each) else each[1] for call in reduce.mock_calls for each in call.args[0]
+            ]
+            seen.append(sum(tensor.numel() for tensor in tensors) // weight)
+
+        for layer in model.layers[:-1]:
+            layer.register_forward_hook(lambda *call, look=look: call[2].register_hook(look) and None)
+        x, y = next(iter(training.batches(job)))
+        engine.backward(((engine(x) - y) ** 2).mean())
+        engine.destroy()
     return found
