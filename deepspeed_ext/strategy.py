@@ -22,6 +22,11 @@ import functools
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
+# A model is reduced in this number of buckets or more, so that one travels while the others are computed ...
+_BUCKETS = 16
+# ... unless they had less elements than this: DDP's have 25 MB.
+_LEAST_BUCKET = 1 << 22
+
 
 class Placement(IntEnum):
     """How a model state is sharded; a greater value is finer."""
@@ -286,3 +291,13 @@ def parse_strategy(name: object, besides: str = "") -> Strategy:
     raise ValueError(
         f"paro_strategy must be one of {', '.join(STRATEGIES)} (placements of p, g, os){besides}, got {name!r}.{why}"
     )
+
+
+def full_bucket(most: int, total: int) -> int:
+    """Return the elements of a full bucket of gradients.
+
+    Args:
+        most: elements, as ``reduce_bucket_size`` says.
+        total: elements of the gradients.
+    """
+    return min(most, max(-(-total // _BUCKETS), _LEAST_BUCKET))

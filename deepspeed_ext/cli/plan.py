@@ -20,7 +20,7 @@ from deepspeed_ext.planner import report
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.cost import BUCKET, Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import GroupSizes, ModelStates
+from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
@@ -192,7 +192,8 @@ def _model(arguments: argparse.Namespace) -> Model:
     states = ModelStates.of(arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width)
     layer = float((arguments.largest_layer or 0) * width)
     fetches = max(1, arguments.params // FETCHED)
-    return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=BUCKET, overlap_updates=updates)
+    bucket = full_bucket(BUCKET, round(states.gradients / width))
+    return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=bucket, overlap_updates=updates)
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:

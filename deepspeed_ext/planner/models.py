@@ -10,6 +10,7 @@ from torch import nn
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.model_bytes import count, nbytes
 from deepspeed_ext.planner.cost import BUCKET, Model
+from deepspeed_ext.strategy import full_bucket
 
 TOKENS = 2048  # of a sample, at most: contexts of most models are longer than what they are trained on
 
@@ -30,7 +31,7 @@ def describe(
         gradient_bytes: of a gradient; by default as the parameter.
         accumulation: micro-steps of a step.
         compute: seconds of forward and backward of a micro-step.
-        bucket: elements that are reduced at once.
+        bucket: elements that are reduced at once at most; see ``full_bucket``.
 
     Raises:
         ValueError: the model has no parameters.
@@ -39,15 +40,15 @@ def describe(
     if first is None:
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
     width = gradient_bytes or parameter_bytes or first.element_size()
-    layers = list(_layers(model))
+    layers, states = list(_layers(model)), count(model, parameter_bytes, width)
     return Model(
-        count(model, parameter_bytes, width),
+        states,
         width,
         accumulation,
         compute,
         fetches=len(layers),
         largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
-        bucket=bucket,
+        bucket=full_bucket(bucket, round(states.gradients / width)),
     )
 
 

@@ -22,7 +22,7 @@ from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import GradientReshard
-from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.strategy import Strategy, full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.gradients import Gradients
 
@@ -50,7 +50,8 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     gradients: Gradients
     reduce_bucket_size: int
     _gradient_reshard: GradientReshard
-    _least_numel = 1  # elements that a trained parameter has at least
+    _bucket: int  # elements of a full one
+    _least_numel: int  # elements that a trained parameter has at least
     _stepping = False
     _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
     _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
@@ -102,7 +103,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     def _is_full(self, bucket: Any) -> bool:
         """Whether no other parameter fits into a bucket of DeepSpeed's, which would keep it until one does not: for as
         long as the backward of another layer takes."""
-        return bool(bucket.elements and bucket.elements + self._least_numel > self.reduce_bucket_size)
+        return bool(bucket.elements and bucket.elements + self._least_numel > self._bucket)
+
+    def _measure_buckets(self, numels: Iterable[int]) -> None:
+        """Decide when buckets are full, from the elements of all trained parameters, of which empty ones do not
+        count."""
+        filled = [numel for numel in numels if numel]
+        self._bucket = full_bucket(self.reduce_bucket_size, sum(filled))
+        self._least_numel = min(filled, default=1)
 
     def _finish_buckets(self) -> None:
         """Wait for the buckets that are on the wire, in order on the current stream."""
@@ -229,11 +237,6 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             self._put_off = True
         if self._over_replicas and self._replicas is not None:
             dist.all_reduce(tensor, op=op, group=self._replicas)
-
-
-def least_numel(numels: Iterable[int]) -> int:
-    """Return the least of these numbers of elements, of which empty parameters do not count."""
-    return min(filter(None, numels), default=1)
 
 
 def is_replica(param: Tensor) -> bool:

@@ -35,7 +35,7 @@ from deepspeed_ext.comm.packing import aligned
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
-from deepspeed_ext.zero.optimizer import least_numel, ordered_by_streams
+from deepspeed_ext.zero.optimizer import ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage12_states import Stage12States
 from deepspeed_ext.zero.updates import Updates
@@ -93,7 +93,7 @@ class Stage12Optimizer(Stage12States):
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
         self._parameter_reshard = slots.parameter_reshard(topology)
-        self._least_numel = least_numel(param.numel() for group in self.bit16_groups for param in group)
+        self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         self._offsets = {
             self.get_param_id(param): offset

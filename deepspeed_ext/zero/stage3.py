@@ -35,7 +35,7 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.optimizer import is_replica, least_numel, ordered_by_streams
+from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.slots import Slots
@@ -165,7 +165,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         if self.strategy.g == Placement.N:
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
-        self._least_numel = least_numel(param.ds_numel for group in self.fp16_groups for param in group)
+        self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
         dtypes = list(self.ipg_buckets)
         self.gradients = PartitionedGradients(
             [param for group in self.fp16_groups for param in group],
@@ -173,7 +173,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self.strategy,
             self.topology.sizes.ranks,
             self._gradient_reshard,
-            self.reduce_bucket_size,
+            self._bucket,
             self._overlap,
             not self.offload_optimizer or self.offload_optimizer_pin_memory,
             dtype_of=self.get_param_comm_dtype,

@@ -14,6 +14,7 @@ from tests.harness import networks, training
 from tests.harness.training import SMALL, Job
 
 AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
+IN_EACH_MICRO_STEP = ("IGG", "GGG")
 _MIXED = Job(
     sizes=networks.SQUARE,
     network=networks.Mixture,  # of whose experts ranks use different ones
@@ -21,6 +22,7 @@ _MIXED = Job(
     steps=3,
     groups=2,
     frozen=(2,),
+    between=True,
     zero=SMALL,
 )
 JOBS = {
@@ -35,13 +37,15 @@ JOBS = {
 
 @pytest.mark.parametrize("job", JOBS)
 def test_bits_do_not_depend_on_what_leaves_early(ranks: Any, kernels: bool, job: str) -> None:
-    # Ranks that gather together run the same modules.
-    names = [name for name in AT_BOUNDARY if name[0] == "I" or JOBS[job].network is not networks.Wandering]
+    names = (*AT_BOUNDARY, *IN_EACH_MICRO_STEP)
+    if JOBS[job].network is networks.Wandering:
+        # Ranks that gather together run the same modules; and those that reduce in each micro-step use the same.
+        names = tuple(name for name in AT_BOUNDARY if name[0] == "I")
     by_rank = ranks(4).run(bits_case, names, JOBS[job])
     for name in names:
-        for equal_at_boundary, equal_without_overlap, left in (found[name] for found in by_rank):
+        for equal_at_boundary, equal_without_overlap, _ in (found[name] for found in by_rank):
             assert equal_at_boundary and equal_without_overlap, name
-            assert left >= 1, name
+        assert any(found[name][2] for found in by_rank) == (name in AT_BOUNDARY), name
 
 
 def bits_case(names: list[str], job: Job) -> dict[str, tuple[bool, bool, int]]:
@@ -115,20 +119,22 @@ def crossing_cases() -> dict[str, list[bool]]:
     return found
 
 
-def test_a_full_bucket_leaves_at_once(ranks: Any) -> None:
-    for found in ranks(2).run(full_bucket_cases):
+@pytest.mark.parametrize("configured", [29 * 29, 10**8], ids=["as configured", "of the model"])
+def test_a_full_bucket_leaves_at_once(ranks: Any, configured: int) -> None:
+    for found in ranks(2).run(full_bucket_cases, configured):
         assert found == {name: [1, 2, 3] for name in ("NIG", "NGG", "III", "GGG")}
 
 
-def full_bucket_cases() -> dict[str, list[int]]:
+def full_bucket_cases(configured: int) -> dict[str, list[int]]:
     """For each strategy, how many weights have left when the backward comes to the last layer but one, ..., the
-    first, where a weight fills a bucket."""
+    first, where a weight fills a bucket: one of so many elements, or of a sixteenth of the model."""
     from unittest import mock
 
     import torch
 
     weight = 29 * 29
-    job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": weight})
+    job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured})
+    mock.patch("deepspeed_ext.strategy._LEAST_BUCKET", 1).start()
     found: dict[str, list[int]] = {}
     for name in ("NIG", "NGG", "III", "GGG"):
         engine, model = training.make_engine(job, training.placed(name))
@@ -146,4 +152,5 @@ def full_bucket_cases() -> dict[str, list[int]]:
         x, y = next(iter(training.batches(job)))
         engine.backward(((engine(x) - y) ** 2).mean())
         engine.destroy()
+    mock.patch.stopall()
     return found
