@@ -120,6 +120,9 @@ class Worker:
         for row in rows.values():
             row.compute, row.payload_mbit = alone, payload
         ranks.predict(rows, alone, rates)
+        for row in rows.values():
+            if row.formula_bytes is not None:
+                row.formula_bytes -= row.kept_bytes()
         return list(rows.values())
 
 

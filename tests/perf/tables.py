@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the emulated cluster's tables into README.md, from the rows that are kept.
+"""Writes tables of the emulated cluster and of overlap into README.md, from the rows that are kept.
 
-A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting, or
-``all`` for how the planner does in each of them.
+A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
+emulated cluster, or ``all`` for how the planner does in each of them; or one of ``OVERLAP``.
 """
 
 import argparse
@@ -12,11 +12,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import verdict
+from tests.perf.lib import overlap_rows, overlap_tables, verdict
 from tests.perf.lib.cluster_rows import KEPT, LOCO, NATIVE, SETTINGS, MethodRow, rate_name, read
+from tests.perf.lib.overlap_rows import OverlapRow
 
 README = Path(__file__).parent / "README.md"
 ALL = "all"
+OVERLAP = {
+    "overlap-bounds": overlap_tables.bounds,
+    "overlap-seconds": overlap_tables.seconds,
+    "overlap-against": overlap_tables.against,
+}
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -73,11 +79,13 @@ def _figures(some: dict[str, MethodRow]) -> Iterator[str]:
             yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
 
 
-def write(readme: Path, rows: Sequence[MethodRow]) -> None:
+def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]) -> None:
     """Put the tables where the file wants them."""
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
+        if name in OVERLAP:
+            return match[1] + markdown(*OVERLAP[name](overlap))
         return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
 
     readme.write_text(_TABLE.sub(table, readme.read_text(encoding="utf-8")), encoding="utf-8")
@@ -85,10 +93,11 @@ def write(readme: Path, rows: Sequence[MethodRow]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", type=Path, default=KEPT, help="rows")
+    parser.add_argument("--csv", type=Path, default=KEPT, help="rows of the emulated cluster")
+    parser.add_argument("--overlap-csv", type=Path, default=overlap_rows.KEPT, help="rows of overlap")
     parser.add_argument("--readme", type=Path, default=README, help="what is written")
     args = parser.parse_args()
-    write(args.readme, read(args.csv))
+    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv))
 
 
 if __name__ == "__main__":

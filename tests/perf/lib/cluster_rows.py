@@ -6,7 +6,7 @@ import csv
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from deepspeed_ext.strategy import GroupSizes
 from tests.perf.lib.records import RESULTS
@@ -14,6 +14,7 @@ from tests.perf.lib.records import RESULTS
 KEPT = RESULTS / "emulated_cluster.csv"
 SIZES = {"large": (512, 2048), "small": (256, 1024)}  # width and hidden width of 4 blocks: 8.4 and 2.1 M parameters
 LOCO, NATIVE = " + LoCo", " (gloo's collectives)"  # after a strategy's name
+_Row = TypeVar("_Row", bound="MethodRow")
 UNLIMITED = "unlimited"
 
 
@@ -136,9 +137,8 @@ class MethodRow:
         }
 
     @classmethod
-    def from_csv(cls, kept: dict[str, str]) -> "MethodRow":
+    def from_csv(cls: type[_Row], kept: dict[str, str]) -> _Row:
         """Return what a file has kept: of all steps' seconds the least, the median and the largest."""
-        planned, within = (float(kept[f"predicted_{what}seconds"] or 0) for what in ("", "within_"))
         return cls(
             setting=kept["setting"],
             mbit=None if kept["link_mbit"] == UNLIMITED else float(kept["link_mbit"]),
@@ -151,9 +151,15 @@ class MethodRow:
             formula_bytes=float(kept["formula_bytes"]) if kept["formula_bytes"] else None,
             held=tuple(float(kept[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer")),
             difference=float(kept["weights_difference"]),
-            parts={"within": within, "rest": planned - within} if planned else {},
-            compute=float(kept["compute_seconds"]),
+            **cls._own(kept),
         )
+
+    @classmethod
+    def _own(cls, kept: dict[str, str]) -> dict[str, Any]:
+        """Return what only rows of this class have kept."""
+        planned, within = (float(kept[f"predicted_{what}seconds"] or 0) for what in ("", "within_"))
+        parts = {"within": within, "rest": planned - within} if planned else {}
+        return {"parts": parts, "compute": float(kept["compute_seconds"])}
 
 
 def read(path: Path = KEPT) -> list[MethodRow]:

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of ``overlap.py``, and its results."""
 
+import csv
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from tests.perf.lib.cluster_rows import MethodRow
 from tests.perf.lib.overlap_bound import Compute, LinkSeconds, bound, of_peer, of_strategy
+from tests.perf.lib.records import RESULTS
 
+KEPT = RESULTS / "overlap.csv"
 WIDTH, HIDDEN = 256, 400  # of a block: 204,800 parameters, whose compute is nothing beside what its messages take
 BLOCK = 2 * WIDTH * HIDDEN
 BACKWARD = 2.0  # seconds of backward for each of forward
@@ -54,9 +58,9 @@ SETTINGS = {
     setting.name: setting
     for setting in (
         OverlapSetting(2, 2, 1),
-        OverlapSetting(2, 2, 4, mbit=200),  # steps are long enough
+        OverlapSetting(2, 2, 4),
         OverlapSetting(4, 2, 1),
-        OverlapSetting(4, 2, 4, mbit=200),
+        OverlapSetting(4, 2, 4),
     )
 }
 
@@ -120,6 +124,19 @@ class OverlapRow(MethodRow):
         """With what the host takes where there is no communication."""
         return bound(self.emulated, self.link, self.compute)
 
+    def kept_bytes(self) -> float:
+        """Return what of the formula's bytes does not cross with p = G: ZeRO-3 keeps the last block of a forward for
+        its backward."""
+        assert self.mbit is not None
+        return self.accumulation * self.link.parameters * self.mbit * 1e6 / 8 / (2 * self.blocks)
+
+    @property
+    def payload_bound(self) -> float:
+        """Of a strategy, also at the rate at which the link carries payload, by the probe."""
+        assert self.method in STRATEGIES
+        link = of_strategy(STRATEGIES[self.method], self._setting.sizes, self._setting.states, self.payload_mbit)
+        return bound(self.emulated, link, self.compute)
+
     def to_csv(self) -> dict[str, Any]:
         """Return what identifies a result, and the result."""
         seconds = {
@@ -157,3 +174,23 @@ class OverlapRow(MethodRow):
             "optimizer_bytes": round(self.held[2]),
             "weights_difference": f"{self.difference:.2e}",
         }
+
+    @classmethod
+    def _own(cls, kept: dict[str, str]) -> dict[str, Any]:
+        return {
+            "parts": {"all": float(kept["seconds_predicted"])} if kept["seconds_predicted"] else {},
+            "compute": float(kept["seconds_compute"]),
+            "nodes": int(kept["nodes"]),
+            "ranks_per_node": int(kept["ranks_per_node"]),
+            "accumulation": int(kept["accumulation"]),
+            "blocks": int(kept["blocks"]),
+            "ratio": float(kept["wire_of_compute"]),
+            "payload_mbit": float(kept["payload_mbit"]),
+        }
+
+
+def read(path: Path = KEPT) -> list[OverlapRow]:
+    """Return the last that a file has of each setting, compute and method."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [OverlapRow.from_csv(kept) for kept in csv.DictReader(file)]
+    return list({(row.setting, row.ratio, row.method): row for row in rows}.values())

@@ -67,13 +67,12 @@ def late(rows: Sequence[OverlapRow]) -> list[str]:
 
 def ahead(rows: Sequence[OverlapRow]) -> list[str]:
     """Return, for each peer, the best strategy in no more memory; first those that it beats."""
-    ours, found = [row for row in rows if row.method in STRATEGIES], []
+    found = []
     for peer in (row for row in rows if row.method not in STRATEGIES):
-        rivals = [row for row in ours if row.memory <= NOISE * peer.memory]
-        if not rivals:
+        first = best_beside(peer, rows)
+        if first is None:
             found.append((0.0, f"{peer.method}: no strategy was measured in its {peer.memory / 1e6:.1f} MB"))
             continue
-        first = min(rivals, key=lambda row: row.median)
         speed = peer.median / first.median
         mark = "AHEAD: " if speed < 1 else ""
         could = peer.measured_bound / first.median
@@ -88,6 +87,12 @@ def ahead(rows: Sequence[OverlapRow]) -> list[str]:
     return [line for _, line in sorted(found)]
 
 
+def best_beside(peer: OverlapRow, rows: Sequence[OverlapRow]) -> OverlapRow | None:
+    """Return the fastest strategy in no more memory than a peer's, if there is one."""
+    rivals = [row for row in rows if row.method in STRATEGIES and row.memory <= NOISE * peer.memory]
+    return min(rivals, key=lambda row: row.median, default=None)
+
+
 def planned(rows: Sequence[OverlapRow]) -> list[str]:
     """Return how well the planner puts strategies in order, what its choice costs, and how it is beside stock ZeRO."""
     some = [row for row in rows if row.predicted is not None and row.method in STRATEGIES]
@@ -97,16 +102,20 @@ def planned(rows: Sequence[OverlapRow]) -> list[str]:
         f"planner: Spearman {verdict.order(some):.3f} over {len(some)} strategies; its choice in any memory takes at "
         f"most {verdict.regret(some):.3f} of the best one's time"
     ]
-    stock = {row.method: row for row in rows}
-    worst = [
-        (chosen.median / same.median, chosen, same)
-        for chosen in choices(some)
-        if (same := stock.get(f"ZeRO-{STRATEGIES[chosen.method].stage}")) is not None
-    ]
-    for ratio, chosen, same in worst:
+    for ratio, chosen, same in beside_stock(rows):
         mark = "LOSES: " if ratio > STOCK else ""
         lines.append(f"{mark}chosen {chosen.method} takes {ratio:.2f} of the time of {same.method}")
     return lines
+
+
+def beside_stock(rows: Sequence[OverlapRow]) -> list[tuple[float, OverlapRow, OverlapRow]]:
+    """Return what the planner chooses, each with ZeRO of the same stage, and its share of the other's time."""
+    stock = {row.method: row for row in rows}
+    return [
+        (chosen.median / same.median, chosen, same)
+        for chosen in choices([row for row in rows if row.predicted is not None and row.method in STRATEGIES])
+        if (same := stock.get(f"ZeRO-{STRATEGIES[chosen.method].stage}")) is not None
+    ]
 
 
 def choices(rows: Sequence[OverlapRow]) -> list[OverlapRow]:
