@@ -9,6 +9,7 @@ returns plain numbers: the process that runs pytest does not import torch.
 import contextlib
 import copy
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ class Job:
             micro-steps in engine.coalesce_grad_reduction().
         tensor_parallel: ranks of each data-parallel group's neighbors; see ``ModelParallelUnit``.
         no_sync: whether micro-steps before the last run in engine.no_sync().
+        between: whether after the second step the model is evaluated, which adds a loss, and saved.
         checkpointing: None, or use_reentrant of torch's activation checkpointing.
         network: class of the model, of ``networks.py``; None for ``Network``.
         zero_init: whether the model is built under deepspeed.zero.Init: None, "plain" or "config" (given to it).
@@ -68,6 +70,7 @@ class Job:
     backward: str = "engine"
     boundary: str = "engine"
     no_sync: bool = False
+    between: bool = False
     checkpointing: bool | None = None
     tensor_parallel: int = 1
     network: Any = None
@@ -254,11 +257,27 @@ def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = N
         record.norms.append(float(engine.get_global_grad_norm() or 0.0))
         record.scales.append(float(getattr(engine.optimizer, "loss_scale", 1.0)))  # BF16_Optimizer has none
         record.applied.append(engine.was_step_applied())
+        if job.between and step == 1:
+            record.losses.append(evaluate_and_save(engine, *next(data)))
     if look is not None:
         look(engine)
     weights = whole_weights(model)
     engine.destroy()
     return record._replace(weights=weights)
+
+
+def evaluate_and_save(engine: Any, x: Tensor, y: Tensor) -> float:
+    """What many scripts do between two steps; returns the loss."""
+    engine.eval()
+    with torch.no_grad():
+        loss = ((engine(x) - y) ** 2).float().mean().item()
+    engine.train()
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]  # rank 0's, which nobody reads
+        dist.broadcast_object_list(shared, src=0)
+        engine.save_checkpoint(shared[0])
+        dist.barrier()
+    return loss
 
 
 def whole_weights(model: nn.Module) -> Tensor:

@@ -262,11 +262,22 @@ def test_the_command(tmp_path: Path) -> None:
     hooks, after = re.findall(r"hooks (\d+),", out.stdout), re.findall(r"(\d+) after", out.stdout)
     assert predicted == 500 and hooks == after, out.stdout
     assert "gathered at a time at most 500" in out.stdout, out.stdout
-    for bad, message in (
+    refused = (
         (["--bytes", "7"], "needs 2,040, got 7"),
         (["--bytes", "7", "--threshold", "9"], "both choose leaf modules"),
         (["--model", "nothing"], "expected PACKAGE.MODULE:FUNCTION, got 'nothing'"),
         (["--model", "maker:none"], "'maker:none' cannot be imported"),
-    ):
-        out = subprocess.run([*command, *bad], **here, capture_output=True, text=True, timeout=280)
-        assert out.returncode == 2 and message in out.stderr, (out.stdout, out.stderr)
+    )
+    # Of one process, for each takes seconds to begin.
+    each = (
+        "import sys\nfrom deepspeed_ext.__main__ import main\n"
+        f"for bad in {[bad for bad, _ in refused]}:\n"
+        f"    sys.argv = {['deepspeed_ext', *command[3:]]} + bad\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as end:\n        print('ended by', end.code, file=sys.stderr)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", each], **here, capture_output=True, text=True, timeout=280)
+    ends = out.stderr.split("ended by 2\n")
+    assert len(ends) == len(refused) + 1, out.stderr
+    for (_, message), said in zip(refused, ends, strict=False):
+        assert message in said, out.stderr

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes under compute: to the bit what waits for everything would give, and really earlier."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 # Each job, whether something can leave before the boundary in it, and strategies for which it is none.
 OPTIONS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
-    "one micro-step": ({}, True, ()),
+    "one micro-step, evaluation and saving in between": ({"between": True}, True, ()),
     "three micro-steps, two groups, frozen": ({"accumulation": 3, "groups": 2, "frozen": (1,)}, True, ()),
     "bf16, accumulated in fp32": ({"dtype": "bf16", "config": {"data_types": {"grad_accum_dtype": "fp32"}}}, True, ()),
     "fp16, overflow": ({"dtype": "fp16", "overflow": ((1, 2), (2, 0)), "accumulation": 2}, True, ()),
@@ -31,15 +32,15 @@ def test_bits_do_not_depend_on_overlap(ranks: Any, option: str) -> None:
     job, early, without = OPTIONS[option]
     for rows in ranks(4).run(bits_case, job, without):
         assert rows
-        for name, weights, norms, left, ahead in rows:
-            assert weights and norms, name
+        for name, weights, told, left, ahead in rows:
+            assert weights and told, name
             assert left == (early and name not in ("NGG",)), name
             assert ahead == (name != "NNN"), name
 
 
 def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[str, bool, bool, bool, bool]]:
-    """Of each strategy: whether weights and norms are equal, whether something left before the boundary, and whether
-    steps ended before parameters were back."""
+    """Of each strategy: whether weights are equal, and losses and norms; whether something left before the boundary,
+    and whether steps ended before parameters were back."""
     from unittest import mock
 
     import torch
@@ -69,27 +70,64 @@ def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[s
         with mock.patch.object(StaticOrder, "ready", count):
             overlapped = training.train(job, {**keys, "paro_overlap_updates": True}, look)
         equal = torch.equal(serial.weights, overlapped.weights)
-        rows.append((name, equal, serial.norms == overlapped.norms, bool(left), ahead[0]))
+        told = (serial.losses, serial.norms) == (overlapped.losses, overlapped.norms)
+        rows.append((name, equal, told, bool(left), ahead[0]))
     return rows
-
-
-READS = ("forward", "state_dict", "save", "gathered", "function", "offload", "restore", "copy", "destroy", "load")
 
 
 @pytest.mark.parametrize("strategy", ["NIG", "NII"])
 def test_what_reads_parameters_waits_for_those_that_are_on_their_way(ranks: Any, strategy: str) -> None:
     for stale, found in ranks(4).run(reads_case, strategy):
         assert stale  # or this would show nothing
-        assert found == dict.fromkeys(READS, True)
+        assert len(found) == 10 and all(found.values()), found
+
+
+def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list[Any]]]:
+    """Each returns what it has read, as it was then."""
+    import copy
+    import threading
+
+    import deepspeed
+    import torch
+
+    import deepspeed_ext
+
+    def values(some: Any = None) -> list[Any]:
+        return [tensor.detach().clone() for tensor in (model.parameters() if some is None else some)]
+
+    def gathered() -> list[Any]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return values()
+
+    def destroyed() -> list[Any]:
+        engine.destroy()
+        read = values()
+        threading.Event().wait(2.0)  # what comes late shows
+        return read
+
+    def loaded() -> list[Any]:
+        model.load_state_dict({key: torch.ones_like(value) for key, value in model.named_parameters()})
+        return values()
+
+    return {
+        "forward": lambda: [model(x)],
+        "state_dict": lambda: values(model.layers[-1].state_dict().values()),
+        "save": lambda: values(engine.module_state_dict().values()),
+        "gathered": gathered,
+        "function": lambda: [deepspeed_ext.wait_for_updates(), *values()][1:],
+        "offload": lambda: [engine.offload_states(), engine.reload_states(), *values()][2:],
+        "restore": lambda: [engine.optimizer.refresh_fp32_params(), *values()][1:],
+        "copy": lambda: values(copy.deepcopy(model.layers).parameters()),
+        "load": loaded,
+        "destroy": destroyed,
+    }
 
 
 def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
     """Whether parameters are stale before anything reads them, and for each way to read them whether it waits."""
-    import copy
     import threading
     from unittest import mock
 
-    import deepspeed
     import torch
 
     import deepspeed_ext
@@ -110,57 +148,22 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
 
     job = training.Job(empty=False)
     keys = training.placed(name, paro_overlap_updates=True, **training.SEVERAL_BUCKETS)
-    found, stale = {}, False
-    for way in READS:
+    found: dict[str, bool] = {}
+    stale = False
+    for way in ways_to_read(None, None, None):
         with mock.patch.object(Stage12Optimizer, "_gather_window", late):
             engine, model = training.make_engine(job, keys)
-            data = training.batches(job)
-            x, y = next(data)
+            x, y = next(training.batches(job))
             training.micro_step(engine, job, 0, x, y)
             engine.step()
             before = torch.cat([p.detach().flatten() for p in model.parameters()])
-            if way == "forward":
-                seen = [model(x)]
-            elif way == "state_dict":
-                seen = [tensor.clone() for tensor in model.layers[-1].state_dict().values()]
-            elif way == "save":
-                seen = [tensor.clone() for tensor in engine.module_state_dict().values()]
-            elif way == "gathered":
-                with deepspeed.zero.GatheredParameters(list(model.parameters())):
-                    seen = [p.detach().clone() for p in model.parameters()]
-            elif way == "function":
-                deepspeed_ext.wait_for_updates()
-                seen = [p.detach().clone() for p in model.parameters()]
-            elif way == "offload":
-                engine.offload_states()
-                engine.reload_states()
-                seen = [p.detach().clone() for p in model.parameters()]
-            elif way == "restore":
-                engine.optimizer.refresh_fp32_params()
-                seen = [p.detach().clone() for p in model.parameters()]
-            elif way == "copy":
-                seen = [p.detach() for p in copy.deepcopy(model.layers).parameters()]
-            elif way == "destroy":
-                engine.destroy()
-                seen = [p.detach().clone() for p in model.parameters()]
-                threading.Event().wait(2.0)  # what comes late shows
-            else:  # what is loaded stays
-                model.load_state_dict({key: torch.ones_like(value) for key, value in model.named_parameters()})
-                seen = [p.detach().clone() for p in model.parameters()]
+            read = ways_to_read(engine, model, x)[way]
+            seen = read()
             waited = not engine.optimizer.updates._started or way == "forward"
         deepspeed_ext.wait_for_updates()
-        after = torch.cat([p.detach().flatten() for p in model.parameters()])
-        stale = stale or not torch.equal(before, after)
-        if way == "forward":
-            wanted = [model(x)]
-        elif way == "state_dict":
-            wanted = list(model.layers[-1].state_dict().values())
-        elif way == "save":
-            wanted = list(model.state_dict().values())
-        elif way == "copy":
-            wanted = [p.detach() for p in model.layers.parameters()]
-        else:
-            wanted = [p.detach() for p in model.parameters()]
+        after = [p.detach() for p in model.parameters()]
+        stale = stale or not torch.equal(before, torch.cat([one.flatten() for one in after]))
+        wanted = after if way == "destroy" else read()
         found[way] = waited and all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
         if way != "destroy":
             engine.destroy()
