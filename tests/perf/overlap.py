@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from tqdm import tqdm
 
 from deepspeed_ext.planner import probe
@@ -80,7 +81,8 @@ class Worker:
             zero=ZERO,
             lean=PREFETCHING,
         )
-        described = {"streams": True, "overlap": True, "overlap_updates": True}  # who sleeps leaves the cores alone
+        streams = not get_accelerator().is_synchronized_device()
+        described = {"streams": streams, "overlap": True, "overlap_updates": True}
         self._side_by_side = SideBySide(args.methods, workload, WIDTH, OURS, described)
 
     def rows(self) -> list[OverlapRow]:
