@@ -96,11 +96,12 @@ class TrafficMeter:
         delta = {c: n - self._before.get(c, 0) for c, n in self._after.items()}
         tables: list[dict[Connection, int]] = [{}] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(tables, delta)
-        owner = {connection.local: rank for rank, table in enumerate(tables) for connection in table}
+        # By both ends: two processes may have one local port, for connections to different ones.
+        owner = {connection: rank for rank, table in enumerate(tables) for connection in table}
         matrix = [[0] * len(tables) for _ in tables]
         for dst, table in enumerate(tables):
             for connection, count in table.items():
-                src = owner.get(connection.remote, dst)
+                src = owner.get(Connection(connection.remote, connection.local), dst)
                 if src != dst:
                     matrix[dst][src] += count
         return matrix
