@@ -75,11 +75,14 @@ def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[s
     return rows
 
 
+READS = ("forward", "state_dict", "save", "gathered", "function", "offload", "restore", "copy", "destroy", "load")
+
+
 @pytest.mark.parametrize("strategy", ["NIG", "NII"])
 def test_what_reads_parameters_waits_for_those_that_are_on_their_way(ranks: Any, strategy: str) -> None:
     for stale, found in ranks(4).run(reads_case, strategy):
         assert stale  # or this would show nothing
-        assert len(found) == 10 and all(found.values()), found
+        assert found == dict.fromkeys(READS, True)
 
 
 def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list[Any]]]:
@@ -150,7 +153,7 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
     keys = training.placed(name, paro_overlap_updates=True, **training.SEVERAL_BUCKETS)
     found: dict[str, bool] = {}
     stale = False
-    for way in ways_to_read(None, None, None):
+    for way in READS:
         with mock.patch.object(Stage12Optimizer, "_gather_window", late):
             engine, model = training.make_engine(job, keys)
             x, y = next(training.batches(job))
@@ -163,7 +166,8 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
         deepspeed_ext.wait_for_updates()
         after = [p.detach() for p in model.parameters()]
         stale = stale or not torch.equal(before, torch.cat([one.flatten() for one in after]))
-        wanted = after if way == "destroy" else read()
+        # What is loaded stays, and what was read otherwise are the parameters as they are now.
+        wanted = read() if way in ("forward", "state_dict", "save", "copy") else after
         found[way] = waited and all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
         if way != "destroy":
             engine.destroy()
