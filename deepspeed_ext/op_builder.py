@@ -31,7 +31,9 @@ class LocoBuilder(CUDAOpBuilder):
 
     def sources(self) -> list[str]:
         """Return the source files."""
-        names = ["loco_cpu.cpp"] if self.build_for_cpu else ["loco_cpu.cpp", "loco_cuda.cu"]
+        names = ["loco_cpu.cpp", "lossless_cpu.cpp"]
+        if not self.build_for_cpu:
+            names += ["loco_cuda.cu", "lossless_cuda.cu"]
         return [str(source_folder() / name) for name in names]
 
     def include_paths(self) -> list[str]:

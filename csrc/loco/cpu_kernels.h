@@ -254,15 +254,15 @@ LOCO_LOCAL void find_error(const Compress& job, Place& at) {
   }
 }
 
-// The gradients of a block, with zeros behind the end of its row, for which `filled` has room.
+// The elements of a block, with zeros behind the end of its row, for which `filled` has room.
 template <Type kType>
-LOCO_LOCAL const Element<kType>* gradients_of(const Compress& job, const Place& at, Element<kType>* filled) {
+LOCO_LOCAL const Element<kType>* elements_of(
+    const void* all, int64_t stride, const Compress& job, const Place& at, Element<kType>* filled) {
   const int64_t first = at.block * job.block_size;
-  const Element<kType>* gradient =
-      static_cast<const Element<kType>*>(job.gradient) + at.row * job.gradient_stride + first;
-  if (first + job.block_size <= job.width) return gradient;
+  const Element<kType>* elements = static_cast<const Element<kType>*>(all) + at.row * stride + first;
+  if (first + job.block_size <= job.width) return elements;
   std::memset(filled, 0, job.block_size * sizeof(filled[0]));
-  std::memcpy(filled, gradient, (job.width - first) * sizeof(filled[0]));
+  std::memcpy(filled, elements, (job.width - first) * sizeof(filled[0]));
   return filled;
 }
 
@@ -271,7 +271,7 @@ template <Type kType, int kErrorBits, bool kHadamard>
 LOCO_LOCAL Integers compensate(const Compress& job, const Place& at, Floats* h, Floats* e) {
   const int vectors = job.block_size / kLanes;
   Element<kType> filled[kLargestBlock];
-  const Element<kType>* gradient = gradients_of<kType>(job, at, filled);
+  const Element<kType>* gradient = elements_of<kType>(job.gradient, job.gradient_stride, job, at, filled);
   if constexpr (kHadamard) {
     for (int i = 0; i < vectors; ++i) h[i] = load_floats<kType>(gradient + i * kLanes);
     transform(h, vectors);
@@ -293,8 +293,22 @@ LOCO_LOCAL Integers compensate(const Compress& job, const Place& at, Floats* h, 
   return most;
 }
 
+// h = updated - held; returns the largest magnitudes.
+template <Type kType>
+LOCO_LOCAL Integers subtract(const Compress& job, const Place& at, Floats* h) {
+  Element<kType> filled[2][kLargestBlock];
+  const Element<kType>* updated = elements_of<kType>(job.gradient, job.gradient_stride, job, at, filled[0]);
+  const Element<kType>* held = elements_of<kType>(job.held, job.held_stride, job, at, filled[1]);
+  Integers most{};
+  for (int i = 0; i < job.block_size / kLanes; ++i) {
+    h[i] = load_floats<kType>(updated + i * kLanes) - load_floats<kType>(held + i * kLanes);
+    most = larger(most, h[i]);
+  }
+  return most;
+}
+
 // The wire's part of a block, and the new error in the place of the old one; returns its largest magnitudes.
-template <int kBits>
+template <int kBits, bool kKeeps>
 LOCO_LOCAL Integers send(const Compress& job, const Place& at, const Floats* h, Floats* e) {
   const int size = job.block_size;
   uint8_t* wire = job.wire + at.row * job.wire_stride;
@@ -310,7 +324,7 @@ LOCO_LOCAL Integers send(const Compress& job, const Place& at, const Floats* h, 
   for (int i = 0; i < size / kLanes; i += 2, payload += kChunk * kBits / 8) {
     const Floats grid[2] = {on_grid(h[i], to_grid), on_grid(h[i + 1], to_grid)};
     pack<kBits>(grid[0], grid[1], payload);
-    for (int j = 0; j < 2; ++j) {
+    for (int j = 0; kKeeps && j < 2; ++j) {
       const Floats lost = h[i + j] + (kRounding - grid[j]) * step;  // -0 - 0 would be -0
       const Floats kept = old * e[i + j] + fresh * lost;
       e[i + j] = kept;
@@ -370,11 +384,67 @@ LOCO_TARGET void compress_blocks(const Compress& shared, int64_t begin, int64_t 
       at[b].scale = scale_of<kBits>(at[b].most);
       at[b].finite = at[b].scale.finite;
     }
-    for (int b = 0; b < count; ++b) at[b].most = largest_of(send<kBits>(job, at[b], h + b * vectors, e + b * vectors));
+    for (int b = 0; b < count; ++b) {
+      at[b].most = largest_of(send<kBits, true>(job, at[b], h + b * vectors, e + b * vectors));
+    }
     if (!job.has_new_error) continue;
     for (int b = 0; kErrorBits == 8 && b < count; ++b) at[b].scale = scale_of<8>(at[b].most);
     for (int b = 0; b < count; ++b) keep_error<kErrorBits>(job, at[b], e + b * vectors);
   }
+}
+
+// The same of differences, of which nothing is kept.
+template <Type kType, int kBits>
+LOCO_TARGET void difference_blocks(const Compress& shared, int64_t begin, int64_t end) {
+  const Compress job = shared;
+  Floats h[kLargestBlock / kLanes];
+  Place at[kBatchBlocks];
+  const int vectors = job.block_size / kLanes;
+  const int batch = job.block_size < kBatch ? kBatch / job.block_size : 1;
+  for (int64_t done = begin; done < end; done += batch) {
+    const int count = end - done < batch ? static_cast<int>(end - done) : batch;
+    for (int b = 0; b < count; ++b) {
+      at[b].row = (done + b) / job.blocks;
+      at[b].block = (done + b) % job.blocks;
+      at[b].most = largest_of(subtract<kType>(job, at[b], h + b * vectors));
+    }
+    for (int b = 0; b < count; ++b) {
+      at[b].scale = scale_of<kBits>(at[b].most);
+      at[b].finite = at[b].scale.finite;
+    }
+    for (int b = 0; b < count; ++b) send<kBits, false>(job, at[b], h + b * vectors, nullptr);
+  }
+}
+
+// held += what a row brings, in a block
+template <Type kType, int kBits>
+LOCO_LOCAL void apply_block(const Apply& job, int64_t row, int64_t block) {
+  const int size = job.block_size;
+  const uint8_t* wire = job.wire + row * job.wire_stride;
+  const uint8_t* payload = wire + block * size * kBits / 8;
+  const float step = step_of(reinterpret_cast<const uint16_t*>(wire + job.blocks * size * kBits / 8)[block]);
+  Element<kType>* held = static_cast<Element<kType>*>(job.held) + row * job.held_stride + block * size;
+  Element<kType> filled[kLargestBlock];
+  const bool whole = (block + 1) * size <= job.width;
+  const int64_t bytes = (job.width - block * size) * sizeof(filled[0]);  // of a last block
+  if (!whole) {
+    std::memset(filled, 0, size * sizeof(filled[0]));
+    std::memcpy(filled, held, bytes);
+  }
+  Element<kType>* to = whole ? held : filled;
+  for (int i = 0; i < size / kLanes; i += 2, payload += kChunk * kBits / 8, to += kChunk) {
+    Floats first, second;
+    unpack<kBits>(payload, &first, &second);
+    store_floats<kType>(to, load_floats<kType>(to) + first * step);
+    store_floats<kType>(to + kLanes, load_floats<kType>(to + kLanes) + second * step);
+  }
+  if (!whole) std::memcpy(held, filled, bytes);
+}
+
+template <Type kType, int kBits>
+LOCO_TARGET void apply_blocks(const Apply& shared, int64_t begin, int64_t end) {
+  const Apply job = shared;
+  for (int64_t i = begin; i < end; ++i) apply_block<kType, kBits>(job, i / job.blocks, i % job.blocks);
 }
 
 template <Type kType, int kBits>

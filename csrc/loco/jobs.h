@@ -1,7 +1,7 @@
 // Copyright (c) deepspeed_ext contributors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The two operators' arguments, checked, as pointers and sizes that kernels take. Row sizes are those of
+// The operators' arguments, checked, as pointers and sizes that kernels take. Row sizes are those of
 // deepspeed_ext/loco/packing.py.
 
 #pragma once
@@ -29,8 +29,10 @@ struct ErrorRow {
 };
 
 struct Compress {
-  const void* gradient;
+  const void* gradient;     // or updated parameters
   int64_t gradient_stride;  // elements
+  const void* held;         // what of updated parameters the receivers have
+  int64_t held_stride;      // elements
   int64_t rows, width, blocks;
   uint8_t* wire;
   int64_t wire_stride;  // bytes
@@ -62,6 +64,15 @@ struct Decompress {
   float factor;
 };
 
+struct Apply {
+  const uint8_t* wire;
+  int64_t wire_stride;  // bytes
+  int64_t rows, width, blocks;
+  void* held;
+  int64_t held_stride;  // elements
+  int block_size;
+};
+
 inline Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
@@ -71,7 +82,7 @@ inline Type type_of(const Tensor& tensor) {
     case ScalarType::Half:
       return Type::kHalf;
     default:
-      STD_TORCH_CHECK(false, "LoCo reduces gradients in float32, bfloat16 or float16, got another dtype");
+      STD_TORCH_CHECK(false, "expected float32, bfloat16 or float16, got another dtype");
   }
   return Type::kFloat;
 }
@@ -98,6 +109,12 @@ inline void check_packed(const Tensor& packed, int64_t rows, int64_t bytes, cons
       " must start at an even address");
 }
 
+inline void check_rows(const Tensor& tensor, const char* name) {
+  STD_TORCH_CHECK(
+      tensor.dim() == 2 && (tensor.size(1) <= 1 || tensor.stride(1) == 1), name,
+      " must have two dimensions, and rows without gaps");
+}
+
 // Bits of the numbers that are kept: 8 (packed), 16 or 32.
 inline int error_bits(const Tensor& error, int64_t rows, int64_t padded, int64_t packed_bytes) {
   const ScalarType type = error.scalar_type();
@@ -116,9 +133,7 @@ inline Compress make_compress(
     const Tensor& gradient, Tensor& wire, const std::optional<Tensor>& error, std::optional<Tensor>& new_error,
     int64_t bits, int64_t block_size, double beta, double unit, bool hadamard, int* kept) {
   check_format(bits, block_size);
-  STD_TORCH_CHECK(
-      gradient.dim() == 2 && (gradient.size(1) <= 1 || gradient.stride(1) == 1),
-      "a gradient must have two dimensions, and rows without gaps");
+  check_rows(gradient, "a gradient");
   Compress job{};
   job.rows = gradient.size(0);
   job.width = gradient.size(1);
@@ -168,6 +183,36 @@ inline Decompress make_decompress(
   job.block_size = static_cast<int>(block_size);
   job.hadamard = hadamard;
   job.factor = static_cast<float>(factor);
+  return job;
+}
+
+inline Compress make_difference(
+    const Tensor& updated, const Tensor& held, Tensor& wire, int64_t bits, int64_t block_size) {
+  std::optional<Tensor> none;
+  int kept = 0;
+  Compress job = make_compress(updated, wire, none, none, bits, block_size, 0.0, 1.0, false, &kept);
+  check_rows(held, "what is held");
+  STD_TORCH_CHECK(
+      held.size(0) == job.rows && held.size(1) == job.width && held.scalar_type() == updated.scalar_type(),
+      "what is held must have the shape and the dtype of the updated parameters");
+  job.held = held.const_data_ptr();
+  job.held_stride = held.stride(0);
+  return job;
+}
+
+inline Apply make_apply(const Tensor& wire, Tensor& held, int64_t bits, int64_t block_size) {
+  check_format(bits, block_size);
+  check_rows(held, "what is held");
+  Apply job{};
+  job.rows = held.size(0);
+  job.width = held.size(1);
+  job.blocks = (job.width + block_size - 1) / block_size;
+  job.wire_stride = row_bytes(job.blocks, block_size, bits);
+  check_packed(wire, job.rows, job.wire_stride, "wire");
+  job.wire = static_cast<const uint8_t*>(wire.const_data_ptr());
+  job.held = held.mutable_data_ptr();
+  job.held_stride = held.stride(0);
+  job.block_size = static_cast<int>(block_size);
   return job;
 }
 

@@ -10,15 +10,10 @@
 #include <optional>
 #include <type_traits>
 
+#include "instruction_set.h"
 #include "jobs.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define LOCO_X86 1
-#include <immintrin.h>
-#endif
-
-// The kernels once for each instruction set; which one runs is decided on the machine that runs them, since a build
-// may be shared by several.
+// The kernels once for each instruction set.
 namespace loco {
 namespace portable {
 #define LOCO_SET 0
@@ -42,23 +37,6 @@ namespace avx512 {
 namespace {
 
 constexpr int64_t kElementsPerTask = 16384;
-
-enum class Set { kPortable, kAvx2, kAvx512 };
-
-Set instruction_set() {
-#if defined(LOCO_X86)
-  static const Set found = [] {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      return Set::kAvx512;
-    }
-    return __builtin_cpu_supports("avx2") ? Set::kAvx2 : Set::kPortable;
-  }();
-  return found;
-#else
-  return Set::kPortable;
-#endif
-}
 
 template <typename Job>
 using Kernel = void (*)(const Job&, int64_t, int64_t);
@@ -91,6 +69,36 @@ Kernel<Decompress> decompress_kernel() {
   }
 #endif
   return portable::decompress_blocks<kType, kBits>;
+}
+
+template <Type kType, int kBits>
+Kernel<Compress> difference_kernel() {
+#if defined(LOCO_X86)
+  switch (instruction_set()) {
+    case Set::kAvx512:
+      return avx512::difference_blocks<kType, kBits>;
+    case Set::kAvx2:
+      return avx2::difference_blocks<kType, kBits>;
+    default:
+      break;
+  }
+#endif
+  return portable::difference_blocks<kType, kBits>;
+}
+
+template <Type kType, int kBits>
+Kernel<Apply> apply_kernel() {
+#if defined(LOCO_X86)
+  switch (instruction_set()) {
+    case Set::kAvx512:
+      return avx512::apply_blocks<kType, kBits>;
+    case Set::kAvx2:
+      return avx2::apply_blocks<kType, kBits>;
+    default:
+      break;
+  }
+#endif
+  return portable::apply_blocks<kType, kBits>;
 }
 
 template <typename Job>
@@ -137,12 +145,33 @@ void decompress_cpu(Tensor wire, Tensor out, int64_t bits, int64_t block_size, d
   });
 }
 
+void difference_cpu(Tensor updated, Tensor held, Tensor wire, int64_t bits, int64_t block_size) {
+  const Compress job = make_difference(updated, held, wire, bits, block_size);
+  with_type(type_of(updated), [&](auto type) {
+    with_bits(bits, [&](auto wire_bits) {
+      run(difference_kernel<decltype(type)::value, decltype(wire_bits)::value>(), job, job.rows * job.blocks);
+    });
+  });
+  clear_padding(job.wire, job.rows, job.blocks * block_size * bits / 8 + 2 * job.blocks, job.wire_stride);
+}
+
+void apply_cpu(Tensor wire, Tensor held, int64_t bits, int64_t block_size) {
+  const Apply job = make_apply(wire, held, bits, block_size);
+  with_type(type_of(held), [&](auto type) {
+    with_bits(bits, [&](auto wire_bits) {
+      run(apply_kernel<decltype(type)::value, decltype(wire_bits)::value>(), job, job.rows * job.blocks);
+    });
+  });
+}
+
 }  // namespace
 }  // namespace loco
 
 STABLE_TORCH_LIBRARY_IMPL(deepspeed_paro, CPU, library) {
   library.impl("loco_compress", TORCH_BOX(&loco::compress_cpu));
   library.impl("loco_decompress", TORCH_BOX(&loco::decompress_cpu));
+  library.impl("loco_difference", TORCH_BOX(&loco::difference_cpu));
+  library.impl("loco_apply", TORCH_BOX(&loco::apply_cpu));
 }
 
 // An empty module: importing it loads the library, which registers the operators.

@@ -9,15 +9,13 @@
 // there the fused operation saves one.
 
 #include <cuda_runtime.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
 
 #include <cstdint>
 #include <optional>
 #include <type_traits>
 
+#include "cuda_launch.h"
 #include "cuda_runs.h"
 #include "jobs.h"
 
@@ -194,6 +192,26 @@ LOCO_DEVICE void compensate(
   }
 }
 
+// The wire's part of a block: the lowest bytes of its numbers on the grid, in few bits, and their scale.
+template <int kBits>
+LOCO_DEVICE void store_packed(
+    const Compress& job, const Place& at, const Layout& layout, const Scale& scale, const Run<uint8_t> (&bytes)[kRuns]) {
+  uint8_t* wire = job.wire + at.row * job.wire_stride;
+  uint8_t* scales = wire + (job.blocks << layout.log_block) * kBits / 8 + 2 * at.first_block;
+  wire += at.begin * kBits / 8;
+  constexpr int kStored = kBits / 4;
+  Run<uint8_t> payload[kStored] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t first = bytes[0].words[i], second = bytes[1].words[i];
+    const uint32_t nibbles = (first & 0x0f0f0f0fu) | ((second << 4) & 0xf0f0f0f0u);
+    if (scale.finite) payload[0].words[i] = kBits == 8 ? first : nibbles;
+    if (scale.finite && kBits == 8) payload[kStored - 1].words[i] = second;
+  }
+  store_runs(wire + (kBits == 8 ? at.element : threadIdx.x * kRun), kTile, layout.packed, payload);
+  end_block(scales, at, layout, job.blocks, scale.stored);
+}
+
 // The wire's part of a block, and in the place of h what is to be kept.
 template <int kBits, int kErrorBits>
 LOCO_DEVICE void send(
@@ -213,21 +231,7 @@ LOCO_DEVICE void send(
     }
     bytes[r] = lowest_bytes(grid);
   }
-  if (!at.inside) return;
-  uint8_t* wire = job.wire + at.row * job.wire_stride;
-  uint8_t* scales = wire + (job.blocks << layout.log_block) * kBits / 8 + 2 * at.first_block;
-  wire += at.begin * kBits / 8;
-  constexpr int kStored = kBits / 4;
-  Run<uint8_t> payload[kStored] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t first = bytes[0].words[i], second = bytes[1].words[i];
-    const uint32_t nibbles = (first & 0x0f0f0f0fu) | ((second << 4) & 0xf0f0f0f0u);
-    if (scale.finite) payload[0].words[i] = kBits == 8 ? first : nibbles;
-    if (scale.finite && kBits == 8) payload[kStored - 1].words[i] = second;
-  }
-  store_runs(wire + (kBits == 8 ? at.element : threadIdx.x * kRun), kTile, layout.packed, payload);
-  end_block(scales, at, layout, job.blocks, scale.stored);
+  if (at.inside) store_packed<kBits>(job, at, layout, scale, bytes);
 }
 
 // `fresh` in the place of the old error, unless something in the block was not finite.
@@ -276,6 +280,36 @@ __global__ void __launch_bounds__(kThreads, kResident) compress_tile(const Compr
   Scale fresh{};
   if constexpr (kErrorBits == 8) fresh = quick_scale_of<8>(largest_of_block(h, layout.log_block, shared[1]));
   keep_error<kErrorBits>(job, at, layout, scale.finite, fresh, old, h);
+}
+
+// Of the difference between updated parameters and what is held; nothing is kept of it.
+template <Type kType, int kBits>
+__global__ void __launch_bounds__(kThreads, kResident) difference_tile(const Compress job, const Layout layout) {
+  __shared__ uint32_t shared[kWarps];
+  const Place at = find_place(job.width, job.blocks, layout.log_block);
+  if (at.row >= job.rows) return;  // so does the whole thread block
+  Run<Element<kType>> updated[kRuns], held[kRuns];
+  const Element<kType>* from =
+      static_cast<const Element<kType>*>(job.gradient) + (at.row * job.gradient_stride + at.begin);
+  const Element<kType>* old = static_cast<const Element<kType>*>(job.held) + (at.row * job.held_stride + at.begin);
+  load_runs(from + at.element, at.elements - at.element, layout.numbers, updated);
+  load_runs(old + at.element, at.elements - at.element, layout.numbers, held);
+  float h[kRuns][kRun];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    const float now = number<kType>(updated[i / kRun], i % kRun), before = number<kType>(held[i / kRun], i % kRun);
+    h[i / kRun][i % kRun] = sum(now, -before);
+  }
+  const Scale scale = quick_scale_of<kBits>(largest_of_block(h, layout.log_block, shared));
+  Run<uint8_t> bytes[kRuns];
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) {
+    float grid[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) grid[i] = on_grid(h[r][i], scale.inverse);
+    bytes[r] = lowest_bytes(grid);
+  }
+  if (at.inside) store_packed<kBits>(job, at, layout, scale, bytes);
 }
 
 // What a thread has of one piece.
@@ -337,12 +371,35 @@ __global__ void __launch_bounds__(kThreads, kResident) decompress_tile(const Dec
   store_runs(out + at.element, at.elements - at.element, layout.numbers, runs);
 }
 
+// held += what a row brings
+template <Type kType, int kBits>
+__global__ void __launch_bounds__(kThreads, kResident) apply_tile(const Apply job, const Layout layout) {
+  const Place at = find_place(job.width, job.blocks, layout.log_block);
+  if (at.row >= job.rows || !at.inside) return;
+  const uint8_t* wire = job.wire + at.row * job.wire_stride;
+  const uint8_t* scales = wire + (job.blocks << layout.log_block) * kBits / 8 + 2 * at.first_block;
+  wire += at.begin * kBits / 8;
+  Piece<kBits> piece;
+  load_runs(wire + (kBits == 8 ? at.element : threadIdx.x * kRun), kTile, layout.packed, piece.runs);
+  piece.scale = load_scale(scales, at.block, layout.packed);
+  Element<kType>* held = static_cast<Element<kType>*>(job.held) + (at.row * job.held_stride + at.begin);
+  Run<Element<kType>> runs[kRuns];
+  load_runs(held + at.element, at.elements - at.element, layout.numbers, runs);
+  float total[kRuns][kRun];
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) total[i / kRun][i % kRun] = number<kType>(runs[i / kRun], i % kRun);
+  piece.add_to(total);
+#pragma unroll
+  for (int r = 0; r < kRuns; ++r) runs[r] = run_of<kType>(total[r]);
+  store_runs(held + at.element, at.elements - at.element, layout.numbers, runs);
+}
+
 bool is_aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % kAlignment == 0; }
 
-void check_device(const Tensor& tensor, const Tensor& like, const char* name) {
-  STD_TORCH_CHECK(
-      tensor.is_cuda() && tensor.get_device_index() == like.get_device_index(), name,
-      " must be on the device of the other arguments");
+// Whether runs of all rows are aligned.
+template <Type kType>
+bool rows_aligned(const void* numbers, int64_t rows, int64_t stride) {
+  return is_aligned(numbers) && (rows == 1 || stride * int{sizeof(Element<kType>)} % kAlignment == 0);
 }
 
 int log_of(int64_t block_size) {
@@ -356,12 +413,6 @@ dim3 grid_of(int64_t rows, int64_t width) {
   const int64_t down = rows < kMostRows ? rows : kMostRows;
   return dim3(
       static_cast<unsigned>(along), static_cast<unsigned>(down), static_cast<unsigned>((rows + down - 1) / down));
-}
-
-cudaStream_t current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
 }
 
 void compress_cuda(
@@ -378,9 +429,8 @@ void compress_cuda(
   const dim3 grid = grid_of(job.rows, job.width);
   with_type(type_of(gradient), [&](auto type) {
     constexpr Type kType = decltype(type)::value;
-    const bool rows_aligned = job.rows == 1 || job.gradient_stride * int{sizeof(Element<kType>)} % kAlignment == 0;
     const Layout layout{
-        log_of(block_size), is_aligned(job.gradient) && rows_aligned,
+        log_of(block_size), rows_aligned<kType>(job.gradient, job.rows, job.gradient_stride),
         is_aligned(job.wire) && is_aligned(job.read_error) && is_aligned(job.write_error)};
     with_bits(bits, [&](auto wire_bits) {
       with_error_bits(kept, [&](auto error_bits) {
@@ -408,10 +458,52 @@ void decompress_cuda(Tensor wire, Tensor out, int64_t bits, int64_t block_size, 
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+void difference_cuda(Tensor updated, Tensor held, Tensor wire, int64_t bits, int64_t block_size) {
+  const Compress job = make_difference(updated, held, wire, bits, block_size);
+  check_device(wire, updated, "wire");
+  check_device(held, updated, "what is held");
+  if (job.rows * job.blocks == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(updated.get_device_index());
+  const cudaStream_t stream = current_stream(updated);
+  const dim3 grid = grid_of(job.rows, job.width);
+  with_type(type_of(updated), [&](auto type) {
+    constexpr Type kType = decltype(type)::value;
+    const Layout layout{
+        log_of(block_size),
+        rows_aligned<kType>(job.gradient, job.rows, job.gradient_stride) &&
+            rows_aligned<kType>(job.held, job.rows, job.held_stride),
+        is_aligned(job.wire)};
+    with_bits(bits, [&](auto wire_bits) {
+      difference_tile<kType, decltype(wire_bits)::value><<<grid, kThreads, 0, stream>>>(job, layout);
+    });
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+void apply_cuda(Tensor wire, Tensor held, int64_t bits, int64_t block_size) {
+  const Apply job = make_apply(wire, held, bits, block_size);
+  check_device(wire, held, "wire");
+  if (job.rows * job.blocks == 0) return;
+  const torch::stable::accelerator::DeviceGuard guard(held.get_device_index());
+  const cudaStream_t stream = current_stream(held);
+  const dim3 grid = grid_of(job.rows, job.width);
+  with_type(type_of(held), [&](auto type) {
+    constexpr Type kType = decltype(type)::value;
+    const Layout layout{
+        log_of(block_size), rows_aligned<kType>(job.held, job.rows, job.held_stride), is_aligned(job.wire)};
+    with_bits(bits, [&](auto wire_bits) {
+      apply_tile<kType, decltype(wire_bits)::value><<<grid, kThreads, 0, stream>>>(job, layout);
+    });
+  });
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
 }  // namespace
 }  // namespace loco
 
 STABLE_TORCH_LIBRARY_IMPL(deepspeed_paro, CUDA, library) {
   library.impl("loco_compress", TORCH_BOX(&loco::compress_cuda));
   library.impl("loco_decompress", TORCH_BOX(&loco::decompress_cuda));
+  library.impl("loco_difference", TORCH_BOX(&loco::difference_cuda));
+  library.impl("loco_apply", TORCH_BOX(&loco::apply_cuda));
 }

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The two operators of LoCo in torch's library: schemas, the reference, and the kernels where there are any."""
+"""The operators of LoCo in torch's library: schemas, the reference, and the kernels where there are any."""
 
 import functools
 import warnings
@@ -8,12 +8,13 @@ import warnings
 import torch
 from torch import Tensor
 
-from deepspeed_ext.loco import reference
+from deepspeed_ext.loco import lossless, reference
 from deepspeed_ext.loco.packing import Packing
 
 NAMESPACE = "deepspeed_paro"
 BUILD_THEM = "Build them where nvcc is found: remove the built ones, or reinstall with DS_BUILD_LOCO=1."
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LOSSLESS_DTYPES = (torch.bfloat16, torch.float16)
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _library.define(
@@ -23,18 +24,28 @@ _library.define(
 _library.define(
     "loco_decompress(Tensor wire, Tensor(a!) out, int bits, int block_size, float factor, bool hadamard) -> ()"
 )
+_library.define("loco_difference(Tensor updated, Tensor held, Tensor(a!) wire, int bits, int block_size) -> ()")
+_library.define("loco_apply(Tensor wire, Tensor(a!) held, int bits, int block_size) -> ()")
+_library.define("lossless_measure(Tensor updated, Tensor held, Tensor(a!) tiles) -> ()")
+_library.define("lossless_pack(Tensor updated, Tensor held, Tensor header, Tensor(a!) wire) -> ()")
+_library.define("lossless_apply(Tensor wire, Tensor(a!) held) -> ()")
 _library.impl("loco_compress", reference.compress, "CompositeExplicitAutograd")
 _library.impl("loco_decompress", reference.decompress, "CompositeExplicitAutograd")
+_library.impl("loco_difference", reference.difference, "CompositeExplicitAutograd")
+_library.impl("loco_apply", reference.apply, "CompositeExplicitAutograd")
+_library.impl("lossless_measure", lossless.measure, "CompositeExplicitAutograd")
+_library.impl("lossless_pack", lossless.pack, "CompositeExplicitAutograd")
+_library.impl("lossless_apply", lossless.apply, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake(f"{NAMESPACE}::loco_compress", lib=_library)
-def _(*_: object) -> None:
-    """Return nothing: it writes into its arguments only."""
+def _fake(*_: object) -> None:
+    """Return nothing: they write into their arguments only."""
 
 
-@torch.library.register_fake(f"{NAMESPACE}::loco_decompress", lib=_library)
-def _(*_: object) -> None:
-    """Return nothing: it writes into its arguments only."""
+for _name in ("loco_compress", "loco_decompress", "loco_difference", "loco_apply"):
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
+for _name in ("lossless_measure", "lossless_pack", "lossless_apply"):
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_library)
 
 
 def compress(
@@ -92,12 +103,116 @@ def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0,
     torch.ops.deepspeed_paro.loco_decompress(wire, out, packing.bits, packing.block_size, factor, hadamard)
 
 
-def _check(tensor: Tensor, what: str) -> None:
-    if tensor.dtype not in DTYPES:
+def difference(updated: Tensor, held: Tensor, wire: Tensor, packing: Packing) -> None:
+    """Quantize and pack what receivers lack of updated parameters, in one pass; see Note [Differences].
+
+    Args:
+        updated: (rows, width), fp32, bf16 or fp16; rows without gaps, of any alignment.
+        held: what receivers have of them, likewise.
+        wire: (rows, row bytes of ``packing``), uint8; written.
+        packing: bits and block size.
+
+    Raises:
+        TypeError, RuntimeError: as ``compress``.
+    """
+    _check(updated, "updated parameters", "paro_quantized_updates")
+    if updated.numel():
+        torch.ops.deepspeed_paro.loco_difference(updated, held, wire, packing.bits, packing.block_size)
+
+
+def apply(wire: Tensor, held: Tensor, packing: Packing) -> None:
+    """Add the differences that have arrived to what is held, in one pass.
+
+    Args:
+        wire: (rows, row bytes of ``packing`` for the width of ``held``), uint8.
+        held: (rows, width), fp32, bf16 or fp16; rows without gaps; written.
+
+    Raises:
+        TypeError, RuntimeError: as ``compress``.
+    """
+    _check(held, "parameters", "paro_quantized_updates")
+    if held.numel():
+        torch.ops.deepspeed_paro.loco_apply(wire, held, packing.bits, packing.block_size)
+
+
+def measure(updated: Tensor, held: Tensor) -> Tensor:
+    """Return what each tile of updated parameters takes without loss; see Note [Lossless updates] in ``lossless.py``.
+
+    Args:
+        updated: (1, width), bf16 or fp16; without gaps, of any alignment; at most 2^30 elements.
+        held: what receivers have of them, likewise.
+
+    Returns:
+        (tiles,), int32: ``mode << 30 | size in units of 2 bytes``, as bits.
+
+    Raises:
+        TypeError: parameters of another dtype.
+        RuntimeError: a shape that does not fit, or CUDA tensors with kernels for the CPU only.
+    """
+    _check_lossless(updated)
+    tiles = torch.empty(lossless.tiles_of(updated.shape[-1]), dtype=torch.int32, device=updated.device)
+    if updated.numel():
+        torch.ops.deepspeed_paro.lossless_measure(updated, held, tiles)
+    return tiles
+
+
+def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the header, (tiles,) int32: ``mode << 30 | offset``; and the row's bytes, 0D int64 on the device."""
+    return lossless.header_of(tiles)
+
+
+def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
+    """Pack what receivers lack of updated parameters, without loss.
+
+    Args:
+        updated: as in ``measure``.
+        held: likewise.
+        header: what ``header_of`` makes of their tiles.
+        wire: (1, bytes), uint8, an even number of bytes from an even address on; at least as many as ``header_of``
+            returns: tiles that do not fit are left out. Written up to its end, with zeros behind the last tile.
+
+    Raises:
+        TypeError, RuntimeError: as ``measure``.
+    """
+    _check_lossless(updated)
+    if updated.numel():
+        torch.ops.deepspeed_paro.lossless_pack(updated, held, header, wire)
+
+
+def apply_lossless(wire: Tensor, held: Tensor) -> None:
+    """Make what is held what was sent, to the bit; rows that were cut off keep what they have of their last tiles.
+
+    Args:
+        wire: (rows, bytes), uint8, as ``pack`` wrote each row.
+        held: (rows, width), bf16 or fp16, as it was when rows were packed; rows without gaps; written.
+
+    Raises:
+        TypeError, RuntimeError: as ``measure``.
+    """
+    _check_lossless(held)
+    if held.numel():
+        torch.ops.deepspeed_paro.lossless_apply(wire, held)
+
+
+def _check_lossless(tensor: Tensor) -> None:
+    if tensor.dtype not in LOSSLESS_DTYPES:
         raise TypeError(
-            f"LoCo takes {what} in {', '.join(str(dtype) for dtype in DTYPES)}, got {tensor.dtype}. Set "
-            f"communication_data_type, or remove zero_optimization.zeropp_loco_param."
+            f"Lossless updates take parameters in {' or '.join(str(dtype) for dtype in LOSSLESS_DTYPES)}, got "
+            f"{tensor.dtype}. Train in bf16 or fp16, or let updates travel in 4 or 8 bits."
         )
+    _check_kernels(tensor)
+
+
+def _check(tensor: Tensor, what: str, key: str = "") -> None:
+    if tensor.dtype not in DTYPES:
+        advice = f"Remove {key}." if key else "Set communication_data_type, or remove zeropp_loco_param."
+        raise TypeError(
+            f"LoCo takes {what} in {', '.join(str(dtype) for dtype in DTYPES)}, got {tensor.dtype}. {advice}"
+        )
+    _check_kernels(tensor)
+
+
+def _check_kernels(tensor: Tensor) -> None:
     if lacks_kernels(tensor.device.type):
         raise RuntimeError(f"The kernels of LoCo were built for the CPU only, got a CUDA tensor. {BUILD_THEM}")
 

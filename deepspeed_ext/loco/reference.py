@@ -16,6 +16,17 @@ Note [Arithmetic of a block]
     The error lives behind H: the transform is linear, so the receiver undoes it once, of the sum. A block whose
     scale would be subnormal is sent as zeros (r = h). A block with something that is not finite is sent with the scale
     NaN, and its error stays what it was.
+
+Note [Differences]
+    Updated parameters travel as what receivers lack of them. p: what all of them hold, u: what their owner has made of
+    its fp32 weights, both in the dtype of the parameters. With S and q of a block as above,
+
+        h = u - p
+        d = q S                                         on the wire
+        p' = p + d, rounded to that dtype               by everyone, the owner included
+
+    No error is kept: what d lacks is in the next h (SDP4Bit, arXiv:2410.15526). As u is a number of that dtype,
+    |p' - u| is at most S; and p' is u where S is below the distance of u's neighbors.
 """
 
 import torch
@@ -85,6 +96,25 @@ def decompress(wire: Tensor, out: Tensor, bits: int, block_size: int, factor: fl
             total = transform(total)
         part = out[blocks.start * block_size : blocks.stop * block_size]
         part.copy_((total * factor).view(-1)[: part.numel()])
+
+
+def difference(updated: Tensor, held: Tensor, wire: Tensor, bits: int, block_size: int) -> None:
+    """See ``ops.difference``."""
+    packing, (rows, width) = Packing(bits, block_size), updated.shape
+    for blocks in pieces(packing.blocks(width), rows * block_size):
+        some = slice(blocks.start * block_size, blocks.stop * block_size)
+        h = _blocks(updated[:, some].float() - held[:, some].float(), block_size)
+        pack(*quantize(h, packing.largest), wire, packing, width, blocks)
+    packing.padding(wire, width).zero_()
+
+
+def apply(wire: Tensor, held: Tensor, bits: int, block_size: int) -> None:
+    """See ``ops.apply``."""
+    packing, (rows, width) = Packing(bits, block_size), held.shape
+    for blocks in pieces(packing.blocks(width), rows * block_size):
+        q, step = unpack(wire, width, packing, blocks)
+        part = held[:, blocks.start * block_size : blocks.stop * block_size]
+        part.copy_(part.float() + (q * step).view(rows, -1)[:, : part.shape[1]])
 
 
 def pieces(blocks: int, size: int) -> list[range]:

@@ -17,19 +17,22 @@ CAPABILITIES = ("8.0", "9.0")
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
-def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", ["loco_cuda.cu", "lossless_cuda.cu"])
+def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     assert NVCC is not None
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(Path(NVCC).parents[1]))
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", ";".join(CAPABILITIES))
     builder = LocoBuilder()
+    builder.build_for_cpu = False
+    assert str(source_folder() / source) in builder.sources()
     arguments = builder.strip_empty_entries(builder.nvcc_args())
     for capability in CAPABILITIES:
         assert any(argument.endswith(f"code=sm_{capability.replace('.', '')}") for argument in arguments), arguments
     assert "-fmad=false" in arguments and "--use_fast_math" not in arguments
     folders = [*builder.include_paths(), *cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    built = tmp_path / "loco_cuda.o"
+    built = tmp_path / "cuda.o"
     command = [NVCC, *arguments, *(f"-I{folder}" for folder in folders), "-Xcompiler=-fPIC", "-o", str(built)]
-    command += ["-DTORCH_EXTENSION_NAME=loco", "-c", str(source_folder() / "loco_cuda.cu")]
+    command += ["-DTORCH_EXTENSION_NAME=loco", "-c", str(source_folder() / source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stdout + done.stderr, done.stdout + done.stderr

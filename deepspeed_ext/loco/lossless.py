@@ -1,0 +1,201 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Updates of parameters without loss in plain PyTorch: what kernels must match to the bit.
+
+Note [Lossless updates]
+    Parameters have 16 bits (bfloat16 or float16). Their bits b, as a signed integer, become an integer that grows with
+    the number that they stand for:
+
+        o(b) = b where the sign is clear, else b ^ 0x7fff               a bijection that is its own inverse
+        d = o(updated) - o(held) modulo 2^16, signed
+
+    -0 and +0 are two numbers, and so are all NaNs: every bit pattern comes back exactly. A row of ``width`` elements
+    is split into t tiles of 1024, the last one filled up with d = 0. On the wire it is, little-endian,
+
+        header      t words of 32 bits: mode << 30 | where the tile's section starts behind the header, in units of
+                    2 bytes; so a row has at most 2^30 elements
+        sections    one behind the other, in the order of tiles
+        padding     zeros up to the end of the wire's row, whose length is even
+
+    Modes, of which a tile has the one with the smallest section, the lowest among equals:
+
+        0 same      nothing: all d = 0
+        1 bitmap    a bit for each element: d != 0 (element i: bit i % 8 of byte i / 8); for each of these, in order, a
+                    nibble, filled up with zeros to 2 bytes; for each nibble 15, in order, d in 2 bytes
+        2 pairs     2 bits for each element (element i: bits 2 (i % 4) of byte i / 4): d & 3 where d is -1, 0 or 1,
+                    else 2; for each 2 a nibble, and for each nibble 15 two bytes, as above
+        3 plain     the bits of the updated elements, 2 bytes each, of 1024; zeros for those that are missing
+
+    Nibble k is in byte k / 2, the lower half first. 1 to 7 is d (in pairs 2 to 7), 8 to 14 is d + 16 (d = -8 to -2),
+    15 is what does not fit. The values that are left stand, in a bitmap, 0 for d = -1; in pairs, 0 for d = 8 and 1
+    for d = 9.
+
+    So a row takes at most 4 bytes for each tile more than the elements themselves, and what fills the last tile.
+    Sizes depend on the numbers, shapes do not: nothing here waits for the device. A tile whose section would end
+    behind the wire's row is not written, and not applied: whoever allocates the wire compares sizes first.
+"""
+
+import torch
+from torch import Tensor
+
+TILE = 1024  # elements
+MOST_ELEMENTS = 2**30  # of a row: offsets have 30 bits
+SAME, BITMAP, PAIRS, PLAIN = range(4)
+PIECE = 2**20  # elements that are worked on at a time: temporaries are some ten of that many integers of 64 bits
+_SIZE = 2**30 - 1  # the bits of a size or an offset
+_NEVER = 2**20  # a size that is never the smallest
+_BITMAP_UNITS, _PAIRS_UNITS, _PLAIN_UNITS = TILE // 16, TILE // 8, TILE
+_ESCAPE = 15
+
+
+def tiles_of(width: int) -> int:
+    """Return the tiles of a row."""
+    return -(-width // TILE)
+
+
+def measure(updated: Tensor, held: Tensor, tiles: Tensor) -> None:
+    """See ``ops.measure``."""
+    for some in _pieces(len(tiles), 1):
+        difference = _differences(updated, held, some)
+        small = _count(difference, -8, 7)
+        bitmap = _section(_BITMAP_UNITS, _count(difference, 0, 0), small)
+        pairs = _section(_PAIRS_UNITS, _count(difference, -1, 1), _count(difference, -8, 9))
+        same = torch.where(difference.any(-1), _NEVER, 0)
+        sizes = torch.stack((same, bitmap, pairs, torch.full_like(same, _PLAIN_UNITS)), dim=-1)
+        best = (sizes * 4 + torch.arange(4, device=sizes.device)).amin(-1).int()
+        tiles[some.start : some.stop] = ((best & 3) << 30) | (best >> 2)
+
+
+def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``ops.header_of``."""
+    sizes = (tiles & _SIZE).long()
+    ends = sizes.cumsum(0)
+    return (tiles & ~_SIZE) | (ends - sizes).int(), 4 * len(tiles) + 2 * sizes.sum()
+
+
+def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
+    """See ``ops.pack``."""
+    units = wire.zero_().view(torch.int16)[0]
+    begin = 2 * len(header)
+    units[:begin].copy_(header.view(torch.int16))
+    column = torch.arange(TILE, device=wire.device)
+    for some in _pieces(len(header), 1):
+        words = header[some.start : some.stop].unsqueeze(-1)
+        mode, first = (words >> 30) & 3, begin + (words & _SIZE).long()
+        sections, sizes = _encode(_differences(updated, held, some), _tiles(updated, some), mode)
+        there = (column < sizes) & (first + sizes <= len(units))
+        places = (first + column).clamp(max=len(units) - 1)  # behind a section zero is added to what is there
+        units.index_add_(0, places.view(-1), torch.where(there, sections, 0).to(torch.int16).view(-1))
+
+
+def apply(wire: Tensor, held: Tensor) -> None:
+    """See ``ops.apply_lossless``."""
+    units, (rows, width) = wire.view(torch.int16), held.shape
+    tiles = tiles_of(width)
+    words = units[:, : 2 * tiles].int() & 0xFFFF
+    low, high = words[:, 0::2], words[:, 1::2]
+    modes, offsets = high >> 14, ((high & 0x3FFF) << 16) | low
+    column = torch.arange(TILE, device=wire.device)
+    for some in _pieces(tiles, rows):
+        first = 2 * tiles + offsets[:, some.start : some.stop, None].long()
+        places = (first + column).clamp(max=units.shape[1] - 1)
+        sections = units.gather(1, places.view(rows, -1)).view(places.shape).int() & 0xFFFF
+        mode = modes[:, some.start : some.stop, None]
+        difference, sizes = _decode(sections, mode)
+        old = _tiles(held, some).view(places.shape)
+        new = torch.where(mode == PLAIN, sections.to(torch.int16), _ordinal(_ordinal(old) + difference))
+        new = torch.where(first + sizes <= units.shape[1], new, old)
+        part = _elements(held, some)
+        part.copy_(new.view(rows, -1)[:, : part.shape[1]])
+
+
+def _pieces(tiles: int, rows: int) -> list[range]:
+    """Return the tiles of a row in ranges of which all rows together have about ``PIECE`` elements."""
+    length = max(1, PIECE // (TILE * rows))
+    return [range(first, min(first + length, tiles)) for first in range(0, tiles, length)]
+
+
+def _elements(numbers: Tensor, some: range) -> Tensor:
+    """Return the bits of some tiles: (rows, at most their elements), int16, a view."""
+    return numbers.view(torch.int16)[:, some.start * TILE : some.stop * TILE]
+
+
+def _tiles(numbers: Tensor, some: range) -> Tensor:
+    """Return the bits of some tiles, filled up with zeros: (rows * tiles, TILE), int16."""
+    bits = _elements(numbers, some)
+    return torch.nn.functional.pad(bits, (0, len(some) * TILE - bits.shape[1])).reshape(-1, TILE)
+
+
+def _ordinal(bits: Tensor) -> Tensor:
+    """Return the integers that bits of 16 become, or the bits of such integers."""
+    return bits ^ ((bits >> 15) & 0x7FFF)
+
+
+def _differences(updated: Tensor, held: Tensor, some: range) -> Tensor:
+    """Return d of some tiles: (tiles, TILE), int16."""
+    return _ordinal(_tiles(updated, some)) - _ordinal(_tiles(held, some))
+
+
+def _count(difference: Tensor, low: int, high: int) -> Tensor:
+    """Return how many elements of each tile are outside of a range."""
+    return ((difference < low) | (difference > high)).sum(-1)
+
+
+def _section(base: int, nibbles: Tensor, escapes: Tensor) -> Tensor:
+    """Return the size of sections, in units of 2 bytes."""
+    return base + (nibbles + 3) // 4 + escapes
+
+
+def _encode(difference: Tensor, plain: Tensor, mode: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sections (tiles, TILE), int32 of which the lower half counts, and their sizes (tiles, 1), in units."""
+    d, pairs = difference.int(), mode == PAIRS
+    near = (d >= -1) & (d <= 1)
+    picked = torch.where(pairs, ~near, d != 0)
+    nibble = torch.where(pairs, torch.where(d >= 8, d - 8, d & 15), torch.where(d == -1, 0, d & 15))
+    escape = picked & ((d < -8) | (d > torch.where(pairs, 9, 7)))
+    nibble = torch.where(escape, _ESCAPE, nibble)
+    codes = _joined(torch.where(near, d & 3, 2), 2)
+    bitmap = torch.nn.functional.pad(_joined((d != 0).int(), 1), (0, _PAIRS_UNITS - _BITMAP_UNITS))
+    sections = torch.zeros_like(d)
+    sections[:, :_PAIRS_UNITS] = torch.where(pairs, codes, bitmap)
+    base = torch.where(pairs, _PAIRS_UNITS, _BITMAP_UNITS)
+    rank = (picked.cumsum(-1) - 1).clamp(min=0)
+    place = (base + rank // 4).clamp(max=TILE - 1)  # beyond only where the mode is another
+    sections.scatter_add_(-1, place, torch.where(picked, nibble << (rank % 4 * 4).int(), 0))
+    behind = base + (picked.sum(-1, keepdim=True) + 3) // 4
+    place = (behind + escape.cumsum(-1) - 1).clamp(max=TILE - 1)
+    sections.scatter_add_(-1, place, torch.where(escape, d & 0xFFFF, 0))
+    sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, behind + escape.sum(-1, keepdim=True))
+    return torch.where(mode == PLAIN, plain.int(), sections), torch.where(mode == SAME, 0, sizes)
+
+
+def _decode(sections: Tensor, mode: Tensor) -> tuple[Tensor, Tensor]:
+    """Return d (rows, tiles, TILE), int16, and sizes in units; sections: units as int32, mode: (rows, tiles, 1)."""
+    pairs = mode == PAIRS
+    codes, bitmap = _split(sections[..., :_PAIRS_UNITS], 2), _split(sections[..., :_BITMAP_UNITS], 1)
+    picked = torch.where(pairs, codes == 2, bitmap == 1)
+    base = torch.where(pairs, _PAIRS_UNITS, _BITMAP_UNITS)
+    rank = (picked.cumsum(-1) - 1).clamp(min=0)
+    units = sections.gather(-1, (base + rank // 4).clamp(max=TILE - 1))
+    nibble = (units >> (rank % 4 * 4).int()) & 15
+    escape = picked & (nibble == _ESCAPE)
+    behind = base + (picked.sum(-1, keepdim=True) + 3) // 4
+    large = sections.gather(-1, (behind + escape.cumsum(-1) - 1).clamp(max=TILE - 1))
+    signed = torch.where(nibble >= 8, nibble - 16, nibble)
+    signed = torch.where(pairs & (nibble < 2), nibble + 8, torch.where(nibble == 0, -1, signed))
+    near = torch.where(pairs, torch.where(codes == 3, -1, codes), 0)
+    d = torch.where(escape, large, torch.where(picked, signed, near))
+    sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, behind + escape.sum(-1, keepdim=True))
+    return torch.where(mode == SAME, 0, d).to(torch.int16), torch.where(mode == SAME, 0, sizes)
+
+
+def _joined(codes: Tensor, bits: int) -> Tensor:
+    """Return codes of so many bits, int32, as units of 2 bytes, the first one lowest."""
+    codes = codes.view(*codes.shape[:-1], -1, 16 // bits)
+    return (codes << torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)).sum(-1, dtype=torch.int32)
+
+
+def _split(units: Tensor, bits: int) -> Tensor:
+    """Return the codes of so many bits that units of 2 bytes consist of."""
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=units.device)
+    return ((units.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
