@@ -60,7 +60,9 @@ class NativeReduce(ReduceHop):
         return parts[self.rank][:mine].clone()  # a view would keep the bucket through the next hop
 
     def all_reduce(self, flat: Tensor, spans: Part = ()) -> Transfer:
-        """Sum by the backend's all-reduce; see ``ReduceHop``."""
+        """Sum by the backend's all-reduce, unless sums come back otherwise; see ``ReduceHop``."""
+        if not self.sums.exact:
+            return (yield from super().all_reduce(flat, spans))
         if self.size > 1 and flat.numel():
             yield self.collectives.start("all_reduce", dist.all_reduce, flat)
         return flat

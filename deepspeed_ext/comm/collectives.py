@@ -73,16 +73,17 @@ class Collectives:
         with self.labeled(operation) as log_name, counted_over(self.size):
             return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
 
-    def all_gather(self, gathered: Tensor, shard: Tensor) -> Any:
+    def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:
         """Start an all-gather.
 
         Args:
             gathered: 1D of ``size * shard.numel()`` elements.
             shard: 1D, contiguous; may be this rank's part of ``gathered``.
+            operation: what it is for.
         """
         if not self.pairwise:
-            return self.start("all_gather", dist.all_gather_into_tensor, gathered, shard)
-        with self.labeled("all_gather") as name:
+            return self.start(operation, dist.all_gather_into_tensor, gathered, shard)
+        with self.labeled(operation) as name:
             return pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
 
     def all_to_all(self, received: Tensor, sent: Tensor, splits: Sequence[int], operation: str) -> Any:

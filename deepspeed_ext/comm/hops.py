@@ -35,6 +35,21 @@ class Span(NamedTuple):
     numel: int
 
 
+class Update(NamedTuple):
+    """Parameters that a step has changed, on their way to all that hold them.
+
+    Attributes:
+        updated: gives them: 1D.
+        held: what all ranks hold of them, 1D, of that dtype.
+        most: elements that a rank has at most.
+    """
+
+    updated: Callable[[], Tensor]
+    held: Tensor
+    most: int
+
+
+Agree = Callable[[Tensor], Tensor]  # of each number the largest among the ranks that gather
 Part = tuple[Span, ...]  # what a part of a bucket holds, in order; elements behind its spans are padding
 Contents = tuple[Part, ...]  # of a bucket: a part for each rank that it goes to
 
@@ -60,6 +75,11 @@ class ErrorState:
 
     keeps_errors = False
 
+    @property
+    def halves(self) -> set[str]:
+        """Of which halves of an all-reduce something is kept: "reductions", "sums"."""
+        return {"reductions"} if self.keeps_errors else set()
+
     def finish_step(self, applied: bool) -> None:
         """Hear that what was reduced since the last call has been applied to the weights, or was discarded."""
 
@@ -68,7 +88,7 @@ class ErrorState:
         return {}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Take over states of the same buckets."""
+        """Take over states of the same buckets; without any, be as in the beginning."""
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[Span, Tensor]]:
         """Return what such states, of this rank or another, keep of each span: fp32, 1D."""
@@ -82,6 +102,53 @@ class ErrorState:
 
     def offload(self) -> None:
         """Be in host memory until the next reduction."""
+
+
+class TwoErrorStates(ErrorState):
+    """What both halves of an all-reduce keep: the reduction, and the gather of sums."""
+
+    def __init__(self, reduced: ErrorState, gathered: ErrorState) -> None:
+        self._reduced, self._gathered = reduced, gathered
+        self.keeps_errors = reduced.keeps_errors or gathered.keeps_errors
+
+    @property
+    def halves(self) -> set[str]:
+        """See ``ErrorState``."""
+        return self._reduced.halves | ({"sums"} if self._gathered.keeps_errors else set())
+
+    def finish_step(self, applied: bool) -> None:
+        """See ``ErrorState``."""
+        self._reduced.finish_step(applied)
+        self._gathered.finish_step(applied)
+
+    def states(self) -> dict[str, Any]:
+        """See ``ErrorState``."""
+        return {**self._reduced.states(), "gathered": self._gathered.states()}
+
+    def load_states(self, states: Mapping[str, Any]) -> None:
+        """Take over what each has kept, which may have been saved by the reduction alone; see ``ErrorState``."""
+        self._reduced.load_states(states)
+        self._gathered.load_states(states.get("gathered", {}))
+
+    def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[Span, Tensor]]:
+        """Return those of both: what a sum lacks may as well come with a summand."""
+        yield from self._reduced.errors_in(states)
+        yield from self._gathered.errors_in(states.get("gathered", {}))
+
+    def load_errors(self, errors: Mapping[Span, Tensor], steps: int) -> None:
+        """Have the reduction take them over."""
+        self._reduced.load_errors(errors, steps)
+        self._gathered.forget()
+
+    def forget(self) -> None:
+        """See ``ErrorState``."""
+        self._reduced.forget()
+        self._gathered.forget()
+
+    def offload(self) -> None:
+        """See ``ErrorState``."""
+        self._reduced.offload()
+        self._gathered.offload()
 
 
 class Hop:
@@ -116,10 +183,7 @@ class Hop:
 
 
 class GatherHop(Hop):
-    """The slot for parameters: an all-gather; this one sends them as they are.
-
-    One that sends them in another form must give all ranks of the group the same bits, its own part included, and do
-    so by one collective: when a second one would start depends on when a rank first uses what is gathered.
+    """The slot for parameters: an all-gather.
 
     Attributes:
         exact: whether what arrives is what was sent, so that any other all-gather would do as well.
@@ -137,6 +201,66 @@ class GatherHop(Hop):
         return all_gather(self.collectives, shard, out)
 
 
+class UpdateHop(GatherHop, ABC):
+    """One that can also send updated parameters as what receivers lack of them.
+
+    What is sent is made of updates and of what all ranks hold (``encode``), goes through one all-gather, or one for
+    each hop, and is written to what is held (``write``): by all ranks alike, so that they hold the same bits, the
+    owner included.
+
+    Attributes:
+        whole_every: updates after which one travels as it is.
+    """
+
+    exact = False
+    whole_every: int
+
+    @abstractmethod
+    def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
+        """Return what is sent of each update: 1D, of as many elements on every rank that gathers.
+
+        Args:
+            updates: as many on every rank.
+            agree: for lengths that are not the same on all ranks by themselves. Collective.
+        """
+
+    @abstractmethod
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Write what has arrived.
+
+        Args:
+            arrived: (parts, elements of what ``encode`` gives).
+            held: what this rank holds of each part: (parts, elements), rows without gaps; written.
+        """
+
+    def finish_step(self) -> None:
+        """Hear that a step is over."""
+
+
+class SumsGather:
+    """How the sums of an all-reduce come back to all ranks: as they are.
+
+    Attributes:
+        errors: what is kept of them.
+        exact: whether what comes back are the sums.
+    """
+
+    exact = True
+
+    def __init__(self) -> None:
+        self.errors = ErrorState()
+
+    def gather(self, hop: "ReduceHop", sums: Tensor, spans: Part) -> Transfer:
+        """Gather the sums (1D) of every rank of a hop, in rank order; all ranks get the same bits.
+
+        Args:
+            hop: whose sums they are.
+            sums: this rank's, 1D, of as many elements on every rank.
+            spans: what they are of; without, nothing is kept.
+        """
+        return all_gather(hop.collectives, sums)
+
+
 class ReduceHop(Hop, ABC):
     """The slot for gradients: a reduction.
 
@@ -146,7 +270,8 @@ class ReduceHop(Hop, ABC):
     A reduction may keep something of what it has sent; so it is told what buckets hold.
 
     Attributes:
-        errors: what is kept.
+        errors: what the reduction keeps.
+        sums: how the sums of an all-reduce come back.
         keeps_zeros: whether sums of zeros are zeros.
         scale: gives what gradients are multiplied with, which is the loss scale.
     """
@@ -156,7 +281,13 @@ class ReduceHop(Hop, ABC):
     def __init__(self, group: ProcessGroup | None, name: str = "hop") -> None:
         super().__init__(group, name)
         self.errors = ErrorState()
+        self.sums = SumsGather()
         self.scale: Callable[[], float] = lambda: 1.0
+
+    @property
+    def kept(self) -> ErrorState:
+        """All that is kept, of both halves of an all-reduce."""
+        return TwoErrorStates(self.errors, self.sums.errors) if self.sums.errors.keeps_errors else self.errors
 
     def lengths(self, splits: Sequence[int]) -> list[int]:
         """Return to what lengths parts are best filled up, so that nothing is copied; empty ones may stay so."""
@@ -188,19 +319,22 @@ class ReduceHop(Hop, ABC):
         numel, missing = flat.numel(), part * self.size - flat.numel()
         padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat  # a pad by nothing is a copy
         splits = [part] * self.size
-        mine = yield from self.reduce_scatter(padded, splits, split_spans(spans, splits) if spans else ())
-        gathered = yield from self.gather_sums(mine)
+        contents = split_spans(spans, splits) if spans else ()
+        mine = yield from self.reduce_scatter(padded, splits, contents)
+        gathered = yield from self.gather_sums(mine, contents[self.rank] if contents else ())
         return gathered[:numel]
 
-    def gather_sums(self, sums: Tensor) -> Transfer:
-        """Gather the sums (1D) of every rank of the group, as they are, in rank order."""
-        return all_gather(self.collectives, sums)
+    def gather_sums(self, sums: Tensor, spans: Part = ()) -> Transfer:
+        """Gather the sums (1D) of every rank of the group, in rank order; see ``SumsGather``."""
+        return self.sums.gather(self, sums, spans)
 
 
-def all_gather(collectives: Collectives, shard: Tensor, out: Tensor | None = None) -> Transfer:
-    """Gather as it is; see ``GatherHop.all_gather``."""
+def all_gather(
+    collectives: Collectives, shard: Tensor, out: Tensor | None = None, operation: str = "all_gather"
+) -> Transfer:
+    """Gather as it is; see ``GatherHop.all_gather``. ``operation``: what it is for."""
     if collectives.size == 1 or not shard.numel():
         return shard
     gathered = shard.new_empty(collectives.size * shard.numel()) if out is None else out
-    yield collectives.all_gather(gathered, shard.contiguous())
+    yield collectives.all_gather(gathered, shard.contiguous(), operation)
     return gathered

@@ -162,7 +162,7 @@ class FlatLayout:
             add: add to what is there.
         """
         width = cells.shape[-1]
-        stripe = self.stripes[bisect_right(self.stripes, start, key=lambda stripe: stripe.column) - 1]
+        stripe = self._stripe_at(start)
         within, all_cells = start - stripe.column, self.rows * self.cols
         if stripe.numel == all_cells * stripe.width:
             view = flat[stripe.start : stripe.start + stripe.numel].view(self.rows, self.cols, stripe.width)
@@ -176,6 +176,34 @@ class FlatLayout:
                 parts.append((flat[first : first + length], cells[index % self.cols, index // self.cols, :length]))
         for target, source in parts:
             target.add_(source) if add else target.copy_(source)
+
+    def held(self, flat: Tensor, start: int, width: int) -> list[tuple[slice, Tensor]]:
+        """Return a window of every cell as views of the flat buffer.
+
+        Args:
+            flat: 1D of at least ``numel`` elements.
+            start: first element of the window within each chunk; the window is in one stripe.
+            width: of the window.
+
+        Returns:
+            Numbers of cells, row by row, and their windows, (cells, elements). The last window that has elements may
+            have less of them than the others, and is by itself then.
+        """
+        stripe = self._stripe_at(start)
+        within = start - stripe.column
+        whole = max(0, min(self.rows * self.cols, (stripe.numel - within - width) // stripe.width + 1))
+        found = []
+        if whole:
+            first = flat.storage_offset() + stripe.start + within
+            found.append((slice(0, whole), flat.as_strided((whole, width), (stripe.width, 1), first)))
+        rest = stripe.numel - (whole * stripe.width + within)
+        if whole < self.rows * self.cols and rest > 0:
+            first = stripe.start + whole * stripe.width + within
+            found.append((slice(whole, whole + 1), flat[first : first + rest].view(1, rest)))
+        return found
+
+    def _stripe_at(self, column: int) -> Stripe:
+        return self.stripes[bisect_right(self.stripes, column, key=lambda stripe: stripe.column) - 1]
 
 
 class Range(NamedTuple):

@@ -5,11 +5,20 @@
 from collections.abc import Iterable, Sequence
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 # Elements that take 16 bytes or more in any dtype. NCCL copies 16 bytes at a time if all its pointers are multiples of
 # that, else element by element, or byte by byte in a gather. Pointers are where parts of buckets begin.
 WIDEST_LOAD = 16
+
+
+def read_here(tensor: Tensor) -> Tensor:
+    """Return a tensor that another stream has made; its memory is not given out again before the current one has read
+    it."""
+    if not get_accelerator().is_synchronized_device():
+        tensor.record_stream(get_accelerator().current_stream())
+    return tensor
 
 
 def fill_up(numel: int, multiple: int) -> int:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resharding of flat buffers: N <-> I <-> G, by at most two hops; see Note [Hops and transfers] in ``hops.py``."""
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,9 +13,20 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Contents, GatherHop, Hop, ReduceHop, Span, Transfer, all_gather
+from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.hops import (
+    Contents,
+    GatherHop,
+    Hop,
+    ReduceHop,
+    Span,
+    Transfer,
+    Update,
+    UpdateHop,
+    all_gather,
+)
 from deepspeed_ext.comm.layout import BucketPlan
-from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up
+from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, read_here
 from deepspeed_ext.strategy import Placement
 
 
@@ -34,13 +46,19 @@ class _Reshard:
 
 
 class ParameterReshard(_Reshard):
-    """Gathers of parameters: G -> I, I -> N, G -> N."""
+    """Gathers of parameters: G -> I, I -> N, G -> N.
+
+    Attributes:
+        exact: as of both hops.
+        differences: the hop between groups, if updates may cross it as what receivers lack.
+    """
 
     def __init__(self, intra: GatherHop, inter: GatherHop) -> None:
         super().__init__(intra, inter)
         self._intra = intra
         self._inter = inter
         self.exact = intra.exact and inter.exact
+        self.differences = inter if isinstance(inter, UpdateHop) else None
 
     def gather(self, shard: Tensor, source: Placement, target: Placement, out: Tensor | None = None) -> Transfer:
         """Gather a window of this rank's shard: between groups first, while it is smallest.
@@ -67,12 +85,44 @@ class ParameterReshard(_Reshard):
         return int(between) + int(within)
 
     def complete_rows(self, rows: Tensor) -> Transfer:
-        """Reshard G -> I in place: each group has written its own row.
+        """Reshard G -> I in place, as it is: each group has written its own row.
 
         Args:
             rows: (rows, width), contiguous.
         """
         return self._inter.all_gather(rows[self.row], out=rows.view(-1))
+
+    def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
+        """Reshard G -> I in place what each group has encoded of its own row.
+
+        Args:
+            code: of this rank's row, from ``encode``.
+            rows: (rows, width), rows without gaps; written, this rank's own, too.
+        """
+        arrived = yield from self._inter.all_gather(read_here(code))
+        self.write(arrived.view(self.rows, -1), rows)
+        return rows
+
+    def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
+        """Return what is sent of updated parameters, for ``gather`` or ``update_rows``; see ``UpdateHop.encode``.
+
+        Args:
+            target: where they go; N or I.
+        """
+        assert self.differences is not None
+        hops = (self._inter, self._intra) if target == Placement.N else (self._inter,)
+        groups = [hop.collectives.group for hop in hops]
+        return self.differences.encode(updates, lambda numbers: functools.reduce(largest, groups, numbers))
+
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Write what ``gather`` has brought of updates; see ``UpdateHop.write``."""
+        assert self.differences is not None
+        self.differences.write(arrived, held)
+
+    def finish_step(self) -> None:
+        """Hear that a step is over."""
+        if self.differences is not None:
+            self.differences.finish_step()
 
     def gather_rows(self, shard: Tensor) -> Transfer:
         """Reshard G -> I what no step updates, as it is: initial and frozen parameters lose nothing, whatever the hop.
@@ -144,7 +194,7 @@ class GradientReshard(_Reshard):
             1D: the sums of this rank's ``bucket_spans(plan, target)``; what is behind them is padding.
         """
         _, splits, rows = self._bucket_parts(plan, target)
-        told = rows is not None and self.inter.errors.keeps_errors
+        told = rows is not None and self.inter.kept.keeps_errors
         return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if told else ())
 
     def bucket_spans(self, plan: BucketPlan, target: Placement) -> list[Span]:
@@ -263,7 +313,7 @@ class GradientReshard(_Reshard):
 
         It takes rows x spans objects for each bucket: nothing is made for hops that keep no errors.
         """
-        if not self.inter.errors.keeps_errors:
+        if not self.inter.kept.keeps_errors:
             return ()
         return tuple(tuple(Span(buffer, row, *span) for span in spans) for row in range(rows))
 

@@ -147,6 +147,7 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
                 own_partition=lambda group, own=flat[: layout.chunk]: own,
                 layouts=(layout,),
                 _parameter_reshard=gathers,
+                whole=SimpleNamespace(now=True),
             )
             for start, width in layout.windows(shards, BUCKET):
                 window = Window(0, start, width, frozenset())
@@ -171,7 +172,7 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         layouts = [FlatLayout.of(numel, strategy.os, topology) for numel in NUMELS]
         held = PartitionedParameters.__new__(PartitionedParameters)
         held.strategy, held.topology, held._reshard = strategy, topology, gathers
-        held._block_of, held._update_of, held._buckets = {}, {}, {}
+        held._block_of, held._update_of, held._changed, held._buckets = {}, {}, {}, {}
         held._updates, held._gathers = Schedule(overlap=True), Schedule(overlap=True)
         held._path = strategy.p, Placement.N
         held._relayed = gathers.hops(*held._path) > 1

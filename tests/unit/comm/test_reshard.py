@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, reshard
-from deepspeed_ext.comm.hops import Contents, Part, Span
+from deepspeed_ext.comm.hops import Contents, Part, Span, SumsGather
 from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
 from deepspeed_ext.comm.packing import joined as join
 from deepspeed_ext.comm.reshard import GradientReshard
@@ -79,6 +79,7 @@ def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: boo
         """Two ranks; sends nothing, and notes the contents."""
 
         size, rank, multiple, errors = 2, 0, 1, SimpleNamespace(keeps_errors=keeps_errors)
+        sums = SumsGather()
 
         def __init__(self, told: list[Contents]) -> None:
             self.told = told
