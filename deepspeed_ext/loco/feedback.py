@@ -249,6 +249,8 @@ class ErrorFeedback(ErrorState):
     def load_states(self, states: Mapping[str, Any]) -> None:
         """Take errors over, bit for bit where they were kept in the same way; see ``ErrorState``."""
         self.forget()
+        if not states.get("settings"):
+            return
         self.steps = int(states["steps"])
         other = ErrorFeedback(LocoSettings(**states["settings"]))
         same = _kept_alike(other.settings, self.settings)
@@ -278,6 +280,8 @@ class ErrorFeedback(ErrorState):
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterator[tuple[Span, Tensor]]:
         """See ``ErrorState``."""
+        if not states.get("settings"):
+            return
         saved = ErrorFeedback(LocoSettings(**states["settings"]))
         saved.load_states(states)
         for contents, error in saved._errors.items():

@@ -3,7 +3,7 @@
 """The reduce hop between groups in few bits: one all-to-all, in which payload and scales travel together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,53 +12,23 @@ from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import any_rank
 from deepspeed_ext.comm.hops import Contents, ReduceHop, Transfer
 from deepspeed_ext.deepspeed_types import Timers
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows
+from deepspeed_ext.loco.kernels import require_kernels
 from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.sampling import Sampling
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 
-LOOK = 2**20  # elements that are looked at
 COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
-
-
-@dataclass
-class Sent:
-    """What was sent since the last report.
-
-    Attributes:
-        plain: bytes that gradients would have had.
-        wire: bytes that were sent instead, to this rank itself included.
-        squares: of what was looked at, two sums, on its device: of what quantization has taken, and of what it was
-            given, errors of earlier buckets included; None: nothing was.
-    """
-
-    plain: int = 0
-    wire: int = 0
-    squares: Tensor | None = None
-
-    @property
-    def compression(self) -> float:
-        """Return how many times fewer bytes were sent."""
-        return self.plain / self.wire if self.wire else 1.0
-
-    @property
-    def relative_error(self) -> float:
-        """Return what one quantization loses, in the 2-norm; error feedback sends it later. Blocks until it is known.
-
-        It is a sample: the first ``LOOK`` elements of what a step's first bucket has for one group.
-        """
-        lost, whole = (0.0, 0.0) if self.squares is None else self.squares.tolist()
-        return (lost / whole) ** 0.5 if whole else 0.0
 
 
 class LocoHop(ReduceHop):
     """Sums in 4 or 8 bits with error feedback; see Note [Arithmetic of a block] in ``reference.py``.
 
     A rank's own part is quantized, too, so a sum does not depend on who owns it. An all-reduce is this reduction, and
-    a gather of the sums as they are.
+    a gather of the sums (``SumsGather``).
 
     Args:
         group: process group.
@@ -81,23 +51,9 @@ class LocoHop(ReduceHop):
         self.packing = Packing(settings.bits, settings.block_size)
         self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
         self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
-        self.sent = Sent()
-        self.look = False  # whether to measure what quantization takes from the next bucket
+        self.sent = Sampling()
         self.timers: Timers = NoopTimer()
-        ops.load_kernels()
-        self._check_kernels()
-
-    def _check_kernels(self) -> None:
-        """Raise on all ranks of the group, before there are gradients, if one of them would in its first reduction."""
-        device = get_accelerator().device_name()
-        if device == "cpu":
-            return
-        lacking = ops.lacks_kernels(device)
-        if any_rank(lacking, self.collectives.group):
-            raise RuntimeError(
-                f"The kernels of LoCo were built for the CPU only{'' if lacking else ' on another rank'}, but "
-                f"gradients are on {device}. {ops.BUILD_THEM} Or remove {KEY}."
-            )
+        require_kernels(get_accelerator().device_name(), self.collectives.group, KEY)
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         if self.size == 1 or not flat.numel():
@@ -123,8 +79,7 @@ class LocoHop(ReduceHop):
     def _compress(
         self, flat: Tensor, wire: Tensor, splits: Sequence[int], sizes: Sequence[int], contents: Contents
     ) -> None:
-        self.sent.plain += flat.nbytes
-        self.sent.wire += wire.nbytes
+        self.sent.count(flat.nbytes, wire.nbytes)
         options: dict[str, Any] = {"hadamard": self.settings.hadamard}
         rows = list(zip(split_rows(flat, splits, splits), split_rows(wire, splits, sizes), strict=True))
         before: list[Tensor | None] = [None] * len(rows)
@@ -136,27 +91,20 @@ class LocoHop(ReduceHop):
             after = list(split_rows(new, splits, kept))
             before = before if old is None else list(split_rows(old, splits, kept))
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
-            look, self.look = self.look, False
-            given = self._compensated(gradient, error, options.get("unit", 1.0)) if look else None
+            width = gradient.shape[1]
+            compensated = partial(self._compensated, gradient, error, options.get("unit", 1.0))
+            given = self.sent.given(width, self.packing, compensated)
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
             if given is not None:
-                self._note(given, packed, gradient.shape[1])
+                self.sent.note(given, packed[:1], width, self.packing, self.settings.hadamard)
         if options.get("beta") is not None:
             self.errors.keep(contents, new)
 
-    def _compensated(self, gradient: Tensor, error: Tensor | None, unit: float) -> Tensor:
+    def _compensated(self, gradient: Tensor, error: Tensor | None, unit: float, blocks: range) -> Tensor:
         """Return what is quantized of the first row's first blocks, before the error is overwritten: 1D, fp32."""
-        width, blocks = gradient.shape[1], self._looked_at(gradient.shape[1])
-        given = gradient[0, : blocks.stop * self.settings.block_size].float()
+        width, settings = gradient.shape[1], self.settings
+        given = gradient[0, : blocks.stop * settings.block_size].float()
         if error is None:
             return given
-        old = reference.decode_error(error[:1], width, self.settings.block_size, self.settings.hadamard, blocks)
+        old = reference.decode_error(error[:1], width, settings.block_size, settings.hadamard, blocks)
         return given + unit * old[0, : given.numel()]
-
-    def _note(self, given: Tensor, packed: Tensor, width: int) -> None:
-        sent = reference.decode(packed[:1], width, self.packing, self.settings.hadamard, self._looked_at(width))
-        lost = given - sent[0, : given.numel()]
-        self.sent.squares = torch.stack([lost.square().sum(), given.square().sum()])
-
-    def _looked_at(self, width: int) -> range:
-        return range(min(self.packing.blocks(width), max(1, LOOK // self.settings.block_size)))

@@ -2,36 +2,100 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has an engine's optimizer reduce gradients between groups by LoCo, and report about it."""
 
+from collections.abc import Callable
+
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.backends import MakeReduce, make_reduce
-from deepspeed_ext.comm.hops import ReduceHop
+from deepspeed_ext.comm.backends import MakeGather, MakeReduce, make_reduce
+from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, Sent
-from deepspeed_ext.loco.settings import KEY, LocoSettings
+from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop
+from deepspeed_ext.loco.kernels import require_kernels
+from deepspeed_ext.loco.sampling import Sampling
+from deepspeed_ext.loco.settings import EXACT, KEY, UPDATES_KEY, LocoSettings, UpdateSettings
+from deepspeed_ext.loco.sums import QuantizedSums
+from deepspeed_ext.loco.updates import LosslessDifferences, QuantizedDifferences
+from deepspeed_ext.strategy import Placement, Strategy
 
-EVENTS = "Train/LoCo"
+EVENTS, UPDATE_EVENTS = "Train/LoCo", "Train/Updates"
 
 
-def inter_hop(engine: Engine) -> MakeReduce:
-    """Return what makes the hop between groups: a LocoHop where the configuration asks for it, else a plain one."""
+def inter_hop(engine: Engine, strategy: Strategy) -> MakeReduce:
+    """Return what makes the reduction between groups: a LocoHop where the configuration asks for it, else a plain one.
+    Where the optimizer's states are not sharded over all ranks, its sums come back in few bits if that is asked for.
+    """
     config = engine._config.zero_config
-    if config.zeropp_loco_param is None:
-        return make_reduce
-    settings = LocoSettings.parse(config.zeropp_loco_param)
-    offload = config.offload_optimizer
-    offloaded = offload is not None and offload.device != "none"
-    pinned = offload is not None and offloaded and offload.pin_memory
+    make = make_reduce if config.zeropp_loco_param is None else _loco_hop(engine)
+    if config.paro_quantized_updates is None or strategy.os == Placement.G:
+        return make
+    settings = UpdateSettings.parse(config.paro_quantized_updates)
+
+    def make_both(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
+        hop = make(group, name, reduce_scatter)
+        require_kernels(get_accelerator().device_name(), hop.collectives.group, UPDATES_KEY)
+        hop.sums = sums = QuantizedSums(settings, *_where_errors_are(engine))
+        sums.errors.on_step = _reporter(engine, sums.sent, UPDATE_EVENTS)
+        announce_updates(settings, hop.size, "sums of gradients come back", "what they lack is forgotten")
+        return hop
+
+    return make_both
+
+
+def _loco_hop(engine: Engine) -> MakeReduce:
+    settings = LocoSettings.parse(engine._config.zero_config.zeropp_loco_param)
 
     def make(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
-        hop = LocoHop(group, name, settings, device="cpu" if offloaded else None, pinned=pinned)
+        hop = LocoHop(group, name, settings, *_where_errors_are(engine))
         announce(settings, hop.size)
         _report_to(engine, hop)
         return hop
 
     return make
+
+
+def _where_errors_are(engine: Engine) -> tuple[str | None, bool]:
+    """Return the device where errors are kept, None for where gradients are; and whether in pinned memory."""
+    offload = engine._config.zero_config.offload_optimizer
+    if offload is None or offload.device == "none":
+        return None, False
+    return "cpu", offload.pin_memory
+
+
+def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
+    """Return what makes the gather hop between groups: a plain one, unless the configuration asks for differences."""
+    section = engine._config.zero_config.paro_quantized_updates
+    if section is None or strategy.os != Placement.G:
+        return GatherHop
+    settings = UpdateSettings.parse(section)
+
+    def make(group: ProcessGroup | None, name: str) -> GatherHop:
+        plain = GatherHop(group, name)
+        announce_updates(settings, plain.size, "updated parameters cross as differences", "they cross as they are")
+        if plain.size == 1:
+            return plain
+        kind = LosslessDifferences if settings.bits == EXACT else QuantizedDifferences
+        hop = kind(group, name, settings)
+        hop.on_step = _reporter(engine, hop.sent, UPDATE_EVENTS)
+        return hop
+
+    return make
+
+
+def announce_updates(settings: UpdateSettings, groups: int, what: str, then: str) -> None:
+    """Log one line on rank 0: what is in few bits between groups, and what happens every ``resync_T`` steps."""
+    how = f"in {settings.bits} bits, blocks of {settings.block_size}"
+    if settings.bits == EXACT:
+        how = "in as few bits as lose nothing"
+    said = f"{what} between {groups} groups {how}; every {settings.resync_T} steps {then}"
+    if groups == 1:
+        said = (
+            "there is one group, so nothing crosses between groups. Set zero_optimization.paro_group_size to make "
+            "more groups."
+        )
+    log_dist(f"deepspeed_ext: {UPDATES_KEY}: {said}", ranks=[0])
 
 
 def announce(settings: LocoSettings, groups: int) -> None:
@@ -56,21 +120,32 @@ def announce(settings: LocoSettings, groups: int) -> None:
     )
 
 
-def _report_to(engine: Engine, hop: LocoHop) -> None:
-    """Report at the end of each step to the engine's monitor, whose writers are on rank 0, and to its timers."""
-    hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
-    monitored = hop.look = engine.monitor.enabled and dist.get_rank() == 0
+def _reporter(engine: Engine, sent: Sampling, events: str) -> Callable[[], None]:
+    """Return what tells the engine's monitor, whose writers are on rank 0, at the end of a step."""
+    monitored = engine.monitor.enabled and dist.get_rank() == 0
+    sent.begin(monitored)
 
     def report() -> None:
-        sent, hop.sent, hop.look = hop.sent, Sent(), monitored
         if monitored and sent.wire:
             engine.monitor.write_events(
                 [
-                    (f"{EVENTS}/relative_error", sent.relative_error, engine.global_samples),
-                    (f"{EVENTS}/compression", sent.compression, engine.global_samples),
+                    (f"{events}/relative_error", sent.relative_error, engine.global_samples),
+                    (f"{events}/compression", sent.compression, engine.global_samples),
                 ]
             )
+        sent.begin(monitored)
+
+    return report
+
+
+def _report_to(engine: Engine, hop: LocoHop) -> None:
+    """Report to the engine's monitor, and to its timers."""
+    hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
+    report = _reporter(engine, hop.sent, EVENTS)
+
+    def report_all() -> None:
+        report()
         if engine.wall_clock_breakdown() and engine.global_steps % engine.steps_per_print() == 0:
             engine.timers.log([COMPRESS_TIMER, DECOMPRESS_TIMER])
 
-    hop.errors.on_step = report
+    hop.errors.on_step = report_all

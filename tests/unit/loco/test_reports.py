@@ -3,49 +3,65 @@
 """What LoCo tells: one line at the start, events for DeepSpeed's monitor, records of its comms logger, timers."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
 
 def test_one_line_says_what_runs_and_where_there_is_nothing_to_compress(ranks: Any) -> None:
-    for rank, (several, one) in enumerate(ranks(4).run(lines_case)):
-        expected = "LoCo: gradients cross between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
-        assert [expected in line for line in several] == ([True] if rank == 0 else [])
-        assert ["nothing is compressed" in line for line in one] == ([True] if rank == 0 else [])
+    gradients = "LoCo: gradients cross between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
+    updates = (
+        "updated parameters cross as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
+    )
+    sums = "sums of gradients come back between 2 groups in 4 bits, blocks of 128; every 1024 steps what they lack"
+    nothing = tuple(f"{key}: there is one group, so nothing crosses" for key in ("loco_param", "quantized_updates"))
+    for rank, found in enumerate(ranks(4).run(lines_case)):
+        for lines, expected in zip(found, ((gradients, updates), (gradients, sums), nothing), strict=True):
+            assert len(lines) == (2 if rank == 0 else 0), lines
+            assert [sum(said in line for line in lines) for said in expected] == [rank == 0] * 2, lines
 
 
-def lines_case() -> tuple[list[str], list[str]]:
-    """Lines about LoCo with two groups and with one."""
+def lines_case() -> list[list[str]]:
+    """Lines about LoCo and updates, with two groups and with one."""
     from tests.harness import training
     from tests.harness.logs import is_ours, logged
 
     found = []
-    for size in (2, 4):
+    keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+    for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):
         with logged() as lines:
-            training.train(training.Job(steps=1), training.placed("NIG", size, zeropp_loco_param={}))
-        found.append([text for _, text in lines if is_ours(text) and "loco" in text.lower()])
-    return found[0], found[1]
+            training.train(training.Job(steps=1), training.placed(name, size, **keys))
+        found.append([text for _, text in lines if is_ours(text) and re.search("LoCo:|loco_param:|updates:", text)])
+    return found
 
 
 def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
     (records, timed, looks), *others = ranks(4).run(monitor_case, str(tmp_path))
-    assert looks == 3 and all(looks == 0 for *_, looks in others)  # only rank 0 has writers
-    assert "inter_loco_reduce_scatter" in records and "inter_reduce_scatter" not in records
+    assert looks == 12 and all(looks == 0 for *_, looks in others)  # only rank 0 has writers
+    for expected in ({"inter_loco_reduce_scatter", "inter_difference_all_gather"}, {"inter_sums_all_gather"}):
+        between = {name for name in records.pop(0) if name.startswith("inter_")}
+        assert between == {"inter_loco_reduce_scatter"} | expected
     assert timed == {"loco_compress", "loco_decompress"}
-    for name, low, high in (("relative_error", 0.05, 0.25), ("compression", 5.0, 7.8)):
-        (file,) = tmp_path.rglob(f"*Train_LoCo_{name}.csv")
-        rows = list(csv.reader(file.read_text().splitlines()))[1:]
-        assert len(rows) == 3, rows
+    for name, low, high in (
+        ("LoCo_relative_error", 0.05, 0.25),
+        ("LoCo_compression", 5.0, 7.8),
+        ("Updates_relative_error", 0.05, 0.25),
+        ("Updates_compression", 5.0, 7.8),
+    ):
+        (file,) = tmp_path.rglob(f"*Train_{name}.csv")
+        rows = [row for row in csv.reader(file.read_text().splitlines()) if row[0] != "step"]
+        assert len(rows) == 6, rows
         assert all(low < float(value) < high for _, value in rows), (name, rows)
 
 
-def monitor_case(folder: str) -> tuple[list[str], set[str], int]:
-    """Train three steps with all of them on; names of records of communication, of timers that have run; looks."""
+def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
+    """Train three steps with all of them on; names of records of communication, also where sums come back; of timers
+    that have run; looks."""
     from unittest import mock
 
     from deepspeed.comm.comm import comms_logger
 
-    from deepspeed_ext.loco.hop import LocoHop
+    from deepspeed_ext.loco.sampling import Sampling
     from tests.harness import training
 
     config = {
@@ -60,10 +76,14 @@ def monitor_case(folder: str) -> tuple[list[str], set[str], int]:
         timed.update(name for name in engine.timers.get_timers() if name.startswith("loco_"))
 
     job = training.Job(sizes=(64, 128, 128, 7), steps=3, empty=False, config=config)
-    with mock.patch.object(LocoHop, "_note", autospec=True, side_effect=LocoHop._note) as note:
-        training.train(job, training.placed("NIG", zeropp_loco_param={}), look)
+    records = []
+    with mock.patch.object(Sampling, "note", autospec=True, side_effect=Sampling.note) as note:
+        for name in ("NIG", "NII"):
+            comms_logger.comms_dict.clear()
+            training.train(job, training.placed(name, zeropp_loco_param={}, paro_quantized_updates={}), look)
+            records.append(list(comms_logger.comms_dict))
     comms_logger.enabled = False
-    return list(comms_logger.comms_dict), timed, note.call_count
+    return records, timed, note.call_count
 
 
 def test_what_is_looked_at_is_a_sample_that_the_host_does_not_wait_for(ranks: Any) -> None:
@@ -83,6 +103,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     from deepspeed_ext.comm.hops import Span
     from deepspeed_ext.comm.schedule import Started
     from deepspeed_ext.loco import hop as loco
+    from deepspeed_ext.loco import sampling
     from deepspeed_ext.loco.settings import LocoSettings
 
     waits: list[Any] = []
@@ -98,7 +119,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     contents = tuple((Span(0, row, 0, width),) for row in range(2))
     compensated = hop._compensated
     with (
-        mock.patch.object(loco, "LOOK", 2**12),
+        mock.patch.object(sampling, "LOOK", 2**12),
         mock.patch.object(hop, "_compensated", lambda *given: noted.append(compensated(*given)) or noted[-1]),
     ):
         for step in range(3):
@@ -106,7 +127,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
             given, arrived = flat.clone(), torch.empty(2 * width)
             if step:
                 given += hop.errors._decode(hop.errors._errors[contents].kept, [width] * 2)
-            hop.look = True
+            hop.sent.look = True
             with (
                 Waits(),
                 mock.patch.object(hop.collectives, "all_to_all", wraps=hop.collectives.all_to_all) as exchange,

@@ -225,46 +225,6 @@ def alone_case() -> tuple[dict[str, Any], bool]:
     return found[0]
 
 
-@pytest.mark.parametrize("names", [("NIG", "NII", "IIG")])
-def test_05_bytes_between_groups(ranks: Any, names: tuple[str, ...]) -> None:
-    for name, parameters, counted in ranks(4).run(bytes_case, names)[0]:
-        # Of 4 bytes an element: 1/4 in 4.125 bits from the other group, where os = I twice a half, once of it whole.
-        width = parameters / 4
-        reduced = width * 4.125 / 8
-        gathered = 4 * width  # updated parameters, or sums of gradients
-        assert counted == pytest.approx(reduced + gathered, rel=0.01), name
-
-
-def bytes_case(names: tuple[str, ...]) -> list[tuple[str, int, float]]:
-    """Mean bytes a rank received from the other group in a step."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.traffic import TrafficMeter
-    from tests.harness import training
-
-    job = training.Job(sizes=(256, 511, 512, 300), empty=False)
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
-        data = training.batches(job)
-        for number in range(2):
-            meter = TrafficMeter()
-            dist.barrier()
-            meter.start()
-            dist.barrier()
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-            if name[0] != "N":
-                engine.optimizer.parameters.drain()
-            dist.barrier()
-            meter.stop()
-            dist.barrier()
-        numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        rows.append((name, numel, meter.split(2).inter_mean))
-        engine.destroy()
-    return rows
-
-
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 def test_16_convergence(ranks: Any, optimizer: str) -> None:
     """A small regression; the table over a language model is tests.perf.loco_convergence."""

@@ -1,0 +1,71 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of gradients that come back between groups in few bits.
+
+Where no parameters cross, since every group has all of the optimizer's states, sums of gradients do. They are
+quantized; what that takes from a sum its owner keeps, and sends with the next one (the server's error in 1-bit Adam,
+arXiv:2102.02888).
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.comm.hops import Part, ReduceHop, SumsGather, Transfer, all_gather
+from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco.feedback import ErrorFeedback
+from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.sampling import Sampling
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+
+
+class QuantizedSums(SumsGather):
+    """Sums of gradients that come back in 4 or 8 bits, with error feedback.
+
+    Args:
+        settings: bits, blocks; errors are forgotten every ``resync_T`` steps.
+        device: where errors are kept; None: where gradients are.
+        pinned: see ``ErrorFeedback``.
+    """
+
+    exact = False
+
+    def __init__(self, settings: UpdateSettings, device: str | None = None, pinned: bool = False) -> None:
+        assert isinstance(settings.bits, int)
+        self.packing = Packing(settings.bits, settings.block_size)
+        kept = LocoSettings(0.0, settings.resync_T, settings.bits, settings.block_size)
+        self.errors: ErrorFeedback = ErrorFeedback(kept, device, pinned)
+        self.sent = Sampling()
+
+    def gather(self, hop: ReduceHop, sums: Tensor, spans: Part) -> Transfer:
+        width = sums.numel()
+        wire = self.packing.empty(1, width, sums)
+        with hop.collectives.labeled("loco_compress"):
+            self._compress(hop, sums, wire, spans)
+        arrived = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
+        gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)
+        with hop.collectives.labeled("loco_decompress"):
+            ops.apply(arrived.view(hop.size, -1), gathered, self.packing)
+        return gathered.view(-1)
+
+    def _compress(self, hop: ReduceHop, sums: Tensor, wire: Tensor, spans: Part) -> None:
+        self.sent.count(sums.nbytes, wire.nbytes)
+        contents, splits = (spans,), [sums.numel()]
+        if not spans:
+            ops.compress(sums.view(1, -1), wire, self.packing)
+            return
+        unit, (old, new) = hop.scale(), self.errors.buffers(contents, splits, sums.device)
+        error = None if old is None else old.view(1, -1)
+        given = self.sent.given(sums.numel(), self.packing, partial(self._compensated, sums, error, unit))
+        ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new.view(1, -1), unit=unit)
+        if given is not None:
+            self.sent.note(given, wire, sums.numel(), self.packing)
+        self.errors.keep(contents, new)
+
+    def _compensated(self, sums: Tensor, error: Tensor | None, unit: float, blocks: range) -> Tensor:
+        given = sums[: blocks.stop * self.packing.block_size].float()
+        if error is None:
+            return given
+        old = reference.decode_error(error, sums.numel(), self.packing.block_size, False, blocks)
+        return given + unit * old[0, : given.numel()]
