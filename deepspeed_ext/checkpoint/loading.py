@@ -85,6 +85,7 @@ def load_checkpoint(
             f"{folder} was loaded but in part",
             CheckpointError,
         )
+        engine.optimizer.send_whole()  # and nothing is left to send of what was there before
         return loaded
     finally:
         files.forget()

@@ -5,8 +5,8 @@
 They differ from rank to rank even where optimizer states do not, so they cannot be in those files. A run that is
 sharded in the same way takes them back bit for bit. Another one (other groups, another number of ranks, another
 strategy) gets them by the elements of parameters: the sum over all groups of what was not sent yet stays the same,
-dealt out evenly to the groups that are there now. ``ds_to_universal.py`` leaves these files where they are; a load
-finds them there.
+dealt out evenly to the groups that are there now, if its reductions keep errors. What is lost is said.
+``ds_to_universal.py`` leaves these files where they are; a load finds them there.
 """
 
 import logging
@@ -34,7 +34,8 @@ def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> Non
     optimizer: ParoOptimizer = engine.optimizer
     if not optimizer.error_state.keeps_errors:
         return
-    content = {"states": optimizer.error_state.states(), **_described(optimizer)}
+    kept = optimizer.error_state
+    content = {"states": kept.states(), "halves": sorted(kept.halves), **_described(optimizer)}
     name = _NAME.format(optimizer.topology.rank, engine.checkpoint_mp_rank)
     files.save(content, str(Path(save_dir, tag, name)))
 
@@ -117,11 +118,14 @@ class Residuals:
         """Give them to this rank's reductions, which start anew without any."""
         if not self._errors.keeps_errors:
             return
+        found = self._same or (self._ranks[0] if self._ranks else {})
+        if found:
+            self._tell_what_is_not_taken(set(found.get("halves", ["reductions"])))
         if self._same:
             self._errors.load_states(self._same["states"])
         elif self._ranks:
             wanted = _described(self._optimizer)["whereabouts"]
-            self._errors.load_errors(self._collected(wanted), self._ranks[0]["states"]["steps"])
+            self._errors.load_errors(self._collected(wanted), self._ranks[0]["states"].get("steps", 0))
         else:
             self._errors.forget()
             log_dist(
@@ -131,6 +135,20 @@ class Residuals:
                 ranks=[0],
                 level=logging.WARNING,
             )
+
+    def _tell_what_is_not_taken(self, saved: set[str]) -> None:
+        """Warn of errors that start at zero, or that nobody takes; what sums lack, reductions may take over."""
+        wanted, alike = self._errors.halves, bool(self._same)
+        taken = saved & wanted if alike else ({"reductions"} & wanted if saved else set())
+        lost = saved - taken if alike or not taken else set()
+        for what, how in ((wanted - taken, "start at zero"), (lost, "were saved, and are not taken")):
+            if what:
+                log_dist(
+                    f"deepspeed_ext: {self._folder}: errors of {' and '.join(sorted(what))} {how}: the configuration, "
+                    f"or how states are sharded, was another.",
+                    ranks=[0],
+                    level=logging.WARNING,
+                )
 
     def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[Span, Tensor]:
         """Return for each row of this rank's gradients its share of what all groups had not sent."""

@@ -41,6 +41,7 @@ def save_checkpoint(
     Raises:
         KeyError: ``client_state`` has a key of ours.
         CheckpointError: on all ranks, if one of them could not write. What was there before is untouched.
+        RuntimeError: parameters are offloaded; see ``ParoOptimizer.send_whole``.
     """
     if HEADER in (client_state or {}):
         raise KeyError(f"client_state has the key {HEADER!r}, under which deepspeed_ext notes what saved it.")
@@ -51,6 +52,7 @@ def save_checkpoint(
     first, doing = _is_first(engine), "the checkpoint could not be saved"
     together(lambda: folder.prepare() if first else None, doing, CheckpointError)
     more = {} if exclude_frozen_parameters else _frozen(engine)
+    engine.optimizer.send_whole()  # a run that loads it goes on as this one does
     try:
         with files.saving(folder, _header(engine, Path(save_dir, tag))):
             saved: bool = save(

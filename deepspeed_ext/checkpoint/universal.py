@@ -165,18 +165,19 @@ def load(optimizer: ZeROOptimizer, folder: str, states: bool, from_fp32: bool) -
 
 
 def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
-    """Load at stages 1 and 2: flat buffers, of which this rank holds a chunk with pieces of parameters."""
+    """Load at stages 1 and 2: flat buffers, of which this rank holds a chunk with pieces of parameters.
+
+    The engine then has all ranks hold the weights (``update_lp_params``).
+    """
     for number, group in enumerate(optimizer.optimizer.param_groups):
         params, flat = optimizer.bit16_groups[number], group["params"][0]
         for param in params:
             if param._hp_mapping is not None:
                 _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, states)
-                param._hp_mapping.update_lp()  # the model's: a partition with stripes is no view of it
+                param._hp_mapping.update_lp()
         if states:
             map_to_flat_opt_states(flat, params, optimizer.optimizer.state, _MOMENTS)
             _set_step(optimizer.optimizer.state[flat], zero / optimizer.param_names[params[0]], saved)
-        rank = dist.get_rank(group=optimizer.real_dp_process_group[number])
-        optimizer.parallel_partitioned_bit16_groups[number][rank].data.copy_(flat.data)
 
 
 def _load_piece(param: MappedParameter, folder: Path, mpu: object, states: bool) -> None:

@@ -118,6 +118,8 @@ RELIED_ON: tuple[Patch, ...] = (
             ("state_dict", "save in the order of ZeRO's partitions", "(self)"),
             ("_load_global_state", "load from universal checkpoints", "(self, sd)"),
             ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),
+            ("update_lp_params", "have all ranks hold the optimizer's weights", "(self)"),
+            ("reload_states", "make partitions anew", "(self, non_blocking=False)"),
             ("step", "tell reductions that remember whether a step was skipped", "(self, closure=None)"),
             ("_get_loss_scale", "know the scale of gradients", "(self)"),
             ("destroy", "drop gradients", "(self)"),
@@ -141,6 +143,17 @@ RELIED_ON: tuple[Patch, ...] = (
             ("_set_fp16_partitioned_groups_flat", "hold slices in the flat parameter buffer", "(self)"),
             ("_pre_step", "wait for gathers of parameters", "(self)"),
             ("_post_step", "gather updated parameters", "(self, timer_names)"),
+            ("_reassign_or_swap_out_partitioned_parameters", "send what a step has changed", "(self, sub_group_id)"),
+            (
+                "set_full_hp_param",
+                "send weights that somebody has set as they are",
+                "(self, value, param, optim_state_key=None)",
+            ),
+            (
+                "set_local_hp_param",
+                "send weights that somebody has set as they are",
+                "(self, value, param, optim_state_key=None)",
+            ),
             ("_setup_for_real_optimizer", "place gradients", "(self)"),
             ("reduce_ready_partitions_and_remove_grads", "keep a gradient that is not sharded", "(self, param)"),
             (

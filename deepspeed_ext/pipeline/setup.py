@@ -17,12 +17,13 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.config.check import use_strategy_of_stage
-from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY
+from deepspeed_ext.config.keys import FASTEST, QUANTIZED_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.refused import Unsupported, refuse_unsupported
 from deepspeed_ext.config.section import active_strategy, undecided
 from deepspeed_ext.pipeline.agreement import device_of, require_agreement, settings_of
 from deepspeed_ext.pipeline.engine import NOTHING_TO_TRAIN, ShardedPipelineEngine
-from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.pipeline.tied import tied_stages
+from deepspeed_ext.strategy import Placement, Strategy
 
 # What cannot work with the schedule, of the engine and the PipelineModule.
 UNSUPPORTED: tuple[Unsupported, ...] = (
@@ -65,6 +66,7 @@ def initialize(
         init(engine, *args, **kwargs)
         return
     refuse_unsupported(UNSUPPORTED, strategy, engine, module)
+    _refuse_differences_of_tied_weights(config, strategy, module)
     engine.__class__ = ShardedPipelineEngine
     _fill_groups(module, kwargs)
     # The parent's only refusal of ZeRO-2 and 3, an assertion that looks nothing else up under this name.
@@ -72,6 +74,21 @@ def initialize(
     with mock.patch.object(deepspeed.runtime.pipe.engine, "ZeroStageEnum", no_limit):
         init(engine, *args, **kwargs)
     engine.connect()
+
+
+def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strategy, module: PipelineModule) -> None:
+    """Refuse what would let copies of a weight differ: stages cut it into blocks of their own.
+
+    Raises:
+        ValueError: updates are to cross as differences, and stages share weights.
+    """
+    tied = [key for keys in tied_stages(module).values() for key in keys]
+    if tied and strategy.os == Placement.G and config.zero_config.paro_quantized_updates is not None:
+        raise ValueError(
+            f"{SECTION}.{QUANTIZED_UPDATES} cannot stand beside tied layers ({', '.join(tied)}) in a pipeline with "
+            f"{STRATEGY} {strategy.name}: the copies of their weights on several stages would differ by what was not "
+            f"sent yet. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
+        )
 
 
 def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable[[], None]) -> Strategy | None:

@@ -16,12 +16,13 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.reshard import GradientReshard
+from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
 from deepspeed_ext.strategy import Strategy, full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.gradients import Gradients
@@ -50,6 +51,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     gradients: Gradients
     reduce_bucket_size: int
     _gradient_reshard: GradientReshard
+    _parameter_reshard: ParameterReshard
     _bucket: int  # elements of a full one
     _least_numel: int  # elements that a trained parameter has at least
     _stepping = False
@@ -119,6 +121,23 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self._wait_for_reductions()
 
     @abstractmethod
+    def send_whole(self) -> None:
+        """Have all ranks hold the optimizer's weights, rounded to the parameters' dtype, where they may not.
+
+        See Note [Whole updates] in ``whole_updates.py``. Collective.
+
+        Raises:
+            RuntimeError: parameters are offloaded.
+        """
+
+    def _require_parameters(self) -> None:
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            raise RuntimeError(
+                "Parameters are offloaded, and with zero_optimization.paro_quantized_updates all ranks are sent them "
+                "before a checkpoint is saved, and behind a load. Call engine.reload_states() before."
+            )
+
+    @abstractmethod
     def _reduction_stream(self) -> AbstractContextManager[None]:
         """Run on the stream of reductions, behind everything on the current one."""
 
@@ -142,6 +161,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             self._autocast_scale = None
             self._gradient_scale()
         self.error_state.finish_step(not self.overflow)
+        self._parameter_reshard.finish_step()
         return done
 
     def gradients_dropped(self) -> None:
@@ -154,7 +174,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @property
     def error_state(self) -> ErrorState:
         """What the hop between groups keeps."""
-        return self._gradient_reshard.inter.errors
+        return self._gradient_reshard.inter.kept
 
     def _reduce_by(self, reshard: GradientReshard) -> None:
         """Take the reductions of this optimizer, once it is made."""
@@ -174,7 +194,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     def destroy(self) -> None:
         """Destroy DeepSpeed's optimizer, and forget errors."""
-        self._gradient_reshard.inter.errors = ErrorState()
+        self._gradient_reshard.inter.errors = self._gradient_reshard.inter.sums.errors = ErrorState()
         super().destroy()
 
     # Norm and overflow: decided alike by all that must act alike ######################################

@@ -64,6 +64,7 @@ class PartitionedParameters(Slices):
     ) -> None:
         super().__init__(params, strategy, topology, reshard, bucket, written)
         self._sequential = sequential
+        self.changed: Callable[[], None] = lambda: None  # called when somebody else than a step has written them
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
         self._path = strategy.p, Placement.N
         # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
@@ -266,6 +267,7 @@ class PartitionedParameters(Slices):
         partition(param_list=params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if has_been_updated:
             self._written()
+            self.changed()
 
 
 def partition(

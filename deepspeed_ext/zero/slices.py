@@ -16,13 +16,14 @@ Note [Rows]
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.process_groups import Topology
@@ -66,6 +67,7 @@ class Slices:
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
         self._updates = Schedule(overlap=True, relayed=True, background=reshard.pairwise)
         self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
+        self._changed: dict[int, Update] = {}  # number: what is sent as what the others lack of it
 
     @property
     def sliced(self) -> bool:
@@ -139,6 +141,7 @@ class Slices:
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_blocks``."""
         self._blocks, self._block_of = [], {}
+        self.forget_changes()
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -173,19 +176,44 @@ class Slices:
         """
         self._written()
         self.drain()
-        for number in dict.fromkeys(self._block_of[ds_id] for ds_id in sorted(self._block_of)):
-            self._gather_block(number)
+        self._gather_blocks(dict.fromkeys(self._block_of[ds_id] for ds_id in sorted(self._block_of)))
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
         """Do so for one sub-group, in a step in which all ranks take sub-groups in one order."""
         self._written()
-        self._gather_block(number)
+        self._gather_blocks([number])
 
-    def _gather_block(self, number: int) -> None:
-        if self.sliced:
+    def change(self, number: int, updated: Callable[[], Tensor], held: Tensor) -> None:
+        """Take what a step has made of this rank's row of a block, to be sent as what the others lack of it.
+
+        That does the next gather, until which the row stays what they hold.
+
+        Args:
+            number: of the block.
+            updated: gives it, 1D.
+            held: the row without its padding, 1D.
+        """
+        self._changed[number] = Update(updated, held, held.numel())
+
+    def forget_changes(self) -> None:
+        """Forget what was taken to be sent by a step that has not ended."""
+        self._changed.clear()
+
+    def _gather_blocks(self, numbers: Collection[int]) -> None:
+        if not self.sliced:
+            return
+        changed = [(number, self._changed.pop(number)) for number in numbers if number in self._changed]
+        codes = self._reshard.encode([update for _, update in changed], Placement.I) if changed else []
+        code_of = {number: (code, update.most) for (number, update), code in zip(changed, codes, strict=True)}
+        for number in numbers:
             rows = self._blocks[number].detach()
-            self._update_of[number] = self._updates.start(self._reshard.complete_rows(rows))
+            if number in code_of:
+                code, width = code_of.pop(number)
+                transfer = self._reshard.update_rows(code, rows[:, :width])
+            else:
+                transfer = self._reshard.complete_rows(rows)
+            self._update_of[number] = self._updates.start(transfer)
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""

@@ -12,7 +12,7 @@ from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
 
 @dataclass(frozen=True)
 class Slots:
-    """What makes the hops between groups; inside a group links are fast, and bytes travel as they are.
+    """What makes the hops between groups; inside a group links are fast, and what arrives is sent on as it is.
 
     Attributes:
         reduce: makes the hop of gradients.

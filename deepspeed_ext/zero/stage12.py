@@ -23,37 +23,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_norm_dtype
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
-from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import Range
-from deepspeed_ext.comm.packing import aligned
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.optimizer import ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
-from deepspeed_ext.zero.stage12_states import Stage12States
-from deepspeed_ext.zero.updates import Updates
-from deepspeed_ext.zero.windows import Window, windows_in_forward_order
+from deepspeed_ext.zero.stage12_updates import Stage12Updates
+from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
-
-
-class _FlatGroups(list[Tensor]):
-    """The flat parameter buffers, which know how to gather themselves; see ``integration/seams/strategies.py``."""
-
-    def __init__(self, buffers: list[Tensor], optimizer: "Stage12Optimizer") -> None:
-        super().__init__(buffers)
-        self._optimizer = optimizer
-
-    def all_gather(self) -> bool:
-        """Gather updated parameters; False where the parent's own gather over its group does it."""
-        return self._optimizer._gather_parameters()
 
 
 class _HostShard(list[Tensor]):
@@ -64,7 +48,7 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class Stage12Optimizer(Stage12States):
+class Stage12Optimizer(Stage12Updates):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
@@ -90,9 +74,10 @@ class Stage12Optimizer(Stage12States):
     ) -> None:
         self.strategy = strategy
         self.topology = topology
+        self._parameter_reshard = slots.parameter_reshard(topology)
+        self.whole = WholeUpdates(strategy, topology, self._parameter_reshard)
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
         self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
-        self._parameter_reshard = slots.parameter_reshard(topology)
         self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         self._offsets = {
@@ -115,16 +100,7 @@ class Stage12Optimizer(Stage12States):
             not self.cpu_offload or self.cpu_offload_pin_memory,
             self._record_offload_copy if self.cpu_offload else lambda: None,
         )
-        self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
-        ranks = dist.get_world_size(group=self.dp_process_group)
-        self.updates = Updates(
-            self._windows(ranks, self.allgather_bucket_size),
-            self._gather_window,
-            self._place_window,
-            self.overlap_comm,
-            overlap_updates and strategy.os != Placement.N,
-            self._parameter_reshard.pairwise,
-        )
+        self._make_updates(overlap_updates)
 
     # Buckets: N -> g ##############################################################################
 
@@ -226,7 +202,7 @@ class Stage12Optimizer(Stage12States):
         """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         boundary = self.is_gradient_accumulation_boundary()
         self._last_was_known = boundary or self.flush_follows
-        self.updates.drain()
+        self.finish_updates()
         self.reduce_ipg_grads()
         if boundary:
             if self.strategy.g == Placement.N:
@@ -326,46 +302,6 @@ class Stage12Optimizer(Stage12States):
         """Also drop the shards: with offload the parent would add the next step's gradients to a skipped step's."""
         super().reset_cpu_buffers()
         self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
-
-    # After the step: os -> N ######################################################################
-
-    def _gather_parameters(self) -> bool:
-        """Gather updated parameters between groups, then inside, in windows of ``allgather_bucket_size``.
-
-        Returns:
-            False if the parent's all-gather over its own group does it without staging: in one hop, and as it is, into
-            flat buffers of which the partitions are views.
-        """
-        sizes, reshard = self.topology.sizes, self._parameter_reshard
-        one_hop = sizes.groups == 1 or (sizes.group_size == 1 and reshard.exact)
-        as_parent = self.strategy.os != Placement.G or one_hop
-        if self.strategy.os == Placement.N:
-            return False
-        if as_parent and not self.updates.ahead and not any(map(self.is_striped, range(len(self.layouts)))):
-            return False
-        self.updates.start()
-        return True
-
-    def _gather_window(self, window: Window) -> Transfer:
-        own = self.own_partition(window.buffer).detach().narrow(0, window.start, window.width)
-        shard = aligned(own, self._parameter_reshard.multiple)
-        return (yield from self._parameter_reshard.gather(shard, self.strategy.os, self.strategy.p))
-
-    def _place_window(self, window: Window, cells: Tensor) -> None:
-        layout, flat = self.layouts[window.buffer], self.bit16_groups_flat[window.buffer].detach()
-        layout.place(flat, window.start, cells.view(layout.cols, layout.rows, -1)[..., : window.width])
-
-    def _windows(self, rows: int, most: int) -> list[Window]:
-        placed = [
-            {self._places[id(p)]: (self._offsets[self.get_param_id(p)], p.numel()) for p in params}
-            for params in self.bit16_groups
-        ]
-        return windows_in_forward_order(self.layouts, rows, most, placed)
-
-    def watch(self, module: nn.Module) -> None:
-        """Have a model's modules wait for their parameters, where a step ends before these have arrived."""
-        if self.updates.ahead:
-            self.updates.watch(module, self._places)
 
     # Streams ######################################################################################
 

@@ -180,15 +180,6 @@ class Stage12States(StripedPartitions):
             states[rank] = self._from_zeros_order(states[rank])
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
 
-    def checkpoint_event_prologue(self) -> None:
-        """Have parameters arrive before the engine saves or loads them."""
-        self.updates.drain()
-
-    def _restore_from_bit16_weights(self) -> None:
-        """Take the optimizer's weights from the model's, once these have arrived."""
-        self.updates.drain()
-        super()._restore_from_bit16_weights()
-
     # To the host and back ###########################################################################
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:

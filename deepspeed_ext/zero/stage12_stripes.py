@@ -26,6 +26,7 @@ from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
 _STRIPES = 16
@@ -61,6 +62,7 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     topology: Topology
     layouts: list[FlatLayout]
     zeros_layouts: list[FlatLayout]
+    whole: WholeUpdates
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.layouts, self.zeros_layouts = [], []
@@ -99,6 +101,11 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     def is_striped(self, group: int) -> bool:
         """Whether the partitions of a flat buffer are not the parent's stretches."""
         return len(self.layouts[group].starts) > 1 and self.strategy.os != Placement.N
+
+    def has_own_partition(self, group: int) -> bool:
+        """Whether this rank's partition of a flat buffer is a tensor of its own: where it has another order, or where
+        the flat buffer must keep what others hold until an update has arrived."""
+        return self.is_striped(group) or not self.whole.always
 
     def padding(self, group: int) -> Iterator[tuple[int, int]]:
         """Return (start, length) of what belongs to no parameter in this rank's partition."""
@@ -191,7 +198,11 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
         """Return this rank's partition of a flat buffer, and nothing for others, which nobody reads."""
         if not self.is_striped(group_id):
-            return super().get_data_parallel_partitions(tensor, group_id)
+            partitions: list[Tensor] = super().get_data_parallel_partitions(tensor, group_id)
+            if self.has_own_partition(group_id):
+                rank = dist.get_rank(group=self.dp_process_group)
+                partitions[rank] = partitions[rank].clone()
+            return partitions
         layout = self.layouts[group_id]
         own = tensor.new_zeros(layout.chunk)
         self._copy_own(tensor, own, group_id)
@@ -216,9 +227,9 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     ) -> tuple[list[nn.Parameter], list[nn.Parameter], int]:
         """Return which parameters are in this rank's partition of the flat buffer that is being made."""
         group = len(self.partition_size)
+        self.__dict__.pop("_pieces", None)  # of the buffers before
         if not self.is_striped(group):
             return super().get_partition_info(tensor_list, partition_size, partition_id, param_padding)
-        self.__dict__.pop("_pieces", None)  # of the buffers before
         within = [self.own_piece(group, param) is not None for param in tensor_list]
         pairs = list(zip(tensor_list, within, strict=True))
         return [param for param, here in pairs if here], [param for param, here in pairs if not here], 0
@@ -304,8 +315,8 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     def _restore_from_bit16_weights(self) -> None:
         """Take the optimizer's weights from the model's, which somebody has just loaded."""
         for group, flat in enumerate(self.bit16_groups_flat):
-            if self.is_striped(group):
-                self._copy_own(flat, self.own_partition(group), group)
+            if self.has_own_partition(group):
+                self._copy_own(flat, self.own_partition(group).zero_(), group)
         super()._restore_from_bit16_weights()
 
     def new_shard(self, group: int) -> Tensor:

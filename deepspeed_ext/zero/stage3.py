@@ -40,6 +40,7 @@ from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3_states import Stage3States
+from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 
 class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
@@ -80,6 +81,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.topology = topology
         self._gathers = {"bucket": bucket, "sequential": sequential}
         self._parameter_reshard = slots.parameter_reshard(topology)
+        self.whole = WholeUpdates(strategy, topology, self._parameter_reshard)
         self._reduce_by(slots.gradient_reshard(reductions, reduce_scatter))
         self._overlap = overlap_comm
         self._waiting = False
@@ -103,6 +105,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.parameters = partition(
             kwargs["module"], offload, self.strategy, self.topology, self._parameter_reshard, self._gathers
         )
+        self.parameters.changed = self.whole.ask
         return offload
 
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
@@ -122,34 +125,9 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     def _set_fp16_partitioned_groups_flat(self) -> None:
         self.fp16_partitioned_groups_flat.extend(self.parameters.make_blocks(self.lp_param_buffer, self.fp16_groups))
 
-    def _post_step(self, timer_names: set[str]) -> None:
-        """Move updated parameters os -> p, after the step.
-
-        The parent gathers persistent parameters here. They are in every block, so that would wait for all gathers
-        between groups: where there are any, the modules of the next forward gather them, which then persist.
-        """
-        if not self._starts_updates_early:
-            self.parameters.gather_updates()
-        persistent = self.persistent_parameters
-        if self.parameters.sliced:
-            self.persistent_parameters = []
-        try:
-            super()._post_step(timer_names)
-        finally:
-            self.persistent_parameters = persistent
-
-    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
-        super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
-        if self._starts_updates_early:
-            self.parameters.gather_updates_of(sub_group_id)
-
-    @property
-    def _starts_updates_early(self) -> bool:
-        return self._stepping and bool(self.offload_optimizer)
-
     def _pre_step(self) -> None:
         self.parameters.drain()
+        self.parameters.forget_changes()
         if self._waiting:  # the caller has declared the boundary after the last backward only
             self._sync_gradients()
         if self._last_was_known:

@@ -19,6 +19,7 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.regroup import check_groups, regroup, sharded_otherwise
+from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
@@ -28,10 +29,12 @@ class Stage3States(ParoOptimizer):
 
     parameters: PartitionedParameters
     gradients: PartitionedGradients
+    whole: WholeUpdates
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
     _waiting: bool  # whether a micro-step has ended since gradients moved to os; the same on all ranks
 
     fp16_groups: list[list[ZeroParameter]]  # the parent's
+    persistent_parameters: list[ZeroParameter]
 
     @property
     @abstractmethod
@@ -104,6 +107,63 @@ class Stage3States(ParoOptimizer):
         """Complete slices after it: what was loaded is in this rank's rows only."""
         self.parameters.complete()
         super().checkpoint_event_epilogue()
+
+    # Parameters: os -> p ##############################################################################
+
+    def _post_step(self, timer_names: set[str]) -> None:
+        """Move updated parameters os -> p, after the step.
+
+        The parent gathers persistent parameters here. They are in every block, so that would wait for all gathers
+        between groups: where there are any, the modules of the next forward gather them, which then persist.
+        """
+        if not self._starts_updates_early:
+            self.parameters.gather_updates()
+        persistent = self.persistent_parameters
+        if self.parameters.sliced:
+            self.persistent_parameters = []
+        try:
+            super()._post_step(timer_names)
+        finally:
+            self.persistent_parameters = persistent
+
+    def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
+        """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
+        if self._stepping and sub_group_id == 0:  # not before the step is known to be applied
+            self.whole.begin(stepping=True)
+        if self.whole.now:
+            super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
+        else:
+            held = self.fp16_partitioned_groups_flat[sub_group_id]
+            weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
+            self.parameters.change(sub_group_id, lambda: weights.to(device=held.device, dtype=held.dtype), held)
+        if self._starts_updates_early:
+            self.parameters.gather_updates_of(sub_group_id)
+
+    @property
+    def _starts_updates_early(self) -> bool:
+        return self._stepping and bool(self.offload_optimizer)
+
+    def send_whole(self) -> None:
+        """Have all ranks hold the optimizer's weights, where they may hold something else; see ``ParoOptimizer``."""
+        if self.whole.always:
+            return
+        self._require_parameters()
+        self.parameters.forget_changes()
+        self.whole.begin(stepping=False)
+        for sub_group in range(len(self.fp16_partitioned_groups_flat)):
+            self._reassign_or_swap_out_partitioned_parameters(sub_group)
+        self.parameters.gather_updates()
+        self.parameters.drain()
+
+    def set_full_hp_param(self, *args: Any, **kwargs: Any) -> None:
+        """Serve DeepSpeed's safe_set_full_fp32_param and its like."""
+        self.whole.ask()
+        super().set_full_hp_param(*args, **kwargs)
+
+    def set_local_hp_param(self, *args: Any, **kwargs: Any) -> None:
+        """Serve DeepSpeed's safe_set_local_fp32_param and its like."""
+        self.whole.ask()
+        super().set_local_hp_param(*args, **kwargs)
 
     def offload_states(
         self,

@@ -67,6 +67,9 @@ class Options:
 
 _OVERLAP = {"overlap_comm": True}
 _AHEAD = {"paro_overlap_updates": True}
+_EXACT = {"paro_quantized_updates": {"bits": "exact", "resync_T": 3}}
+_FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
+_CROSSING = tuple(name for name in ALL if name[0] != "G")  # whose updates, or sums, cross in few bits
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
@@ -96,6 +99,13 @@ OPTIONS = {
         ("NGG", "IGG"), {**_OVERLAP, "offload_optimizer": {"device": "cpu", "pin_memory": False}}, _ADAM
     ),
     "offload, LoCo": Options(BOTH_STAGES, {"zeropp_loco_param": {"hadamard": True}, **_OFFLOAD}, _ADAM),
+    # To change parameters would have all updates travel whole.
+    "in few bits": Options(_CROSSING, {**_OVERLAP, **_FEW_BITS}, replace(_BF16, steps=3), gathering=False),
+    "in few bits, ahead": Options(
+        ("NNG", "NIG", "NGG"), {**_AHEAD, **_FEW_BITS, "zeropp_loco_param": {}}, _EVERY, gathering=False
+    ),
+    "in few bits, offload": Options(("NIG", "NII", "ING", "IIG"), {**_FEW_BITS, **_OFFLOAD}, _ADAM, gathering=False),
+    "without loss": Options(("NIG", "NGG", "ING", "IIG"), {**_OVERLAP, **_EXACT}, _BF16, gathering=False),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),

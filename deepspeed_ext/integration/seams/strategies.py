@@ -45,11 +45,13 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
             with coordinator_of(None):
                 return configure(self, optimizer)
-        from deepspeed_ext.loco.setup import inter_hop
+        from deepspeed_ext.loco.setup import gather_hop, inter_hop
         from deepspeed_ext.zero.factory import configure_with
         from deepspeed_ext.zero.slots import Slots
 
-        return configure_with(strategy, Slots(reduce=inter_hop(self)), configure, self, optimizer)
+        return configure_with(
+            strategy, Slots(inter_hop(self, strategy), gather_hop(self, strategy)), configure, self, optimizer
+        )
 
     return _configure_zero_optimizer
 
@@ -77,14 +79,17 @@ def compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[...,
 
 def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        from deepspeed_ext.zero import modifier_rank
+    def __init__(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
+        from deepspeed_ext.zero.modifier_rank import listed, replicated, sharded_over_all
         from deepspeed_ext.zero.updates import wait_for_updates
+        from deepspeed_ext.zero.whole_updates import ask_all
 
         wait_for_updates()
-        params = modifier_rank.listed(params)
-        with modifier_rank.sharded_over_all(modifier_rank.replicated(params)):
-            init(self, params, *args, **kwargs)
+        if modifier_rank is not None:
+            ask_all()
+        params = listed(params)
+        with sharded_over_all(replicated(params)):
+            init(self, params, modifier_rank, *args, **kwargs)
 
     return __init__
 

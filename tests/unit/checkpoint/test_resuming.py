@@ -74,6 +74,7 @@ VARIANTS = {
     "fp32 accumulation": {"data_types": {"grad_accum_dtype": "fp32"}},
     "round robin": {"zero": {"round_robin_gradients": True}},
     "not zip": {"checkpoint": {"checkpoint_serialization": False}},
+    "in few bits": {"zero": {"paro_quantized_updates": {}, "zeropp_loco_param": {}}},
     "persistent parameters": {"zero": {"stage3_param_persistence_threshold": 100}},
 }
 

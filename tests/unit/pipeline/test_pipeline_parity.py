@@ -127,7 +127,7 @@ def overflow_case() -> list[tuple[str, bool]]:
     return rows
 
 
-def test_compressed_gradients_leave_tied_weights_the_same_on_all_stages(ranks: Any, kernels: bool) -> None:
+def test_what_is_compressed_leaves_tied_weights_the_same_on_all_stages(ranks: Any, kernels: bool) -> None:
     for found in ranks(4).run(loco_case):
         for name, same, weights in found:
             assert same and weights < 0.05, (name, same, weights)
@@ -137,12 +137,15 @@ def loco_case() -> list[tuple[str, bool, float]]:
     """Strategies, whether all copies of all weights are the same bits, and how far they are from ZeRO-1's."""
     from tests.harness import pipelines
 
-    pipe = pipelines.Pipe(steps=8)
-    stock = pipelines.train_pipeline(pipe, {"stage": 1})
-    rows = []
-    for name in SOME:
-        keys = {"paro_strategy": name, "paro_group_size": 1, "zeropp_loco_param": {}}
-        ours = pipelines.train_pipeline(pipe, keys)
+    rows, both = [], {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+    for name, tied, compressed in (
+        *((name, True, {"zeropp_loco_param": {}}) for name in SOME),
+        *((name, False, both) for name in SOME),
+        *((name, True, both) for name in ("NNI", "INI")),
+    ):
+        pipe = pipelines.Pipe(steps=8, tied=tied)
+        stock = pipelines.train_pipeline(pipe, {"stage": 1})
+        ours = pipelines.train_pipeline(pipe, {"paro_strategy": name, "paro_group_size": 1, **compressed})
         rows.append((name, ours.same, pipelines.apart(name, ours, stock).weights))
     return rows
 

@@ -85,6 +85,19 @@ def muon_case(stage: int) -> str:
     return error_of(deepspeed.initialize, model=module, optimizer=optimizer, config=config)
 
 
+def test_differences_of_tied_weights_are_refused_on_all_ranks(ranks: Any) -> None:
+    for message in ranks(4).run(tied_case):
+        assert "paro_quantized_updates cannot stand beside tied layers (embedding)" in message, message
+        assert "paro_strategy NIG" in message and "os = I or N" in message, message
+
+
+def tied_case() -> str:
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
+
+    return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"paro_strategy": "NIG", "paro_quantized_updates": {}})
+
+
 def test_a_pipeline_is_not_built_under_zero_init(ranks: Any) -> None:
     for message in ranks(4).run(zero_init_case):
         assert "cannot be built under deepspeed.zero.Init" in message, message

@@ -6,33 +6,41 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
 from tests.harness.training import PARTITIONED, REPLICATED
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
+LARGER = (512, 1023, 1024, 600)  # 2.2 million, for what is in 4 bits
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
+LARGER_BUCKETS = {"reduce_bucket_size": 800_000, "allgather_bucket_size": 800_000}
+WIDTH = 4  # bytes of an element
 RELATIVE, ABSOLUTE = 0.01, 1000  # of what is due; bytes where nothing is (barriers, norms, ZeRO-3's compared records)
 # The formula gathers each parameter twice in a micro-step. DeepSpeed gathers it less often if it keeps it from one use
 # to the next: because it is small, prefetched, or soon used again, as the last layer, with which backward begins. With
 # these keys it releases each when the module that owns it has run.
 TWICE = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+HELD = (*REPLICATED, *(name for name in PARTITIONED if name[0] == "I"))  # parameters, between steps
 
 Bytes = tuple[float, float]  # within the group, between groups
-Row = tuple[str, list[Bytes]]  # strategy, each micro-step of an optimizer step; the last one includes that step
+Row = tuple[str, list[Bytes]]  # strategy, each micro-step; the last one of an optimizer step includes that step
 
 
-def check(rows: list[Row], cluster: GroupSizes, states: ModelStates, accumulation: int) -> None:
+def check(
+    rows: list[Row], cluster: GroupSizes, states: ModelStates, accumulation: int, sent: Compression = AS_IT_IS
+) -> None:
     """Compare each micro-step with the formula, so that what is due once a step comes at the boundary, not before."""
     for name, counted in rows:
-        strategy = STRATEGIES[name]
         micro_step, rest = Volume(), Volume()
-        for phase in strategy.phases(cluster, states):
-            micro_step += phase.volume * phase.each_micro_step
-            rest += Volume() if phase.each_micro_step else phase.volume
+        for phase in STRATEGIES[name].phases(cluster, states):
+            volume = sent.volume(phase, WIDTH, WIDTH)
+            micro_step += volume * phase.each_micro_step
+            rest += Volume() if phase.each_micro_step else volume
         due = [micro_step] * (accumulation - 1) + [micro_step + rest]
         for number, (have, want) in enumerate(zip(counted, due, strict=True)):
             assert have == pytest.approx((want.intra, want.inter), rel=RELATIVE, abs=ABSOLUTE), (name, number)
-        whole = strategy.volume(cluster, states, accumulation)
+        whole = micro_step * accumulation + rest
         total = tuple(map(sum, zip(*counted, strict=True)))
         assert total == pytest.approx((whole.intra, whole.inter), rel=RELATIVE), name
 
@@ -64,28 +72,72 @@ def test_one_big_bucket_and_overlap_send_the_same(ranks: Any, overlap: bool) -> 
     check(rows, GroupSizes(4, 2), states, 1)
 
 
+@pytest.mark.parametrize(
+    "world, accumulation, loco, updates, names",
+    [
+        (4, 2, None, {}, HELD),
+        (4, 1, {}, {}, HELD),
+        (6, 1, None, {"bits": 8, "block_size": 64}, ("NNN", "NIG", "III", "IGG")),
+        (4, 1, {}, None, ("NIG", "NII", "IIG")),
+    ],
+)
+def test_gradients_and_updates_in_few_bits(
+    ranks: Any,
+    kernels: bool,
+    world: int,
+    accumulation: int,
+    loco: dict[str, Any] | None,
+    updates: dict[str, Any] | None,
+    names: tuple[str, ...],
+) -> None:
+    keys = {"zeropp_loco_param": loco, "paro_quantized_updates": updates}
+    zero = LARGER_BUCKETS | {key: value for key, value in keys.items() if value is not None}
+    parameters, _, rows = ranks(world).run(bytes_case, names, 2, accumulation, zero, sizes=LARGER)[0]
+    sent = Compression(
+        None if loco is None else LocoSettings(**loco), None if updates is None else UpdateSettings(**updates)
+    )
+    states = ModelStates.of(parameters, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
+    check(rows, GroupSizes(world, 2), states, accumulation, sent)
+
+
+def test_a_skipped_step_sends_no_updates_and_puts_a_whole_one_off(ranks: Any, kernels: bool) -> None:
+    zero = {**LARGER_BUCKETS, "paro_quantized_updates": {"resync_T": 3}}
+    names = ("NNN", "NIG", "NGG", "III", "IIG", "IGG")
+    job = {"steps": 4, "dtype": "fp16", "overflow": ((2, 1),), "sizes": LARGER}
+    parameters, _, rows = ranks(4).run(bytes_case, names, 2, 1, zero, **job)[0]
+    states, width = ModelStates.of(parameters), 2
+    coded = Compression(updates=UpdateSettings())
+    for name, counted in rows:
+        phases = STRATEGIES[name].phases(GroupSizes(4, 2), states)
+        *before, update = (coded.volume(phase, width, width).inter for phase in phases)
+        # A step goes before those that are counted: the third one would be whole, but is skipped.
+        for number, due in enumerate((update, 0, phases[-1].volume.inter, update)):
+            assert counted[number][1] == pytest.approx(sum(before) + due, rel=RELATIVE), (name, number)
+
+
 def bytes_case(
     names: tuple[str, ...],
     group: int,
     accumulation: int,
-    zero: dict[str, Any] | None = None,
-    frozen: tuple[int, ...] = (),
+    zero: dict[str, Any] = BUCKETS,
+    steps: int = 1,
+    **details: Any,
 ) -> tuple[int, int, list[Row]]:
-    """Parameters, trainable ones, and for each strategy the mean bytes a rank of the micro-steps of a step."""
+    """Parameters, trainable ones, and for each strategy the mean bytes a rank of the micro-steps of some steps."""
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.traffic import TrafficMeter
     from tests.harness import training
 
-    job = training.Job(sizes=SIZES, empty=False, accumulation=accumulation, frozen=frozen, zero=zero or BUCKETS)
+    job = training.Job(**{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, **details})
     rows: list[Row] = []
     for name in names:
         engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group, **TWICE})
         data = training.batches(job)
-        meters = [TrafficMeter() for _ in range(accumulation)]
+        meters = [TrafficMeter() for _ in range(steps * accumulation)]
         # A step of one micro-step goes before: it records the order of the modules, which ranks compare once.
         for number, meter in enumerate([TrafficMeter(), *meters]):
-            engine.set_gradient_accumulation_boundary(number in (0, accumulation))
+            engine.set_gradient_accumulation_boundary(number % accumulation == 0)
             dist.barrier()
             meter.start()
             dist.barrier()

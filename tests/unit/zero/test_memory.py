@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 
+from deepspeed_ext.loco.settings import UpdateSettings
+from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
 from tests.harness.training import PARTITIONED, REPLICATED
 
@@ -188,6 +190,55 @@ def offloaded_case(names: tuple[str, ...]) -> list[tuple[str, int, int, list[int
         rows.append((name, left, sum(p.numel() for p in engine.module.parameters()), shares))
         engine.destroy()
     return rows[1:]
+
+
+def test_updates_in_few_bits_leave_nothing_but_errors_of_sums(ranks: Any, kernels: bool) -> None:
+    cases = [(name, {}) for name in ("NIG", "IIG", "NNN", "III")]
+    cases.append(("NIG", {"round_robin_gradients": True}))  # a flat buffer without stripes
+    cluster, numel, sent = GroupSizes(4, 2), 8 * LAYER, Compression(updates=UpdateSettings())
+    shard = numel / cluster.ranks
+    for rows in ranks(4).run(few_bits_case, cases):
+        for (name, zero), left, after, within in rows:
+            errors = sent.kept_bytes(STRATEGIES[name], cluster, numel)
+            assert within == pytest.approx(errors, rel=0.02), name
+            assert after == pytest.approx(errors / 2, rel=0.02), name
+            assert left == pytest.approx(after, abs=0.02 * shard), (name, zero)
+
+
+def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, float, int, int]]:
+    """Bytes that an engine has more between steps than without the key; of errors of sums then, and within a step."""
+    rows = []
+    for name, zero in cases:
+        taken = []
+        for keys in ({}, {"paro_quantized_updates": {}}):
+            before = bytes_of_tensors()
+            zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NEVER_KEPT, **zero, **keys}
+            engine, micro_step = begin(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
+            errors, within = engine.optimizer._gradient_reshard.inter.sums.errors, []
+            nbytes = getattr(errors, "nbytes", lambda: 0)
+
+            def noting(*given: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
+                at.append(nbytes())
+                return step(*given)
+
+            engine.optimizer.step = noting
+            for _ in range(2):
+                micro_step(True)
+            taken.append(bytes_of_tensors() - before)
+            after = nbytes()
+            engine.destroy()
+            del engine, micro_step, errors, nbytes, noting
+        rows.append(((name, zero), taken[1] - taken[0], after, within[-1]))
+    return rows
+
+
+def bytes_of_tensors() -> int:
+    """What all tensors that Python knows of hold: no noise of the allocator's."""
+    import torch
+
+    gc.collect()
+    storages = (one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def bytes_in_use() -> int:

@@ -1,0 +1,87 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""When updated parameters travel as they are, though they might as what receivers lack.
+
+Note [Whole updates]
+    A difference is quantized: what it lacks comes with the next one. So what is held is close to the optimizer's
+    weights as long as these move by steps. Where somebody else has moved them, or what is held, a difference may be
+    as large as a parameter, and some steps would pass until it is all there. The next update is sent whole then: after
+    DeepSpeed's ``safe_set_full_...``, ``load_state_dict``, and ``GatheredParameters`` with a modifier rank. So is what
+    is sent outside of a step, as after a load; what is sent before a checkpoint is saved, so that it holds the same
+    weights as a run that goes on; and one update of so many, for nobody knows what a script does.
+
+    A script may load on one rank and broadcast to the others, so ranks ask each other at each step: that takes an
+    all-reduce of one element.
+"""
+
+import weakref
+
+from deepspeed_ext.comm.agreement import any_rank
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.reshard import ParameterReshard
+from deepspeed_ext.strategy import Placement, Strategy
+
+_all: "weakref.WeakSet[WholeUpdates]" = weakref.WeakSet()
+
+
+def ask_all() -> None:
+    """Have the next update of each engine of this process travel whole."""
+    for one in _all:
+        one.ask()
+
+
+class Loaded:
+    """A hook of a module, behind ``load_state_dict``: asks. One of a copy of the module does not."""
+
+    def __init__(self, whole: "WholeUpdates | None" = None) -> None:
+        self._whole = None if whole is None else weakref.ref(whole)
+
+    def __call__(self, *_: object) -> None:
+        whole = None if self._whole is None else self._whole()
+        if whole is not None:
+            whole.ask()
+
+    def __reduce__(self) -> tuple[type["Loaded"], tuple[()]]:
+        return Loaded, ()
+
+
+class WholeUpdates:
+    """Tells which updates travel whole. See Note [Whole updates].
+
+    Args:
+        strategy: of which updates cross between groups if p is not G, and os is.
+        topology: process groups of the data-parallel group.
+        reshard: by which they travel.
+    """
+
+    def __init__(self, strategy: Strategy, topology: Topology, reshard: ParameterReshard) -> None:
+        crosses = strategy.p < strategy.os == Placement.G
+        self._every = reshard.differences.whole_every if crosses and reshard.differences else None
+        self._topology = topology
+        self._since = 0
+        self._asked = False
+        self.now = True
+        if self._every is not None:
+            _all.add(self)
+
+    @property
+    def always(self) -> bool:
+        """Whether all do."""
+        return self._every is None
+
+    def ask(self) -> None:
+        """Have the next update travel whole, on all ranks."""
+        self._asked = True
+
+    def begin(self, stepping: bool) -> None:
+        """Decide on the update that is sent next (``now``). Collective.
+
+        Args:
+            stepping: whether it is that of an optimizer step.
+        """
+        if self._every is None:
+            return
+        self._since += 1
+        self.now = not stepping or self._since >= self._every or any_rank(self._asked, self._topology.world)
+        if self.now:
+            self._since, self._asked = 0, False

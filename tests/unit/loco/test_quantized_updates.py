@@ -1,0 +1,322 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Updates that cross in few bits: replicas stay equal to the bit, and close to the optimizer's weights."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from tests.harness import training
+from tests.harness.training import SMALL, Job
+
+DIFFERENCES = ("NNG", "NIG", "NGG", "ING", "IIG", "IGG")
+SUMS = ("NNN", "NNI", "NII", "INI", "III")
+KEY = "paro_quantized_updates"
+JOBS = {
+    "fp32": Job(zero=SMALL, steps=8),
+    "bf16, accumulation, groups, frozen": Job(
+        zero=SMALL, dtype="bf16", accumulation=3, groups=2, frozen=(1,), steps=8, optimizer="Adam"
+    ),
+    "LoCo": Job(zero={**SMALL, "zeropp_loco_param": {}}, optimizer="Adam", steps=8),
+    "fp16, overflow": Job(zero=SMALL, dtype="fp16", overflow=((1, 2), (4, 0)), steps=8),
+    "offload": Job(zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, optimizer="Adam", steps=8),
+    "overlap": Job(zero={**SMALL, "overlap_comm": True, "paro_overlap_updates": True}, steps=8, accumulation=2),
+    "no buckets": Job(steps=8, dtype="bf16", clipping=0.0),
+}
+
+
+class Sent(NamedTuple):
+    """A difference on its way: what everybody is to hold then, what was sent, and how far apart these may be."""
+
+    held: Any
+    expected: Any
+    updated: Any
+    steps: Any
+
+
+class Seen(NamedTuple):
+    """What was seen of a strategy's run.
+
+    Attributes:
+        messages: differences with elements that were sent by this rank.
+        as_decoded: whether all that was held after a step was what it was before, and the difference, decoded.
+        close: whether that was within a quantization step of what was to be sent, element by element; and a step
+            that was skipped sent nothing.
+        equal: whether all ranks held the same after each step.
+        distance: to the optimizer's weights at the end, in the largest steps of the last differences.
+        weights: at the end.
+        losses: of all ranks.
+    """
+
+    messages: int
+    as_decoded: bool
+    close: bool
+    equal: bool
+    distance: float
+    weights: list[float]
+    losses: list[float]
+
+
+@contextlib.contextmanager
+def differences(sent: list[Sent]) -> Iterator[None]:
+    """Put down what is sent."""
+    from deepspeed_ext.loco import ops, reference
+
+    difference = ops.difference
+
+    def noting(updated: Any, held: Any, wire: Any, packing: Any) -> None:
+        difference(updated, held, wire, packing)
+        width = updated.shape[1]
+        if width:
+            steps = packing.scales(wire, width).float().repeat_interleave(packing.block_size, dim=1)[:, :width]
+            expected = held.clone()
+            reference.apply(wire, expected, packing.bits, packing.block_size)
+            sent.append(Sent(held, expected, updated.clone(), steps))
+
+    with mock.patch.object(ops, "difference", noting):
+        yield
+
+
+def run(job: Job, name: str, key: dict[str, Any], during: Callable[[Any, int], None] = lambda *_: None) -> Seen:
+    """Train a strategy; ``during`` is called with the engine behind each step."""
+    import torch
+
+    import deepspeed_ext
+
+    engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
+    data, losses = training.batches(job), []
+    messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
+    for step in range(job.steps):
+        sent: list[Sent] = []
+        with differences(sent):
+            for number in range(step * job.accumulation, (step + 1) * job.accumulation):
+                losses.append(training.micro_step(engine, job, number, *next(data)))
+                engine.step()
+            deepspeed_ext.wait_for_updates()
+            if hasattr(engine.optimizer, "parameters"):
+                engine.optimizer.parameters.drain()
+        for one in sent:
+            as_decoded &= torch.equal(one.held, one.expected)
+            close &= bool(((one.expected.float() - one.updated.float()).abs() <= one.steps).all())
+        close &= not sent or engine.was_step_applied()
+        messages += len(sent)
+        largest = max((one.steps.max().item() for one in sent), default=largest)
+        if step % 100 < 10:
+            equal &= training.replicas_equal(training.whole_weights(model))
+        during(engine, step)
+    everybody = torch.tensor([largest, distance_to_masters(engine)])
+    torch.distributed.all_reduce(everybody, op=torch.distributed.ReduceOp.MAX)
+    weights = training.whole_weights(model)
+    engine.destroy()
+    distance = float(everybody[1] / everybody[0]) if everybody[0] else float(everybody[1])
+    return Seen(messages, as_decoded, close, equal, distance, weights.tolist(), losses)
+
+
+def distance_to_masters(engine: Any) -> float:
+    """How far this rank's own elements are from the optimizer's weights, rounded to the parameters' dtype."""
+    from deepspeed.utils import safe_get_local_fp32_param
+
+    worst, optimizer = 0.0, engine.optimizer
+    for param in engine.module.parameters():
+        if not param.requires_grad or not getattr(param, "ds_numel", param.numel()):
+            continue
+        start, end = optimizer.owned_span(param)
+        if start == end:
+            continue
+        if hasattr(param, "ds_tensor"):
+            held = param.ds_tensor[: end - start]
+            master = safe_get_local_fp32_param(param).flatten()[: end - start]
+        else:
+            held = param.detach().flatten()[start:end]
+            master = param._hp_mapping.get_hp_fragment().flatten()
+        rounded = master.to(held.dtype).float()
+        worst = max(worst, (held.float() - rounded).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, kernels: bool, job: str) -> None:
+    for found in ranks(4).run(close_case, JOBS[job]):
+        for name, seen in found.items():
+            assert seen.messages >= (3 if "overflow" in job else 5), name
+            assert seen.as_decoded and seen.close and seen.equal, name
+            assert seen.distance <= 1, name
+
+
+def close_case(job: Job) -> dict[str, Seen]:
+    return {name: run(job, name, {}) for name in DIFFERENCES}
+
+
+@pytest.mark.parametrize("name", ["NIG", "IIG"])
+def test_nothing_drifts_in_a_thousand_steps(ranks: Any, kernels: bool, name: str) -> None:
+    job = Job(sizes=(13, 37, 7), steps=1000, optimizer="Adam", dtype="bf16", empty=False)
+    for seen in ranks(4).run(run, job, name, {"resync_T": 10**6}):
+        assert seen.messages == 1000
+        assert seen.as_decoded and seen.close and seen.equal and seen.distance <= 1
+
+
+EXACT = {
+    "bf16": Job(zero=SMALL, dtype="bf16", accumulation=2, groups=2, frozen=(1,), steps=6, optimizer="Adam"),
+    "fp16, overlap": Job(
+        zero={**SMALL, "paro_overlap_updates": True}, dtype="fp16", overflow=((1, 2),), steps=6, optimizer="Adam"
+    ),
+    "offload": Job(zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, dtype="bf16", optimizer="Adam", steps=6),
+}
+
+
+@pytest.mark.parametrize("job", EXACT)
+def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, kernels: bool, job: str) -> None:
+    for found in ranks(4).run(exact_case, EXACT[job]):
+        for name, (same, messages) in found.items():
+            assert same and messages >= 5, (name, same, messages)
+
+
+def exact_case(job: Job) -> dict[str, tuple[bool, int]]:
+    """Whether losses, norms and weights are those without the key to the bit; messages that were not sent whole."""
+    import torch
+
+    from deepspeed_ext.loco import ops
+
+    rows = {}
+    for name in DIFFERENCES:
+        with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
+            ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
+        other = training.train(job, training.placed(name))
+        same = torch.equal(ours.weights, other.weights) and ours._replace(weights=None) == other._replace(weights=None)
+        rows[name] = same, pack.call_count
+    return rows
+
+
+CHANGES = {
+    "safe_set_full": DIFFERENCES,
+    "safe_set_local": ("ING", "IIG", "IGG"),
+    "load_state_dict": ("NNG", "NIG", "NGG"),
+    "GatheredParameters": ("NIG", "IIG"),
+    "load_checkpoint": ("NIG", "IIG"),
+    "every so many": DIFFERENCES,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_others_have_changed_is_sent_whole(ranks: Any, kernels: bool, change: str, tmp_path: Any) -> None:
+    for found in ranks(4).run(change_case, change, str(tmp_path)):
+        for name, (before, after, equal) in found.items():
+            assert before > 0, name  # or it would not show
+            assert after == 0 and equal, (name, after)
+
+
+def change_case(change: str, folder: str) -> dict[str, tuple[float, float, bool]]:
+    """How far parameters are from the optimizer's weights on the rank where it is most, before the change, and after
+    a step behind it; whether replicas are equal then."""
+    import torch
+    from deepspeed import comm as dist
+
+    def distance(engine: Any) -> float:
+        if hasattr(engine.optimizer, "parameters"):
+            engine.optimizer.parameters.drain()
+        found = torch.tensor(distance_to_masters(engine))
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+    # Sizes of which DeepSpeed can set a rank's part.
+    job, rows = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False), {}
+    for name in CHANGES[change]:
+        key = {"resync_T": 3} if change == "every so many" else {}
+        engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
+        data = training.batches(job)
+        for number in range(2):
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+        before = distance(engine)
+        _change(change, engine, model, folder, job, data)
+        if change != "load_checkpoint":
+            training.micro_step(engine, job, 2, *next(data))
+            engine.step()
+        after = distance(engine)
+        rows[name] = before, after, training.replicas_equal(training.whole_weights(model))
+        engine.destroy()
+    return rows
+
+
+def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: Any) -> None:
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    weight = model.layers[1].weight
+    if change == "safe_set_full":
+        safe_set_full_fp32_param(weight, torch.randn(28, 36, generator=torch.Generator().manual_seed(1)))
+    elif change == "safe_set_local":
+        if dist.get_rank() == 0:  # one rank's part of it
+            safe_set_local_fp32_param(weight, torch.randn(weight.ds_tensor.ds_numel))
+    elif change == "load_state_dict":
+        states = {name: 2 * value for name, value in model.state_dict().items()}
+        if dist.get_rank() == 0:  # and the others get it from there
+            model.load_state_dict(states)
+        for param in model.parameters():
+            dist.broadcast(param.data, 0)
+    elif change == "GatheredParameters":
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+            if not hasattr(weight, "ds_id") or dist.get_rank() == 0:
+                weight.data.mul_(2)
+    elif change == "load_checkpoint":
+        engine.save_checkpoint(folder, "some")
+        for _ in range(2):
+            training.micro_step(engine, job, 2, *next(data))
+            engine.step()
+        engine.load_checkpoint(folder, "some")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_sums_come_back_in_few_bits(ranks: Any, kernels: bool, dtype: str) -> None:
+    for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=6)):
+        for name, (equal, apart) in found.items():
+            assert equal, name
+            assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
+
+
+def sums_case(job: Job) -> dict[str, tuple[bool, float]]:
+    """Whether replicas are equal; how far weights are from those of a run without the key, of the largest one."""
+    rows = {}
+    for name in SUMS:
+        ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
+        apart = (ours.weights - exact.weights).abs().max() / exact.weights.abs().max()
+        rows[name] = training.replicas_equal(ours.weights), apart.item()
+    return rows
+
+
+def test_what_a_sum_lacks_comes_with_the_next_one(ranks: Any, kernels: bool) -> None:
+    for applied, skipped, same in ranks(2).run(feedback_case):
+        assert same and applied < 0.01 and skipped > 0.05, (applied, skipped)
+
+
+def feedback_case() -> tuple[float, float, bool]:
+    """How far the mean of 50 sums that come back is from the sum, in its largest element, where steps are applied and
+    where they are skipped; whether all ranks get the same bits."""
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.backends import make_reduce
+    from deepspeed_ext.comm.hops import Span
+    from deepspeed_ext.comm.schedule import Started
+    from deepspeed_ext.loco.settings import UpdateSettings
+    from deepspeed_ext.loco.sums import QuantizedSums
+
+    numel, off, same = 1001, [], True
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(3))
+    for applied in (True, False):
+        hop = make_reduce(None, "hop")
+        hop.sums = QuantizedSums(UpdateSettings())
+        total = torch.zeros(numel)
+        for _ in range(50):
+            arrived = Started(hop.all_reduce(gradient.clone(), (Span(0, 0, 0, numel),))).finish()
+            same &= training.replicas_equal(arrived)
+            hop.kept.finish_step(applied)
+            total += arrived
+        wanted = gradient * dist.get_world_size()
+        off.append(((total / 50 - wanted).abs().max() / wanted.abs().max()).item())
+    return off[0], off[1], same
