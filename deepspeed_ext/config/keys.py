@@ -10,7 +10,8 @@ STRATEGY = "paro_strategy"
 FASTEST = "fastest"  # as a strategy: decide when the model is known
 GROUP_SIZE = "paro_group_size"
 OVERLAP_UPDATES = "paro_overlap_updates"
-KEYS = (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES)
+QUANTIZED_UPDATES = "paro_quantized_updates"
+KEYS = (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, QUANTIZED_UPDATES)
 MEMORY = "paro_memory_gb"
 DECISION = "paro_decision_file"
 DECISION_FILE = "paro_decision.json"
@@ -46,7 +47,7 @@ def asked_by(section: Mapping[str, Any]) -> str:
     """Return the key through which a user has asked for a strategy: ours, or the stage."""
     if {STRATEGY, MICS_SIZE} & set(section):
         return STRATEGY
-    return next((key for key in (LOCO, LEAF_BYTES) if key in section), STAGE)
+    return next((key for key in (LOCO, LEAF_BYTES, QUANTIZED_UPDATES) if key in section), STAGE)
 
 
 def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A raw section in which keys that imply a strategy (MiCS's, LoCo's, the budget of leaf modules) have one."""
+"""A raw section in which keys that imply a strategy have one: MiCS's, LoCo's, quantized updates, the budget of leaf
+modules."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from deepspeed_ext.config.keys import (
     MICS_SIZE,
     MOST_LIVE,
     QUANTIZED,
+    QUANTIZED_UPDATES,
     SECTION,
     STRATEGY,
     THRESHOLD,
@@ -22,8 +24,8 @@ from deepspeed_ext.config.keys import (
     must_be,
     our_keys,
 )
-from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.strategy import Placement
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.strategy import STRATEGIES, Placement
 
 STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
 
@@ -35,10 +37,10 @@ def normalized(section: Mapping[str, Any]) -> dict[str, Any]:
         section: as its user wrote it, without a stage of ours.
 
     Raises:
-        ValueError: a key of MiCS, LoCo or leaf modules is not valid.
+        ValueError: a key of MiCS, LoCo, quantized updates or leaf modules is not valid.
     """
     revived = revive_mics(section)
-    return with_loco(with_leaf_bytes(revived)) if our_keys(revived) else revived
+    return with_quantized_updates(with_loco(with_leaf_bytes(revived))) if our_keys(revived) else revived
 
 
 def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
         if hierarchical:
             raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
         return revived
-    given = [key for key in KEYS if key in section]
+    given = [key for key in KEYS if key in section and key != QUANTIZED_UPDATES]  # III's sums may be
     if given:
         raise ValueError(
             f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(given)} is "
@@ -135,5 +137,28 @@ def with_loco(section: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(stage, bool) or stage not in (0, *STRATEGY_OF_STAGE):
         raise ValueError(
             f"{SECTION}.{LOCO} needs {SECTION}.stage 1, 2 or 3, or {SECTION}.{STRATEGY}, got stage {stage!r}."
+        )
+    return {**section, STRATEGY: STRATEGY_OF_STAGE.get(stage, "NNG")}
+
+
+def with_quantized_updates(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a raw section in which the key of quantized updates has a strategy: if none is given the stage's.
+
+    Raises:
+        ValueError: the key's value is wrong, or it is alone with a stage that has nothing to which updates could be
+            sent as differences, or that says nothing.
+    """
+    section = dict(section)
+    if QUANTIZED_UPDATES not in section:
+        return section
+    UpdateSettings.parse(section[QUANTIZED_UPDATES])
+    if STRATEGY in section:
+        return section
+    stage = section.get("stage")
+    possible = [stage for stage, name in STRATEGY_OF_STAGE.items() if STRATEGIES[name].p != Placement.G]
+    if isinstance(stage, bool) or stage not in (0, *possible):
+        raise ValueError(
+            f"{SECTION}.{QUANTIZED_UPDATES} needs {SECTION}.stage {' or '.join(map(str, possible))}, or a "
+            f"{SECTION}.{STRATEGY} with p = N or I, got stage {stage!r}."
         )
     return {**section, STRATEGY: STRATEGY_OF_STAGE.get(stage, "NNG")}

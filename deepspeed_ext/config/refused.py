@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.keys import SECTION, STRATEGY, asked_by, our_keys
+from deepspeed_ext.config.keys import QUANTIZED_UPDATES, SECTION, STRATEGY, asked_by, our_keys
+from deepspeed_ext.loco.settings import EXACT, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
 if TYPE_CHECKING:
@@ -39,6 +40,18 @@ def _sharded_and_gathered_after_steps(strategy: Strategy) -> bool:
 
 def _shards_gradients(strategy: Strategy) -> bool:
     return strategy.stage > 1
+
+
+def _releases_parameters(strategy: Strategy) -> bool:
+    return strategy.p == Placement.G
+
+
+def _updates_may_be_quantized(strategy: Strategy) -> bool:
+    return not (_releases_parameters(strategy) or _replicates_states(strategy))
+
+
+def _replicates_states(strategy: Strategy) -> bool:
+    return strategy.os != Placement.G
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,18 @@ def _passes(config: "DeepSpeedConfig") -> set[str]:
     return set(config.compile_config.passes or []) if config.compile_config.deepcompile else set()
 
 
+def _quantizes_updates(config: "DeepSpeedConfig") -> bool:
+    return config.zero_config.paro_quantized_updates is not None
+
+
+def _without_loss(config: "DeepSpeedConfig") -> bool:
+    return _quantizes_updates(config) and UpdateSettings.parse(config.zero_config.paro_quantized_updates).bits == EXACT
+
+
+def _in_16_bits(config: "DeepSpeedConfig") -> bool:
+    return bool(config.float16_config.enabled or config.bfloat16_config.enabled)
+
+
 _OFFLOAD_PARAM = ", ".join(name for name, row in STRATEGIES.items() if row.p == row.os != Placement.N)
 
 REFUSED: tuple[Refusal, ...] = (
@@ -184,7 +209,20 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal(
         f"{SECTION}.zero_quantized_weights",
         lambda c: c.zero_config.zero_quantized_weights,
-        "parameters are gathered exactly",
+        f"parameters are gathered as they are; {QUANTIZED_UPDATES} sends what a step has changed of them in few bits",
+        _updates_may_be_quantized,
+    ),
+    Refusal(
+        f"{SECTION}.zero_quantized_weights",
+        lambda c: c.zero_config.zero_quantized_weights,
+        f"no parameters cross between groups; {QUANTIZED_UPDATES} sends sums of gradients back in few bits",
+        _replicates_states,
+    ),
+    Refusal(
+        f"{SECTION}.zero_quantized_weights",
+        lambda c: c.zero_config.zero_quantized_weights,
+        "parameters are gathered as they are",
+        _releases_parameters,
     ),
     Refusal(
         f"{SECTION}.zero_quantized_nontrainable_weights",
@@ -195,6 +233,49 @@ REFUSED: tuple[Refusal, ...] = (
         f"{SECTION}.reduce_scatter",
         lambda c: c.zero_config.zeropp_loco_param is not None and not c.zero_config.reduce_scatter,
         "LoCo's reduction between groups is not an all-reduce",
+    ),
+    Refusal(
+        f"{SECTION}.{QUANTIZED_UPDATES}",
+        _quantizes_updates,
+        "with p = G no rank holds the parameters to which updates could be sent as differences",
+        _releases_parameters,
+    ),
+    Refusal(
+        f"{SECTION}.reduce_scatter",
+        lambda c: _quantizes_updates(c) and not c.zero_config.reduce_scatter,
+        "an all-reduce has no sums that could come back in few bits",
+        _replicates_states,
+    ),
+    Refusal(
+        f"{SECTION}.{QUANTIZED_UPDATES}.bits",
+        _without_loss,
+        f'"{EXACT}" is for updated parameters, and here sums of gradients come back; set bits to 4 or 8',
+        _replicates_states,
+    ),
+    Refusal(
+        f"{SECTION}.{QUANTIZED_UPDATES}.bits",
+        lambda c: _without_loss(c) and not _in_16_bits(c),
+        f'"{EXACT}" is for parameters of 16 bits; enable bf16 or fp16, or set bits to 4 or 8',
+        _updates_may_be_quantized,
+    ),
+    Refusal(
+        "fp16.fp16_master_weights_and_grads",
+        lambda c: _quantizes_updates(c) and not _without_loss(c) and c.float16_config.fp16_master_weights_and_grads,
+        f"what a difference lacks is in the optimizer's fp32 weights, without which {QUANTIZED_UPDATES} would lose it",
+        _updates_may_be_quantized,
+    ),
+    Refusal(
+        "bf16.bf16_master_weights_and_grads",
+        lambda c: _quantizes_updates(c) and not _without_loss(c) and c.bfloat16_config.bf16_master_weights_and_grads,
+        f"what a difference lacks is in the optimizer's fp32 weights, without which {QUANTIZED_UPDATES} would lose it",
+        _updates_may_be_quantized,
+    ),
+    Refusal(
+        "torch_autocast.enabled",
+        lambda c: _quantizes_updates(c) and c.torch_autocast_enabled,
+        f"the optimizer's weights may be the parameters themselves, which with {QUANTIZED_UPDATES} have to stay what "
+        f"other ranks hold",
+        lambda strategy: _updates_may_be_quantized(strategy) and _sharded(strategy),
     ),
     Refusal(
         f"{SECTION}.elastic_checkpoint",

@@ -40,6 +40,11 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
     With p = N: a step ends before the parameters that it has changed are back. See ``zero/updates.py``.
     """
 
+    paro_quantized_updates: dict[str, Any] | None = None
+    """
+    Updated parameters cross between groups as differences in few bits: see ``loco.settings``.
+    """
+
     paro_memory_gb: float | None = None
     """
     GB (10^9 bytes) that each rank has for model states, for the strategy "fastest". By default a part of the

@@ -70,7 +70,7 @@ def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -
 
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the table of keys."""
-    assert KEYS == ("paro_strategy", "paro_group_size", "paro_overlap_updates")
+    assert KEYS == ("paro_strategy", "paro_group_size", "paro_overlap_updates", "paro_quantized_updates")
     assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file", "paro_micro_step_seconds")
     assert (*KEYS, *OF_FASTEST, "stage3_leaf_bytes") == OURS
     assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")
@@ -124,6 +124,9 @@ def initialize(zero: dict[str, Any], extra: dict[str, Any] | None = None, how: s
             deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
 
 
+UPDATES: dict[str, Any] = {"paro_quantized_updates": {}}
+WITHOUT_LOSS: dict[str, Any] = {"paro_quantized_updates": {"bits": "exact"}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 
 
@@ -145,7 +148,6 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (in_zero("offload_optimizer.super_offload"), {"offload_optimizer": {**CPU, "super_offload": True}}, {}),
         (in_zero("offload_optimizer.device"), {"offload_optimizer": NVME}, {}),
         (in_zero("zero_hpz_partition_size"), {"zero_hpz_partition_size": 2}, {}),
-        (in_zero("zero_quantized_weights"), {"zero_quantized_weights": True}, {}),
         (in_zero("zero_quantized_nontrainable_weights"), {"zero_quantized_nontrainable_weights": True}, {}),
         (in_zero("reduce_scatter"), {"zeropp_loco_param": {}, "reduce_scatter": False}, {}),
         (in_zero("reduce_scatter"), {"zero_quantized_gradients": True, "reduce_scatter": False}, {}),
@@ -193,6 +195,28 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         for strategy in (IIG, GGG)
     ),
     *(
+        (strategy | {"zero_quantized_weights": True}, {}, cannot(in_zero("zero_quantized_weights"), name) + why)
+        for name, strategy, why in (
+            ("NIG", NIG, ".*; paro_quantized_updates sends what a step has changed of them in few"),
+            ("IIG", IIG, ".*; paro_quantized_updates sends what a step has changed of them in few"),
+            ("III", III, "no parameters cross .*; paro_quantized_updates sends sums of gradients back"),
+            ("GGG", GGG, r"parameters are gathered as they are\. Remove one"),
+        )
+    ),
+    (GGG | UPDATES, {}, cannot(in_zero("paro_quantized_updates"), "GGG") + "with p = G no rank holds"),
+    (III | UPDATES | {"reduce_scatter": False}, {}, cannot(in_zero("reduce_scatter"), "III") + "an all-reduce has no"),
+    *(
+        (
+            NIG | UPDATES,
+            {kind: {"enabled": True, f"{kind}_master_weights_and_grads": True}},
+            cannot(f"{kind}.{kind}_master_weights_and_grads", "NIG") + ".*paro_quantized_updates would lose it",
+        )
+        for kind in ("fp16", "bf16")
+    ),
+    (NIG | WITHOUT_LOSS, {}, cannot(in_zero("paro_quantized_updates.bits"), "NIG") + '"exact" is for .* of 16 bits'),
+    (III | WITHOUT_LOSS, BF16, cannot(in_zero("paro_quantized_updates.bits"), "III") + '"exact" is .* here sums of'),
+    (IIG | UPDATES, {"torch_autocast": {"enabled": True}}, cannot("torch_autocast.enabled", "IIG") + ".*have to stay"),
+    *(
         (strategy | {"enable_sanity_checks": True}, {}, cannot(in_zero("enable_sanity_checks"), name))
         for name, strategy in (("IIG", IIG), ("GGG", GGG))
     ),
@@ -230,6 +254,7 @@ MICS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             ({"paro_strategy": "NIG"}, "paro_strategy"),
             ({"paro_group_size": 2}, "paro_group_size"),
             ({"paro_strategy": "III", "paro_group_size": 2}, "paro_strategy, paro_group_size"),
+            ({"paro_overlap_updates": True, "paro_quantized_updates": {}}, "paro_overlap_updates"),
         )
     ),
     *(
@@ -290,6 +315,34 @@ LOCO: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"stage": 1}, {"zeropp_loco_param": {}}, "'zeropp_loco_param' is at the top level .*belongs into zero_optim"),
     ({"stage": 2, "paro_strategy": "IIG", "zeropp_loco_param": {}}, {}, "which is stage 3, got stage 2"),
 ]
+QUANTIZED_UPDATES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    *(
+        (NIG | {"paro_quantized_updates": bad}, {}, rf"paro_quantized_updates{message}")
+        for bad, message in (
+            (None, " must be a dictionary of bits, block_size, resync_T .each may be left out., got None"),
+            (True, " must be a dictionary of .*got True of type bool"),
+            ({"blocksize": 128}, " has no key 'blocksize': .* Did you mean 'block_size'"),
+            ({"bits": 3}, r'\.bits must be 4, 8 or "exact", got 3 of type int'),
+            ({"bits": "4"}, r"""\.bits must be 4, 8 or "exact", got '4' of type str"""),
+            ({"bits": "exact", "block_size": 64}, r"\.block_size is for bits 4 and 8.*Remove block_size"),
+            ({"block_size": 100}, r"\.block_size must be a power of two from 32 to 4096 \(elements\), got 100"),
+            ({"resync_T": 0}, r"\.resync_T must be an integer of at least 1 \(optimizer steps\), got 0"),
+        )
+    ),
+    *(
+        (UPDATES | section, {}, f"needs zero_optimization.stage 1 or 2, or a .* with p = N or I, got stage {stage}")
+        for section, stage in (({}, None), ({"stage": 3}, 3), ({"stage": 4}, 4))
+    ),
+    *(  # keys that imply GGG
+        (
+            UPDATES | {"stage": 3} | key,
+            {},
+            rf"^{in_zero('paro_quantized_updates')} cannot be combined with .*with p = G",
+        )
+        for key in ({"zeropp_loco_param": {}}, {"stage3_leaf_bytes": True})
+    ),
+    (UPDATES | {"stage": 2, "zenflow": {}}, {}, "zenflow cannot be combined with .*paro_quantized_updates: ZenFlow"),
+]
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"paro_strategy": "NIG", "paro_group_size": 3},
@@ -311,7 +364,11 @@ def test_every_reason_to_refuse_is_tested() -> None:
 
 
 @pytest.mark.parametrize("how", ["initialize", "zero.Init"])
-@pytest.mark.parametrize("rows", [REFUSED, REFUSED_BESIDE, MICS, LOCO], ids=["section", "beside", "mics", "loco"])
+@pytest.mark.parametrize(
+    "rows",
+    [REFUSED, REFUSED_BESIDE, MICS, LOCO, QUANTIZED_UPDATES],
+    ids=["section", "beside", "mics", "loco", "quantized updates"],
+)
 def test_refused_alike_on_every_rank_before_any_communication(
     ranks: Any, rows: list[tuple[dict[str, Any], dict[str, Any], str]], how: str
 ) -> None:

@@ -34,7 +34,8 @@ def test_each_form_of_config(ranks: Any, tmp_path: Path, form: str) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps(config(**section)), encoding="utf-8")
     for answer in ranks(4).run(parsed_zero_config, form, section, str(file)):
-        fields = {"stage": 2, "overlap_comm": False, "paro_overlap_updates": False, **section}
+        fields = {"stage": 2, "overlap_comm": False, "paro_overlap_updates": False, "paro_quantized_updates": None}
+        fields |= section
         assert answer == ("ParoZeroConfig", fields, {"stage": 2, **section})
 
 
@@ -143,6 +144,9 @@ def test_mics_shard_size_minus_one_is_off(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("section", "strategy", "stage"),
     [
+        ({"stage": 1, "paro_quantized_updates": {}}, "NNG", 1),
+        ({"stage": 2, "paro_quantized_updates": {"bits": 8}, "zeropp_loco_param": {}}, "NGG", 2),
+        ({"mics_shard_size": 2, "paro_quantized_updates": {}}, "III", 3),
         ({"stage": 1, "zeropp_loco_param": {}}, "NNG", 1),
         ({"stage": 2, "zeropp_loco_param": {"bits": 8}, "zero_quantized_gradients": True}, "NGG", 2),
         ({"stage": 3, "zeropp_loco_param": {"err_beta": 0}}, "GGG", 3),
@@ -152,11 +156,12 @@ def test_mics_shard_size_minus_one_is_off(ranks: Any) -> None:
         ({"paro_strategy": "IIG", "zero_quantized_gradients": False}, "IIG", 3),
     ],
 )
-def test_loco_is_a_strategy_of_the_stage_or_stands_beside_one(
+def test_few_bits_are_a_strategy_of_the_stage_or_stand_beside_one(
     ranks: Any, section: dict[str, Any], strategy: str, stage: int
 ) -> None:
     for kind, fields, raw in ranks(4).run(parsed_zero_config, "dict", section, ""):
         assert (kind, fields["paro_strategy"], fields["stage"]) == ("ParoZeroConfig", strategy, stage)
+        assert fields["paro_quantized_updates"] == section.get("paro_quantized_updates")
         assert raw == {**section, "stage": stage}
 
 
