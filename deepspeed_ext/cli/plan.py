@@ -15,9 +15,10 @@ from typing import Any
 
 from deepspeed_ext.cli.callables import import_callable
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner import report
 from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import BUCKET, Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
@@ -87,12 +88,13 @@ def run(arguments: argparse.Namespace) -> None:
 
         model = replace(model, streams=not get_accelerator().is_synchronized_device())
     budget = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
-    plans = [plan(sizes, model, rates, budget, [loco]) for loco in (None, LocoSettings())]
+    forms = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
+    plans = [plan(sizes, model, rates, budget, [sent]) for sent in forms]
     _write(arguments, plans, nodes, per_node)
 
 
 def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_node: int) -> None:
-    document = {"exact": plans[0].as_dict(), "loco": plans[1].as_dict()}
+    document = {name: found.as_dict() for name, found in zip(("exact", "loco", "both"), plans, strict=True)}
     if arguments.json == "-":
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         print()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import Model, Prediction, predict, predict_plain
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
@@ -117,7 +117,7 @@ def plan(
     model: Model,
     rates: Rates,
     budget: float | None = None,
-    loco: Iterable[LocoSettings | None] = (None,),
+    sent: Iterable[Compression] = (AS_IT_IS,),
     allowed: Callable[[Strategy], bool] = lambda _: True,
 ) -> Plan:
     """Predict all strategies, and choose the fastest that fits; among those as fast, the smallest.
@@ -127,22 +127,22 @@ def plan(
         model: what is trained.
         rates: of the hops.
         budget: bytes on each rank; None for no limit.
-        loco: with each of these settings (None: without LoCo). The choice is made among them all.
+        sent: in each of these forms, where a strategy may. The choice is made among them all.
         allowed: which strategies to look at.
 
     Raises:
         ValueError: none is allowed.
     """
-    settings = tuple(loco)
+    forms = tuple(sent)
     rows = [row for row in STRATEGIES.values() if allowed(row)]
-    predictions = [predict(row, sizes, model, rates, one) for one in settings for row in rows]
+    predictions = [predict(row, sizes, model, rates, one) for one in forms for row in rows if one.allows(row)]
     if not predictions:
         raise ValueError("none of the strategies is allowed.")
     predictions.sort(key=lambda one: (one.total_seconds, one.total_memory))
     plain = tuple(one for one in predict_plain(sizes, model, rates) if allowed(STRATEGIES[one.strategy]))
     whole = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
     overlapping = replace(model, overlap_updates=True)
-    overlapped = [predict(row, sizes, overlapping, rates, one) for one in settings for row in whole]
+    overlapped = [predict(row, sizes, overlapping, rates, one) for one in forms for row in whole]
     choices = [_best_within(budget, some) for some in (predictions, overlapped)]
     return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])
 

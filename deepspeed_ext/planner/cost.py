@@ -26,12 +26,11 @@ Note [Plain ZeRO]
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.planner.step import LAYERS, Move, Moves, Overlap, Step
 from deepspeed_ext.strategy import (
     STRATEGIES,
-    Direction,
     GroupSizes,
     ModelStates,
     Phase,
@@ -115,6 +114,7 @@ class Prediction:
     Attributes:
         strategy: the three letters.
         loco: whether gradients cross between groups in few bits.
+        updates: whether updated parameters do, or sums that come back.
         memory: bytes of model states.
         transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, the largest
             layer gathered, LoCo's errors, before and after (Note [Errors of buckets]). No activations, no buckets.
@@ -128,6 +128,7 @@ class Prediction:
 
     strategy: str
     loco: bool
+    updates: bool
     memory: StateBytes
     transient: float
     host: float
@@ -140,7 +141,7 @@ class Prediction:
     def name(self) -> str:
         if self.plain:
             return PLAIN[self.strategy]
-        return f"{self.strategy} + LoCo" if self.loco else self.strategy
+        return self.strategy + (" + LoCo" if self.loco else "") + (" + updates" if self.updates else "")
 
     @property
     def total_seconds(self) -> float:
@@ -157,14 +158,10 @@ class Prediction:
 
 
 def predict(
-    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, loco: LocoSettings | None = None
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
 ) -> Prediction:
-    """Predict what a strategy costs; see Note [Cost model].
-
-    LoCo shrinks what reductions send between groups; gathers are whole, also those at the boundary where the
-    optimizer's states are coarser than G.
-    """
-    return _prediction(strategy, sizes, model, rates, loco, model.overlaps(strategy))
+    """Predict what a strategy costs; see Note [Cost model]."""
+    return _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
 
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
@@ -175,7 +172,7 @@ def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Predict
         bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if name == "NNN" else model.bucket
         # DDP has no updates to wait for.
         overlap = Overlap(updates=strategy.p != Placement.N, within=model.streams, at_once=True)
-        one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, None, overlap)
+        one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap)
         found.append(replace(one, plain=True))
     return found
 
@@ -185,16 +182,17 @@ def _prediction(
     sizes: GroupSizes,
     model: Model,
     rates: Rates,
-    loco: LocoSettings | None,
+    sent: Compression,
     overlap: Overlap,
 ) -> Prediction:
-    shrunk = 1.0 if loco is None else loco.wire_bits / (8 * model.gradient_bytes)
+    trainable = model.states.gradients / model.gradient_bytes
+    parameter_bytes = model.states.updated / trainable if trainable else 1.0
     sharded = strategy.p != Placement.N
     total, moves = Volume(), []
     phases = strategy.phases(sizes, model.states)
     for phase, by_layer in zip(phases, (sharded, False, False, False, sharded), strict=True):
-        inter = phase.volume.inter * (shrunk if phase.kind == Direction.REDUCE else 1.0)
-        volume, messages = Volume(phase.volume.intra, inter), model.fetches if by_layer else model.buckets
+        volume = sent.volume(phase, model.gradient_bytes, parameter_bytes)
+        messages = model.fetches if by_layer else model.buckets
         total += volume * model.times(phase)
         hops = rates.of(phase.kind)
         within, between = hops.intra.seconds(volume.intra, messages), hops.inter.seconds(volume.inter, messages)
@@ -204,11 +202,12 @@ def _prediction(
     update = UPDATE_TOUCHES * memory.optimizer / rates.memory
     step = Step(Moves(*moves), model.layers, model.gathers, model.accumulation, model.compute, update, overlap)
     usage = step.usage()
-    transient = _transient(strategy, sizes, model, loco)
-    return Prediction(strategy.name, loco is not None, memory, transient, host, total, usage.exposed, usage.busy)
+    transient = _transient(strategy, sizes, model, sent)
+    few_bits = sent.loco is not None, sent.updates is not None
+    return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy)
 
 
-def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, loco: LocoSettings | None) -> float:
+def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:
     trainable = model.states.gradients / model.gradient_bytes
     held = model.held or model.states
     total = 0.0
@@ -216,6 +215,4 @@ def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, loco: LocoSe
         total += 4 * trainable / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
-    if loco is not None:
-        total += 2 * loco.kept_bits / 8 * trainable / sizes.shards(Placement.I)
-    return total
+    return total + sent.kept_bytes(strategy, sizes, trainable)

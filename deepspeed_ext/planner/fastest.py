@@ -20,13 +20,14 @@ from deepspeed_ext.comm.agreement import reduced, told
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
-from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, MICRO_STEP, SECTION, STRATEGY
+from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, MICRO_STEP, QUANTIZED_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.decisions import Decisions, say
 from deepspeed_ext.planner.models import describe, micro_step_flops
@@ -158,10 +159,13 @@ def _reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
     dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
     rates = probe.measure(topology, dtype, config.zero_config.reduce_scatter)
-    loco = getattr(config.zero_config, LOCO, None)
-    settings = None if loco is None else LocoSettings.parse(loco)
+    loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
+    sent = Compression(
+        None if loco is None else LocoSettings.parse(loco),
+        None if updates is None else UpdateSettings.parse(updates),
+    )
     names = {row.name for row in allowed}
-    return plan(topology.sizes, model, rates, budget, [settings], lambda row: row.name in names)
+    return plan(topology.sizes, model, rates, budget, [sent], lambda row: row.name in names)
 
 
 def _budget(config: Config, model: nn.Module) -> float:
@@ -193,6 +197,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "strategies": [row.name for row in allowed],
         MEMORY: zero.paro_memory_gb,
         LOCO: getattr(zero, LOCO, None),
+        QUANTIZED_UPDATES: getattr(zero, QUANTIZED_UPDATES, None),
         "reduce_scatter": zero.reduce_scatter,
         "reduce_bucket_size": model.bucket,
         "overlap_comm": model.overlap,

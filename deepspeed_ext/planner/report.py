@@ -10,6 +10,7 @@ from deepspeed_ext.planner.cost import Prediction
 from deepspeed_ext.planner.rates import Rate
 from deepspeed_ext.strategy import STRATEGIES
 
+EXACT = "exact"
 _COLUMNS = (
     ("GB: p", 8),
     ("g", 8),
@@ -36,6 +37,9 @@ def table(plans: Sequence[Plan]) -> str:
         plans: of the same model and cluster.
     """
     first = plans[0]
+    rows = [(one, plan) for plan in plans for one in plan.predictions] + [(one, first) for one in first.plain]
+    rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
+    width = max(len(one.name) for one, _ in rows)
     n, m, k = first.sizes.ranks, first.sizes.group_size, first.sizes.groups
     limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
     lines = [
@@ -43,13 +47,18 @@ def table(plans: Sequence[Plan]) -> str:
         *_hidden(first),
         *(f"  {line}" for line in rates(first)),
         "",
-        f"{'':<12}" + "".join(f"{title:>{width}}" for title, width in _COLUMNS) + "  known as",
+        f"{'':<{width}}" + "".join(f"{title:>{wide}}" for title, wide in _COLUMNS) + "  known as",
     ]
-    rows = [(one, plan) for plan in plans for one in plan.predictions] + [(one, first) for one in first.plain]
-    rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
-    lines += [_line(one, plan) for one, plan in rows]
-    lines += ["", *(("with LoCo, " if plan.predictions[0].loco else "") + plan.reason for plan in plans)]
+    lines += [_line(one, plan, width) for one, plan in rows]
+    lines += ["", *(f"{_form(plan)}, {plan.reason}" if _form(plan) != EXACT else plan.reason for plan in plans)]
     return "\n".join(lines)
+
+
+def _form(plan: Plan) -> str:
+    """Return in what form things cross."""
+    one = plan.predictions[0]
+    few_bits = [name for name, on in (("LoCo", one.loco), ("updates in few bits", one.updates)) if on]
+    return f"with {' and '.join(few_bits)}" if few_bits else EXACT
 
 
 def _hidden(plan: Plan) -> list[str]:
@@ -74,7 +83,7 @@ def _rate(rate: Rate) -> str:
     return f"{rate.bandwidth / 1e9:.3g} GB/s a rank + {rate.latency * 1e6:.3g} us"
 
 
-def _line(one: Prediction, plan: Plan) -> str:
+def _line(one: Prediction, plan: Plan, width: int) -> str:
     memory, mark = one.memory, "" if plan.fits(one) else "  (too large)"
     if one is plan.choice:
         mark = "  <-- choice"
@@ -82,9 +91,9 @@ def _line(one: Prediction, plan: Plan) -> str:
     figures += [f"{part / 1e9:.2f}" for part in (one.total_memory, one.volume.intra, one.volume.inter)]
     figures += [f"{part:.3g}" for part in (*one.seconds.values(), one.total_seconds)]
     figures += [f"{one.busy[part]:.3g}" for part in ("within", "between")]
-    cells = "".join(f"{figure:>{width}}" for figure, (_, width) in zip(figures, _COLUMNS, strict=True))
+    cells = "".join(f"{figure:>{wide}}" for figure, (_, wide) in zip(figures, _COLUMNS, strict=True))
     known_as = "plain" if one.plain else STRATEGIES[one.strategy].known_as
-    return f"{one.name:<12}{cells}  {known_as}{mark}"
+    return f"{one.name:<{width}}{cells}  {known_as}{mark}"
 
 
 def picture(plans: Sequence[Plan], path: Path) -> None:
@@ -99,9 +108,9 @@ def picture(plans: Sequence[Plan], path: Path) -> None:
         raise ValueError(f"a picture needs matplotlib: pip install matplotlib ({error}).") from error
     drawing = figure.Figure(figsize=(8, 5), layout="constrained")
     axes = drawing.subplots()
-    for plan, color in zip(plans, ("#d9622b", "#7a8ba6"), strict=False):
+    for plan, color in zip(plans, ("#d9622b", "#7a8ba6", "#4f8a5b"), strict=False):
         points = [(one.total_memory / 1e9, one.total_seconds, one.name) for one in plan.predictions]
-        label = "with LoCo" if plan.predictions[0].loco else "exact"
+        label = _form(plan)
         axes.scatter([x for x, *_ in points], [y for _, y, _ in points], color=color, label=label, s=18)
         front = pareto([(x, y) for x, y, _ in points])
         axes.step([x for x, _ in front], [y for _, y in front], where="post", color=color, alpha=0.5)

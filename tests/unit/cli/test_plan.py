@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext import __main__
+from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.launching import environment as cpu_environment
 from scripts.emulation.launching import free_port
 
@@ -31,9 +32,13 @@ def test_a_table_of_all_strategies_and_a_reason(
     plan(monkeypatch, "--params", "7B", *NODES, *LINKS, "--memory-gb", "40", "--accumulation", "4")
     said = capsys.readouterr().out
     rows = [line for line in said.splitlines() if line[:3] in {"NNG", "IIG", "GGG"} and ":" not in line]
-    assert len(rows) == 6  # with and without LoCo
+    assert len(rows) == 8  # as they are, with LoCo, and with updates in few bits as well, which GGG does not have
     assert "32 ranks in 4 group(s) of 8, 4 micro-step(s) a step, a rank's memory: 40 GB" in said
-    assert said.count("<-- choice") == 2 and said.count("(too large)") > 0
+    assert said.count("<-- choice") == 3 and said.count("(too large)") > 0
+    assert "\nwith LoCo and updates in few bits, NNG + LoCo + updates: " in said
+    titles, *lines = [line for line in said.splitlines() if "known as" in line or line[:3] in {*STRATEGIES, "DDP"}]
+    column = titles.index("known as")
+    assert all(line[column - 1] == " " != line[column] for line in lines if ": " not in line)
     # NNG: parameters 14 GB, gradients 14 GB, optimizer 84/32 GB; received between groups 2 b M = 2 x 3/32 x 14 GB.
     (row,) = (line.split() for line in rows if line.startswith("NNG") and "LoCo" not in line)
     assert row[1:4] == ["14.00", "14.00", "2.62"] and row[7] == "2.62"
@@ -56,6 +61,8 @@ def test_json_and_picture_and_estimate(
     written = json.loads(text)
     assert "Infinity" not in text and "NaN" not in text  # which other readers than Python's refuse
     assert written["exact"]["group_size"] == 4 and len(written["loco"]["predictions"]) == 14
+    assert list(written) == ["exact", "loco", "both"] and len(written["both"]["predictions"]) == 11
+    assert {(one["loco"], one["updates"]) for one in written["both"]["predictions"]} == {(True, True)}
     assert written["exact"]["choice"]["memory"]["optimizer"] == pytest.approx(12e6 / 32)
     capsys.readouterr()
     plan(monkeypatch, "--params", "1e9", "--largest-layer", "1e7", *NODES, *LINKS, "--estimate")

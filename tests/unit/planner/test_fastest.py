@@ -165,6 +165,7 @@ def test_a_folder_that_cannot_be_written_costs_no_run(ranks: Any, tmp_path: Path
         ({"stage3_leaf_bytes": 10**6}, {}, False, {n for n, row in STRATEGIES.items() if row.stage == 3}),
         ({"offload_param": {"device": "cpu"}}, {}, False, {"INI", "III", "GNG", "GIG", "GGG"}),
         ({"zeropp_loco_param": {}}, {}, False, set(STRATEGIES)),
+        ({"paro_quantized_updates": {}}, {}, False, {n for n, row in STRATEGIES.items() if row.p.name != "G"}),
         ({}, {"gradient_allreduce_op": "sum"}, False, {n for n, row in STRATEGIES.items() if row.stage != 3}),
     ],
 )
@@ -177,6 +178,10 @@ def test_what_is_configured_bounds_the_choice(
     assert set(written["inputs"]["strategies"]) == expected
     assert name in expected
     assert {one["loco"] for one in written["plan"]["predictions"]} == {"zeropp_loco_param" in zero}
+    assert {one["updates"] for one in written["plan"]["predictions"]} == {"paro_quantized_updates" in zero}
+    assert written["inputs"]["paro_quantized_updates"] == zero.get("paro_quantized_updates")
+    (said,) = decided[0][1]
+    assert (f'"fastest" is {name} + updates: ' in said) == ("paro_quantized_updates" in zero)
 
 
 def test_memory_bounds_the_choice(ranks: Any, file: str) -> None:

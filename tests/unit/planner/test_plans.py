@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
+from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Model, predict
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates
@@ -35,13 +36,52 @@ def test_bytes_and_memory_are_those_of_the_formulas(name: str, n: int, m: int, s
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_loco_shrinks_what_reductions_send_between_groups_and_nothing_else(name: str) -> None:
     row, settings = STRATEGIES[name], LocoSettings(bits=4, block_size=32)
-    plain, loco = predict(row, CLUSTER, MODEL, RATES), predict(row, CLUSTER, MODEL, RATES, settings)
+    plain, loco = predict(row, CLUSTER, MODEL, RATES), predict(row, CLUSTER, MODEL, RATES, Compression(settings))
     reduced = sum(p.volume.inter * p.times(4) for p in row.phases(CLUSTER, STATES) if p.kind == Direction.REDUCE)
     assert reduced > 0
     assert plain.volume.inter - loco.volume.inter == pytest.approx(reduced * (1 - 4.5 / 16))
     assert plain.volume.intra == loco.volume.intra and plain.memory == loco.memory
     # Errors of 8 bits with a scale of 16 bits a block, of the rank's 1/m of the gradients; until a step ends, twice.
     assert loco.transient - plain.transient == pytest.approx(2 * 6e8 / 4 * (1 + 2 / 32))
+
+
+# Of all trained parameters, 3/16 cross to a rank at once: how often reductions, sums that come back, and updates do.
+CROSSINGS = {
+    **dict.fromkeys(("NNN", "NNI", "NII", "INI", "III"), (1, 1, 0)),
+    **dict.fromkeys(("NNG", "NIG", "ING", "IIG"), (1, 0, 1)),
+    **dict.fromkeys(("NGG", "IGG"), (4, 0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CROSSINGS)
+def test_updates_and_sums_in_few_bits_by_hand(name: str) -> None:
+    """Gradients in 4 bytes, parameters in 2; in few bits LoCo's in 4.5, what comes back in 8.25 but for one of 10."""
+    row, (reduced, back, updated) = STRATEGIES[name], CROSSINGS[name]
+    model = replace(MODEL, states=ModelStates.of(10**9, 6 * 10**8, gradient_bytes=4), gradient_bytes=4)
+    loco, updates = LocoSettings(block_size=32), UpdateSettings(bits=8, block_size=64, resync_T=10)
+    crossing, often = 3 / 16 * 6e8, (9 * 8.25 + 16) / 10 / 8
+    plain = predict(row, CLUSTER, model, RATES)
+    assert plain.volume.inter == pytest.approx(crossing * (4 * reduced + 4 * back + 2 * updated))
+    for settings, gradient_bytes in ((None, 4), (loco, 4.5 / 8)):
+        found = predict(row, CLUSTER, model, RATES, Compression(settings, updates))
+        expected = gradient_bytes * reduced + 8.25 / 8 * back + often * updated
+        assert found.volume.inter == pytest.approx(crossing * expected)
+        # With p = N what a step has changed is whole on a rank only behind the hop inside the group.
+        decoded_late = 3 / 4 * 6e8 * (2 - often) if row.p.name == "N" and updated else 0
+        assert plain.volume.intra - found.volume.intra == pytest.approx(decoded_late)
+        # An owner keeps what its sums lack in 8 bits with a scale of 16 a block; until a step ends, twice.
+        without = predict(row, CLUSTER, model, RATES, Compression(settings))
+        assert found.transient - without.transient == pytest.approx(back * 2 * 6e8 / 16 * (1 + 2 / 64))
+        assert found.memory == plain.memory and found.total_seconds < without.total_seconds
+        assert found.name == name + (" + LoCo" if settings else "") + " + updates"
+
+
+def test_updates_in_few_bits_are_not_offered_where_parameters_are_released() -> None:
+    found = plan(CLUSTER, MODEL, RATES, sent=[Compression(None, UpdateSettings())])
+    assert {one.strategy for one in found.predictions} == set(CROSSINGS)
+    assert {name for name, row in STRATEGIES.items() if row.p.name != "G"} == set(CROSSINGS)
+    both = plan(CLUSTER, MODEL, RATES, sent=[Compression(), Compression(None, UpdateSettings())])
+    assert len(both.predictions) == 14 + 11 and both.choice is not None and both.choice.updates
 
 
 def test_seconds_of_a_strategy_by_hand() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner import step
+from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Model, predict, predict_plain
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.planner.timeline import Resource, Timeline
@@ -115,7 +116,7 @@ def test_what_crosses_in_each_micro_step_by_hand() -> None:
         found = predict(STRATEGIES[name], CLUSTER, model, links(6.0))
         assert found.busy["between"] == pytest.approx(6.0 * times)
         assert found.total_seconds == pytest.approx(6.0 * times + beside, abs=0.01)
-    loco = predict(STRATEGIES["IGG"], CLUSTER, model, links(6.0), LocoSettings(bits=4, block_size=32))
+    loco = predict(STRATEGIES["IGG"], CLUSTER, model, links(6.0), Compression(LocoSettings(bits=4, block_size=32)))
     reduction = 6.0 * 4.5 / 16  # less than a backward takes, so all is hidden but the last unit
     assert loco.busy["between"] == pytest.approx(4 * reduction + 6.0)
     assert loco.seconds["between"] == pytest.approx(4 * reduction / LAYERS + 6.0 - FORWARD * LATER, abs=0.01)
