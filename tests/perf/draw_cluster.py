@@ -12,18 +12,30 @@ from matplotlib import figure
 
 from deepspeed_ext.planner.report import pareto
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib.cluster_rows import KEPT, LOCO, NATIVE, SETTINGS, MethodRow, rate_name, read
+from tests.perf.lib.cluster_rows import BOTH, KEPT, LOCO, NATIVE, SETTINGS, MethodRow, rate_name, read
 from tests.perf.lib.records import RESULTS
 
-OURS, COMPRESSED, PEER = "#d9622b", "#8c2d04", "#7a8ba6"
-SHOWN = ("NIG", "IIG", "NIG + LoCo", "ZeRO-1", "ZeRO-3", "hpZ", "DDP", "FSDP2", "HSDP")  # against the rate
+OURS, COMPRESSED, FEWEST, PEER = "#d9622b", "#8c2d04", "#3f007d", "#7a8ba6"
+SHADES = {"strategies": OURS, "with LoCo": COMPRESSED, "with LoCo and updates": FEWEST, "others": PEER}
+SHOWN = (
+    "NIG",
+    "IIG",
+    "NIG" + LOCO,
+    "NIG" + BOTH,
+    "ZeRO-1",
+    "ZeRO-3",
+    "hpZ",
+    "DDP",
+    "FSDP2",
+    "HSDP",
+)  # against the rate
 
 
 def color(method: str) -> str:
-    """Return the color of a strategy, one with LoCo, or a peer."""
+    """Return the color of a strategy, one with LoCo, one with updates in few bits as well, or a peer."""
     if method in STRATEGIES:
         return OURS
-    return COMPRESSED if method.endswith(LOCO) else PEER
+    return COMPRESSED if method.endswith(LOCO) else FEWEST if method.endswith(BOTH) else PEER
 
 
 def draw_steps(rows: Sequence[MethodRow], title: str) -> Any:
@@ -37,8 +49,7 @@ def draw_steps(rows: Sequence[MethodRow], title: str) -> Any:
         axes.hlines(row.floor, place - 0.35, place + 0.35, color="white", linewidth=2)
     axes.set_xticks(range(len(rows)), [row.method for row in rows], rotation=90, fontsize=8)
     axes.set(ylabel="seconds per step", title=title)
-    names = (("strategies", OURS), ("with LoCo", COMPRESSED), ("others", PEER))
-    handles = [axes.bar(0, 0, color=shade, label=name) for name, shade in names]
+    handles = [axes.bar(0, 0, color=shade, label=name) for name, shade in SHADES.items()]
     axes.legend(handles=handles, title="white line: compute alone, and the bytes at the link's rate")
     return drawing
 
@@ -63,7 +74,7 @@ def draw_memory(rows: Sequence[MethodRow], title: str) -> Any:
     """Draw a point for each method, and the front of what is best in both."""
     drawing = figure.Figure(figsize=(8, 5), layout="constrained")
     axes = drawing.subplots()
-    for name, shade in (("strategies", OURS), ("with LoCo", COMPRESSED), ("others", PEER)):
+    for name, shade in SHADES.items():
         some = [(row.memory / 1e6, row.median, row) for row in rows if color(row.method) == shade]
         axes.scatter([x for x, *_ in some], [y for _, y, _ in some], color=shade, label=name, s=20)
         front = pareto([(x, y) for x, y, _ in some])

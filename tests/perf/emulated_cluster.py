@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""All 14 strategies, with and without LoCo, beside their peers, on clusters that this machine emulates.
+"""All 14 strategies, with and without LoCo, beside their peers, on clusters that this machine emulates. For some of
+them also with updates in few bits.
 
 A node is a network namespace with some CPU ranks (``scripts/emulation``); what it exchanges with others goes over a
 link of a limited rate and is counted by the link's own interface. All methods train the same model on the same data
@@ -23,11 +24,8 @@ Exit status 0 if weights agree and the strategies' bytes are those of the formul
 
 import argparse
 import functools
-import json
 import statistics
 import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,12 +33,11 @@ from tqdm import tqdm
 
 from deepspeed_ext.planner import probe
 from deepspeed_ext.strategy import STRATEGIES
-from scripts.emulation.cluster import collect
-from scripts.emulation.launching import start_rank
-from tests.perf.lib import records, verdict
+from tests.perf.lib import verdict
 from tests.perf.lib.blocks import make_blocks
-from tests.perf.lib.cluster_rows import LOCO, NATIVE, SETTINGS, SIZES, MethodRow, Setting
+from tests.perf.lib.cluster_rows import BOTH, LOCO, NATIVE, SETTINGS, SIZES, UPDATES, MethodRow, Setting
 from tests.perf.lib.peers import PEERS, Workload
+from tests.perf.lib.settings import add_arguments, run_all, work
 from tests.perf.lib.side_by_side import LONG, SideBySide
 
 BLOCKS = 4
@@ -103,15 +100,6 @@ class Worker:
         return len(seconds) < self._args.rounds or (sum(seconds) < SHORT and len(seconds) < MOST)
 
 
-def work(args: argparse.Namespace) -> None:
-    """Live as a rank: measure and report."""
-    first = start_rank()
-    rows = Worker(SETTINGS[args.setting], args).rows()
-    if first:
-        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
-    dist.destroy_process_group()
-
-
 # What starts them #################################################################################
 
 
@@ -119,20 +107,15 @@ def all_methods() -> list[str]:
     return [
         *PEERS,
         *(name + suffix for name in STRATEGIES for suffix in ("", LOCO)),
+        *(name + BOTH for name in UPDATES),
         *(name + NATIVE for name in ("NIG", "IIG")),
     ]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time all strategies and their peers on emulated clusters.")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
-    parser.add_argument("--methods", nargs="+", choices=all_methods(), default=all_methods(), metavar="NAME")
+    add_arguments(parser, "emulated_cluster", SETTINGS, all_methods())
     parser.add_argument("--rounds", type=int, default=3, help="steps of each method at each rate, at least")
-    parser.add_argument("--log", type=Path, default=Path("emulated_cluster.log"), help="what the ranks print")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
-    parser.add_argument("--csv", type=Path, help="append a row a result here")
-    parser.add_argument("--setting", choices=SETTINGS, help=argparse.SUPPRESS)  # of a rank
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
@@ -142,18 +125,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     if args.worker is not None:
-        work(args)
+        work(args, lambda: Worker(SETTINGS[args.setting], args).rows())
         return 0
-    failed = False
-    for name in args.settings:
-        setting, more = SETTINGS[name], ["--setting", name]
-        found = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
-        rows = [MethodRow(**values | {"held": tuple(values["held"])}) for values in found]
-        wrong = verdict.print_all(rows, setting.sizes)
-        failed |= wrong
-        if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result
-            records.append_rows(args.csv, [row.to_csv() for row in rows])
-    return int(failed)
+    return run_all(args, __spec__.name, SETTINGS, MethodRow, verdict.print_all)
 
 
 if __name__ == "__main__":

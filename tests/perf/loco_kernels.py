@@ -1,12 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How close LoCo's two operators come to the time that their bytes take, and what plain PyTorch needs.
+"""How close LoCo's operators come to the time that their bytes take, and what plain PyTorch needs.
 
 The floor is what an operator cannot do without: each argument read once, each result written once. In bytes for each
-element, with gradients of g bytes, b bits on the wire and blocks of n, an error in 8 bits, and k pieces:
+element, with gradients or parameters of g bytes, b bits on the wire and blocks of n, an error in 8 bits, and k pieces:
 
     compress    g + b/8 + 1 + 1 + (2 + 2 + 2)/n     gradient, wire, old and new error, and their scales
     decompress  k (b/8 + 2/n) + g                   wire with its scales, result
+    difference  2 g + b/8 + 2/n                     updated parameter, what is held of it, wire with its scales
+    apply       b/8 + 2/n + 2 g                     wire with its scales, what is held, read and written
+
+What is held is given to ``apply`` as it is in training, a row for each rank from which a part has come.
 
 Beside each operator, in turn and in the same run, goes a copy that moves as many bytes (half of them read, half
 written), and the same arithmetic in plain PyTorch (``deepspeed_ext.loco.reference``), slow, so in fewer turns.
@@ -33,6 +37,7 @@ from tests.perf.lib import records
 
 BLOCK = 128
 PIECES = 4
+CHANGE = 1e-2  # of a parameter in a step
 BETA = 0.8
 MIB = 2**20
 PYTORCH_TURNS = 3
@@ -63,6 +68,9 @@ class Case:
     def floor(self, numel: int) -> int:
         """Return the bytes that must be moved, see above; with what fills the last block and the row."""
         own, wire = numel * self.dtype.itemsize, self.packing.row_bytes(numel)
+        if self.operator in ("difference", "apply"):
+            rows = PIECES if self.operator == "apply" else 1
+            return 2 * own + rows * self.packing.row_bytes(numel // rows)
         return own + wire + 2 * ERROR.row_bytes(numel) if self.operator == "compress" else PIECES * wire + own
 
 
@@ -77,6 +85,12 @@ CASES = (
     Case("decompress", torch.float16, 4),
     Case("decompress", torch.bfloat16, 8),
     Case("decompress", torch.bfloat16, 4, hadamard=True),
+    *(
+        Case(operator, dtype, bits)
+        for operator in ("difference", "apply")
+        for bits in (4, 8)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
 )
 
 
@@ -93,6 +107,16 @@ def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]
         arguments = (numbers, wire, error, error, case.bits, BLOCK, BETA, 1.0, rotate)
         calls["operator"] = lambda: ops.compress(numbers, wire, packing, **options)
         calls["pytorch"] = lambda: reference.compress(*arguments)
+    elif case.operator == "difference":
+        wire, updated = packing.empty(1, numel, numbers), numbers + CHANGE * torch.randn_like(numbers)
+        calls["operator"] = lambda: ops.difference(updated, numbers, wire, packing)
+        calls["pytorch"] = lambda: reference.difference(updated, numbers, wire, case.bits, BLOCK)
+    elif case.operator == "apply":
+        held = numbers.view(PIECES, -1)
+        wire = packing.empty(PIECES, held.shape[1], numbers)
+        ops.difference(held + CHANGE * torch.randn_like(held), held, wire, packing)
+        calls["operator"] = lambda: ops.apply(wire, held, packing)
+        calls["pytorch"] = lambda: reference.apply(wire, held, case.bits, BLOCK)
     else:
         wire, out = packing.empty(PIECES, numel, numbers), torch.empty_like(numbers[0])
         for piece in wire:
@@ -184,6 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--mib", type=int, nargs="+", default=[64, 256], help="sizes of the gradient or the result")
+    parser.add_argument("--operators", nargs="+", default=sorted({case.operator for case in CASES}), metavar="NAME")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", type=Path, help="file to write the rows to")
     parser.add_argument("--csv", type=Path, help="file to append the rows to")
@@ -195,7 +220,7 @@ def main() -> None:
     print(f"threads: {torch.get_num_threads()}; kernels: {ops.has_kernels(arguments.device.upper())}\n{HEADER}")
     rows = []
     for mib in arguments.mib:
-        for case in CASES:
+        for case in [case for case in CASES if case.operator in arguments.operators]:
             rows.append(measure(case, mib, arguments.device, arguments.repetitions))
             print(line(rows[-1]), flush=True)
     if arguments.json:

@@ -30,11 +30,9 @@ Exit status 0 if weights agree and the strategies' bytes are those of the formul
 
 import argparse
 import functools
-import json
 import statistics
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -44,12 +42,11 @@ from tqdm import tqdm
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES
-from scripts.emulation.cluster import collect
-from scripts.emulation.launching import start_rank
-from tests.perf.lib import overlap_verdict, records
+from tests.perf.lib import overlap_verdict
 from tests.perf.lib.blocks import Pauses, make_blocks
 from tests.perf.lib.overlap_rows import BLOCK, HIDDEN, RATIOS, SETTINGS, WIDTH, OverlapRow, OverlapSetting
 from tests.perf.lib.peers import LEAN, PEERS, Workload
+from tests.perf.lib.settings import add_arguments, run_all, work
 from tests.perf.lib.side_by_side import SideBySide
 
 ZERO = {"overlap_comm": True}  # of all that is DeepSpeed's
@@ -128,15 +125,6 @@ class Worker:
         return list(rows.values())
 
 
-def work(args: argparse.Namespace) -> None:
-    """Live as a rank: measure and report."""
-    first = start_rank()
-    rows = Worker(_setting(args.setting, args), args).rows()
-    if first:
-        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
-    dist.destroy_process_group()
-
-
 # What starts them #################################################################################
 
 
@@ -148,18 +136,12 @@ def _setting(name: str, args: argparse.Namespace) -> OverlapSetting:
 def parse_arguments() -> argparse.Namespace:
     everything = [*PEERS, *STRATEGIES]
     parser = argparse.ArgumentParser(description="Measure what of a step's communication hides under compute.")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME")
+    add_arguments(parser, "overlap", SETTINGS, everything)
     parser.add_argument("--ratios", nargs="+", type=float, default=RATIOS, help="of W to compute of a micro-batch")
-    parser.add_argument("--methods", nargs="+", choices=everything, default=everything, metavar="NAME")
     parser.add_argument("--blocks", type=int, default=OverlapSetting.blocks, help="of the model")
     parser.add_argument("--mbit", type=float, help="of a node's link, in place of the settings'")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each method with each compute")
     parser.add_argument("--steps", type=int, default=2, help="of a turn that are timed, behind one that is not")
-    parser.add_argument("--log", type=Path, default=Path("overlap.log"), help="what the ranks print")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
-    parser.add_argument("--csv", type=Path, help="append a row a result here")
-    parser.add_argument("--setting", choices=SETTINGS, help=argparse.SUPPRESS)  # of a rank
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
     args = parser.parse_args()
     for name in ("rounds", "steps", "blocks", "mbit", "ratios"):
         given = getattr(args, name)
@@ -172,20 +154,9 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     if args.worker is not None:
-        work(args)
+        work(args, lambda: Worker(_setting(args.setting, args), args).rows())
         return 0
-    failed = False
-    for name in args.settings:
-        setting = SETTINGS[name]
-        found = collect(
-            setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, ["--setting", name]
-        )
-        rows = [OverlapRow(**values | {"held": tuple(values["held"])}) for values in found]
-        wrong = overlap_verdict.print_all(rows)
-        failed |= wrong
-        if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result
-            records.append_rows(args.csv, [row.to_csv() for row in rows])
-    return int(failed)
+    return run_all(args, __spec__.name, SETTINGS, OverlapRow, overlap_verdict.print_all)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.strategy import GroupSizes
 from tests.perf.lib.records import RESULTS
 
 KEPT = RESULTS / "emulated_cluster.csv"
 SIZES = {"large": (512, 2048), "small": (256, 1024)}  # width and hidden width of 4 blocks: 8.4 and 2.1 M parameters
-LOCO, NATIVE = " + LoCo", " (gloo's collectives)"  # after a strategy's name
+NATIVE = " (gloo's collectives)"  # after a strategy's name, as these are
+FORMS = {
+    sent.label: sent for sent in (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
+}
+_, LOCO, BOTH = FORMS
+UPDATES = ("NNG", "NIG", "NII", "III", "IIG")  # are measured with both
 _Row = TypeVar("_Row", bound="MethodRow")
 UNLIMITED = "unlimited"
 

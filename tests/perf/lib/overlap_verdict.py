@@ -17,18 +17,15 @@ DISTURBED = 1.25  # of the emulated compute, for a step without communication: s
 
 def print_all(rows: Sequence[OverlapRow]) -> bool:
     """Print a table for each compute; whether methods trained differently, or sent other bytes than they must."""
-    failed = False
-    for ratio in dict.fromkeys(row.ratio for row in rows):
-        some = sorted((row for row in rows if row.ratio == ratio), key=lambda row: row.median)
-        _print_table(some)
-        if some[0].compute > DISTURBED * some[0].emulated.seconds:
-            print("  DISTURBED: compute takes much longer than is emulated; something else keeps the cores busy")
-        for line in [*late(some), *ahead(some), *planned(some)]:
-            print(f"  {line}")
-        for problem in verdict.problems(some):
-            print(f"  FAIL: {problem}")
-            failed = True
-    return failed
+    return verdict.print_each(rows, lambda row: row.ratio, _print_one)
+
+
+def _print_one(rows: Sequence[OverlapRow]) -> None:
+    _print_table(rows)
+    if rows[0].compute > DISTURBED * rows[0].emulated.seconds:
+        print("  DISTURBED: compute takes much longer than is emulated; something else keeps the cores busy")
+    for line in [*late(rows), *ahead(rows), *planned(rows)]:
+        print(f"  {line}")
 
 
 def _print_table(rows: Sequence[OverlapRow]) -> None:

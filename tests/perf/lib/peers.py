@@ -330,8 +330,10 @@ class Ours(Engine):
         wait_for_updates()
 
     def _states(self) -> StateBytes:
-        states, errors = held(self._engine), getattr(self._engine.optimizer.error_state, "nbytes", lambda: 0)
-        return replace(states, optimizer=states.optimizer + errors())  # LoCo's errors are kept from step to step, too
+        states, hop = held(self._engine), self._engine.optimizer._gradient_reshard.inter
+        # Errors of gradients, and of sums that come back, are kept from step to step, too.
+        errors = sum(getattr(kept, "nbytes", lambda: 0)() for kept in (hop.errors, hop.sums.errors))
+        return replace(states, optimizer=states.optimizer + errors)
 
 
 # All of them ######################################################################################

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.process_groups import get_topology
-from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.network import Link
-from tests.perf.lib.cluster_rows import LOCO, NATIVE, MethodRow
+from tests.perf.lib.cluster_rows import FORMS, NATIVE, MethodRow
 from tests.perf.lib.peers import ADAMW, PEERS, Batch, Method, Ours, Workload
 
 ROWS = 8  # of a micro-batch
@@ -74,10 +73,11 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
             yield make(workload)
     for name in STRATEGIES:
         zero: dict[str, Any] = {"paro_strategy": name, "paro_group_size": workload.group_size, **keys}
-        if name in names:
-            yield Ours(workload, zero, name)
-        if name + LOCO in names:
-            yield Ours(workload, {**zero, "zeropp_loco_param": {}}, name + LOCO)
+        for suffix, sent in FORMS.items():
+            if name + suffix in names:
+                used = {"zeropp_loco_param": sent.loco, "paro_quantized_updates": sent.updates}
+                few_bits = {key: {} for key, settings in used.items() if settings is not None}
+                yield Ours(workload, {**zero, **few_bits}, name + suffix)
         if name + NATIVE in names:
             # As on other backends: hops take the backend's own reduce-scatter and all-gather.
             with mock.patch.object(collectives, "backend_of", lambda group: "native"):
@@ -221,8 +221,8 @@ class SideBySide:
         """Put down what the planner says; ``compute`` is the seconds of a step without communication."""
         model: Model = replace(self._described, compute=compute / self._workload.accumulation)
         sizes = self.topology.sizes
-        for suffix, loco in (("", None), (LOCO, LocoSettings())):
-            for one in plan(sizes, model, rates, None, [loco]).predictions:
+        for suffix, sent in FORMS.items():
+            for one in plan(sizes, model, rates, None, [sent]).predictions:
                 row = rows.get(one.strategy + suffix)
                 if row is not None:
                     row.parts = one.seconds

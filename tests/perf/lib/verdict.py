@@ -3,29 +3,53 @@
 """What the rows of ``emulated_cluster.py`` say: tables, what must hold, and how well the planner predicts."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from deepspeed_ext.planner.choice import best
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes
-from tests.perf.lib.cluster_rows import LOCO, NATIVE, MethodRow
+from deepspeed_ext.strategy import STRATEGIES
+from tests.perf.lib.cluster_rows import BOTH, LOCO, NATIVE, SETTINGS, MethodRow
 
 BYTES_BOUND = 0.05
 PARITY_BOUND = 1e-4  # of the largest weight
 NEAR = 1.10  # of the best measured time, for a choice to be right
+PROMISED_AT = ("2x2-large-4", 100)
+PROMISED = (("NIG", 3.0), ("ZeRO-3", 30.0))  # times as fast as these NIG with LoCo and updates is there, at least
+_Row = TypeVar("_Row", bound=MethodRow)
 
 
-def print_all(rows: Sequence[MethodRow], sizes: GroupSizes) -> bool:
+def print_all(rows: Sequence[MethodRow]) -> bool:
     """Print a table a rate; whether something is wrong."""
+    return print_each(rows, lambda row: row.mbit, _print_one)
+
+
+def print_each(rows: Sequence[_Row], by: Callable[[_Row], object], say: Callable[[list[_Row]], None]) -> bool:
+    """Say something of the rows that share a value, the fastest first, and what is wrong with them, if anything is.
+
+    Args:
+        rows: of a setting.
+        by: gives the value.
+        say: prints what there is to say.
+
+    Returns:
+        Whether methods trained differently, or sent other bytes than they must.
+    """
     failed = False
-    for mbit in dict.fromkeys(row.mbit for row in rows):
-        some = sorted((row for row in rows if row.mbit == mbit), key=lambda row: row.median)
-        _print_table(some, sizes)
-        _print_ratios(some)
-        _print_planner(some)
+    for value in dict.fromkeys(map(by, rows)):
+        some = sorted((row for row in rows if by(row) == value), key=lambda row: row.median)
+        say(some)
         for problem in problems(some):
             print(f"  FAIL: {problem}")
             failed = True
     return failed
+
+
+def _print_one(rows: Sequence[MethodRow]) -> None:
+    _print_table(rows)
+    _print_ratios(rows)
+    for line in promised(rows):
+        print(f"  {line}")
+    _print_planner(rows)
 
 
 def problems(rows: Sequence[MethodRow]) -> list[str]:
@@ -43,8 +67,9 @@ def problems(rows: Sequence[MethodRow]) -> list[str]:
     return found
 
 
-def _print_table(rows: Sequence[MethodRow], sizes: GroupSizes) -> None:
+def _print_table(rows: Sequence[MethodRow]) -> None:
     first = rows[0]
+    sizes = SETTINGS[first.setting].sizes
     rate = "unlimited links" if first.mbit is None else f"{first.mbit:g} Mbit/s"
     stolen = [share for row in rows for share in row.stolen]
     print(
@@ -80,7 +105,7 @@ def _print_ratios(rows: Sequence[MethodRow]) -> None:
     if peers:
         print("NIG: " + ", ".join(f"{by_name[name].median / ours.median:.2f} times {name}'s speed" for name in peers))
     for name in ("NIG", "IIG"):
-        row, native, loco = by_name.get(name), by_name.get(name + NATIVE), by_name.get(name + LOCO)
+        row, native = by_name.get(name), by_name.get(name + NATIVE)
         if row is None:
             continue
         said = [
@@ -89,8 +114,11 @@ def _print_ratios(rows: Sequence[MethodRow]) -> None:
         ]
         if native is not None:
             said.append(f"with gloo's own collectives {native.median / row.median:.2f} of its time")
-        if loco is not None:
-            said.append(f"with LoCo {row.median / loco.median:.2f} times as fast")
+        said += [
+            f"with{suffix.replace(' +', '', 1)} {row.median / by_name[name + suffix].median:.2f} times as fast"
+            for suffix in (LOCO, BOTH)
+            if name + suffix in by_name
+        ]
         print(f"{name}: " + ", ".join(said))
     exact = [row for row in rows if row.method in STRATEGIES]
     for peer in (row for row in rows if row.predicted is None and row.formula_bytes is None):
@@ -103,8 +131,21 @@ def _print_ratios(rows: Sequence[MethodRow]) -> None:
             )
 
 
+def promised(rows: Sequence[MethodRow]) -> list[str]:
+    """Return how many times as fast as others the fewest bytes make NIG, where that is promised."""
+    by_name = {row.method: row for row in rows if (row.setting, row.mbit) == PROMISED_AT}
+    ours = by_name.get("NIG" + BOTH)
+    if ours is None:
+        return []
+    speeds = [(name, by_name[name].median / ours.median, least) for name, least in PROMISED if name in by_name]
+    return [
+        f"{'' if speed >= least else 'MISSED: '}{ours.method} {speed:.2f} times as fast as {name} (at least {least:g})"
+        for name, speed, least in speeds
+    ]
+
+
 def _print_planner(rows: Sequence[MethodRow]) -> None:
-    for suffix, what in (("", "exact"), (LOCO, "with LoCo")):
+    for suffix, what in (("", "exact"), (LOCO, "with LoCo"), (BOTH, "with LoCo and updates")):
         some = [row for row in rows if row.predicted is not None and row.method in {n + suffix for n in STRATEGIES}]
         if len(some) < 3:
             continue

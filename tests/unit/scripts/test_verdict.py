@@ -56,8 +56,30 @@ def test_what_did_not_train_the_same_is_named() -> None:
         (found,) = verdict.problems([bad])
         assert re.search(message, found)
     # LoCo changes weights, and gloo's own collectives send more: both are known.
-    rough = replace(good, method="NIG" + verdict.LOCO, difference=0.1)
-    assert verdict.problems([rough, replace(good, method="NIG" + verdict.NATIVE, link_bytes=150.0)]) == []
+    rough = [replace(good, method="NIG" + form, difference=0.1) for form in (verdict.LOCO, verdict.BOTH)]
+    assert verdict.problems([*rough, replace(good, method="NIG" + verdict.NATIVE, link_bytes=150.0)]) == []
+
+
+def test_what_is_promised_is_looked_at_where_it_is() -> None:
+    rows = [row("NIG" + verdict.BOTH, 1.0, 1.0), row("NIG", 3.3, 1.0), row("ZeRO-3", 29.0)]
+    assert verdict.promised(rows) == [
+        "NIG + LoCo + updates 3.30 times as fast as NIG (at least 3)",
+        "MISSED: NIG + LoCo + updates 29.00 times as fast as ZeRO-3 (at least 30)",
+    ]
+    assert verdict.promised([replace(one, mbit=500) for one in rows]) == verdict.promised(rows[1:]) == []
+
+
+def test_each_table_has_the_fastest_first_and_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("NIG", 2.0, 1.0), row("DDP", 1.0), row("NNG", 1.0, 1.0, mbit=None)]
+    said: list[list[str]] = []
+
+    def say(some: list[cluster_rows.MethodRow]) -> None:
+        said.append([one.method for one in some])
+
+    assert not verdict.print_each(rows, lambda one: one.mbit, say)
+    assert said == [["DDP", "NIG"], ["NNG"]]
+    assert verdict.print_each([*rows, replace(rows[0], difference=1.0)], lambda one: one.mbit, say)
+    assert "FAIL: NIG: weights differ" in capsys.readouterr().out
 
 
 def test_rows_survive_a_file(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How programs measure settings on emulated clusters: a launch for each, whose ranks are the same program."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from scripts.emulation.cluster import collect
+from scripts.emulation.launching import start_rank
+from tests.perf.lib import records
+from tests.perf.lib.cluster_rows import MethodRow
+
+_Row = TypeVar("_Row", bound=MethodRow)
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, program: str, settings: Mapping[str, Any], methods: Sequence[str]
+) -> None:
+    """Add what all of these programs take.
+
+    Args:
+        parser: of the program.
+        program: its name.
+        settings: by name; of each ``nodes`` and ``ranks_per_node`` are used.
+        methods: that take turns.
+    """
+    parser.add_argument("--settings", nargs="+", choices=settings, default=list(settings), metavar="NAME")
+    parser.add_argument("--methods", nargs="+", choices=methods, default=list(methods), metavar="NAME")
+    parser.add_argument("--log", type=Path, default=Path(f"{program}.log"), help="what the ranks print")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
+    parser.add_argument("--csv", type=Path, help="append a row a result here")
+    parser.add_argument("--setting", choices=settings, help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
+
+
+def work(args: argparse.Namespace, measure: Callable[[], Iterable[MethodRow]]) -> None:
+    """Live as a rank: measure and report."""
+    first = start_rank()
+    rows = measure()
+    if first:
+        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
+    dist.destroy_process_group()
+
+
+def run_all(
+    args: argparse.Namespace,
+    module: str,
+    settings: Mapping[str, Any],
+    row: Callable[..., _Row],
+    print_all: Callable[[list[_Row]], bool],
+) -> int:
+    """Launch each setting that is asked for.
+
+    Args:
+        args: of the program.
+        module: the program.
+        settings: by name.
+        row: makes one of what a rank has reported.
+        print_all: prints a setting's rows; returns whether something is wrong with them.
+
+    Returns:
+        The exit status.
+    """
+    failed = False
+    for name in args.settings:
+        setting = settings[name]
+        more = ["--setting", name]
+        found = collect(setting.nodes, setting.ranks_per_node, module, args.log, args.timeout, more)
+        rows = [row(**values | {"held": tuple(values["held"])}) for values in found]
+        wrong = print_all(rows)
+        failed |= wrong
+        if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result
+            records.append_rows(args.csv, [one.to_csv() for one in rows])
+    return int(failed)

@@ -1,0 +1,126 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Does training with updates in few bits end where exact training ends, and would the task show it if not?
+
+    python -m tests.perf.updates_convergence
+
+Trains in bf16 with fp32 masters, as ``lib/convergence.py`` says: with NIG, whose updated parameters cross between
+groups as differences, and with NII, whose sums of gradients come back. Beside them stand parameters that cross
+directly: they themselves in few bits, in place of what receivers lack of them. The package does not have that; this
+program puts it in.
+
+Exit status 0 if differences, alone and with LoCo, and sums with LoCo end within the bound of exact training with every
+seed, and direct parameters in 4 bits outside of it with every seed; 1 if not; 2 if the run failed.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.comm.hops import Agree, Update
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.loco.updates import QuantizedDifferences
+from deepspeed_ext.planner.compression import Compression
+from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
+from tests.perf.lib import convergence
+from tests.perf.lib.convergence import CONTROL_NOISE, LOSS_BOUND, Method, MethodRow, Task
+
+
+class DirectHop(QuantizedDifferences):
+    """Sends parameters themselves, in few bits."""
+
+    def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
+        """Code what updates differ from zeros."""
+        return super().encode([update._replace(held=torch.zeros_like(update.held)) for update in updates], agree)
+
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Forget what is held."""
+        held.zero_()
+        super().write(arrived, held)
+
+
+LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
+FOUR, EIGHT = ({"paro_quantized_updates": {"bits": bits}} for bits in (4, 8))
+EXACT, EXACT_SUMS, DIRECT = "NIG", "NII", "NIG + direct 4 bits"
+ALONE, BOTH = "NIG + LoCo", "NIG + LoCo + updates"
+METHODS = {
+    EXACT: Method("NIG", EXACT),
+    "NIG, control": Method("NIG", EXACT, noise=CONTROL_NOISE),
+    ALONE: Method("NIG", EXACT, LOCO),
+    "NIG + updates": Method("NIG", EXACT, FOUR),
+    BOTH: Method("NIG", EXACT, LOCO | FOUR),
+    "NIG + LoCo + 8 bits": Method("NIG", EXACT, LOCO | EIGHT),
+    DIRECT: Method("NIG", EXACT, FOUR, hop=DirectHop),
+    "NIG + direct 8 bits": Method("NIG", EXACT, EIGHT, hop=DirectHop),
+    EXACT_SUMS: Method("NII", EXACT_SUMS),
+    "NII + LoCo + updates": Method("NII", EXACT_SUMS, LOCO | FOUR),
+}
+BOUNDED = ("NIG + updates", BOTH, "NII + LoCo + updates")
+TASK = Task(METHODS, {"AdamW": convergence.ADAMW}, bf16=True)
+
+
+def formula(row: MethodRow, sizes: GroupSizes) -> float:
+    """Return the bytes that a rank receives between groups in a step, as the planner has them."""
+    method = METHODS[row.method]
+    loco, updates = (method.zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates"))
+    compression = Compression(
+        None if loco is None else LocoSettings.parse(loco), None if updates is None else UpdateSettings.parse(updates)
+    )
+    states = ModelStates.of(row.elements, parameter_bytes=2, gradient_bytes=2)
+    phases = parse_strategy(method.strategy).phases(sizes, states)
+    return sum(compression.volume(phase, gradient_bytes=2, parameter_bytes=2).inter for phase in phases)
+
+
+def print_verdict(rows: list[MethodRow]) -> bool:
+    """Whether what must be close is, and what must not is not."""
+    found = {row.method: row for row in rows}
+    passed = True
+    for name in filter(found.__contains__, BOUNDED):
+        row, reference = found[name], found[METHODS[name].against]
+        kept = row.worst <= LOSS_BOUND
+        passed &= kept
+        print(
+            f"{'PASS' if kept else 'FAIL'}  {name}: the final loss is within {row.worst:.2%} of exact training with "
+            f"every seed (bound {LOSS_BOUND:.1%}), {row.difference:+.2%} on average; the seeds' spread is "
+            f"{reference.seed_spread / reference.final_loss:.2%}"
+        )
+    if {ALONE, BOTH} <= set(found):
+        added = [b - a for a, b in zip(found[ALONE].differences, found[BOTH].differences, strict=True)]
+        print(f"      of that, differences add {', '.join(f'{one:+.2%}' for one in added)} to what LoCo costs alone")
+    if DIRECT in found:
+        least = min(found[DIRECT].differences)
+        shown = least > LOSS_BOUND
+        passed &= shown
+        print(
+            f"{'PASS' if shown else 'FAIL'}  {DIRECT}: at least {least:.2%} worse with every seed, so the task "
+            f"{'shows' if shown else 'does NOT show'} what is too coarse"
+        )
+    return passed
+
+
+def report(rows: list[MethodRow], args: argparse.Namespace) -> tuple[bool, list[dict[str, Any]]]:
+    """Print what was found; return whether it is as it must be, and rows to keep."""
+    expected = [formula(row, GroupSizes(args.ranks, args.group_size)) for row in rows]
+    of_formula = [row.received / most for row, most in zip(rows, expected, strict=True)]
+    sent = {"kB between": [row.received / 1e3 for row in rows], "of formula": of_formula}
+    convergence.print_table(rows, sent)
+    kept = [
+        {
+            "dtype": "bf16",
+            **row.csv(args),
+            "inter_bytes": round(row.received),
+            "inter_bytes_formula": round(most),
+            "seconds_a_run": round(row.seconds, 1),
+        }
+        for row, most in zip(rows, expected, strict=True)
+    ]
+    return print_verdict(rows), kept
+
+
+if __name__ == "__main__":
+    about = "Train with updates in few bits, and compare where that ends."
+    sys.exit(convergence.main(__spec__.name, about, TASK, 1000, report))
