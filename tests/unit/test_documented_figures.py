@@ -16,7 +16,7 @@ import pytest
 from deepspeed_ext import build_lock
 from deepspeed_ext.config import keys
 from deepspeed_ext.config.refused import REFUSED
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts import ROOT
 from tests.harness.documents import page, pages
@@ -71,9 +71,10 @@ def test_keys_that_pages_name_exist(defaults: dict[str, Any]) -> None:
             assert set(SHAPED_AS_KEYS.findall(one.text)) <= known, one.name
 
 
-def test_the_table_of_loco_is_the_code() -> None:
-    table = {row[0].strip("`"): json.loads(row[1]) for row in page("deepspeed_ext/loco/README.md").rows("sub-key")}
-    assert table == dataclasses.asdict(LocoSettings())
+def test_the_tables_of_loco_are_the_code() -> None:
+    for heading, settings in (("## Keys", LocoSettings()), ("## Updates between groups in 4 bits", UpdateSettings())):
+        rows = page("deepspeed_ext/loco/README.md").section(heading).rows("sub-key")
+        assert {row[0].strip("`"): json.loads(row[1]) for row in rows} == dataclasses.asdict(settings)
 
 
 def test_what_is_refused_is_named_under_limits() -> None:
@@ -169,7 +170,7 @@ def test_what_is_said_of_loco_has_its_rows() -> None:
     }
     ratios = [f"{rows[f'{name} + LoCo'] / rows[name]:.2f}" for name in ("NNG", "NIG", "IIG")]
     assert "a step of NNG takes {} of the time, of NIG {}, of IIG {}".format(*ratios) in text
-    kernels = rows_of("loco_kernels.csv")
+    kernels = [row for row in rows_of("loco_kernels.csv") if "compress" in row["case"]]
     assert all(0.3 <= float(row["of_copy_bandwidth"]) < 0.65 for row in kernels)
     assert all(44.5 <= float(row["times_faster_than_pytorch"]) < 95.5 for row in kernels)
     assert "0.3 to 0.6 of a copy's bandwidth, 45 to 95 times" in text
@@ -179,6 +180,38 @@ def test_what_is_said_of_loco_has_its_rows() -> None:
         assert all(abs(float(one)) < 0.002 for one in by_seed), optimizer
     worse = [f"{float(losses[optimizer, 'int4/4096']['relative_difference']):.1%}" for optimizer in ("AdamW", "SGD")]
     assert "it is {} and {} worse".format(*(one.replace("%", " %") for one in worse)) in text
+
+
+def test_the_table_of_kernels_is_that_of_the_rows() -> None:
+    rows = {row["case"]: row for row in rows_of("loco_kernels.csv") if "compress" not in row["case"]}
+    shown = page("tests/perf/README.md").section("## Kernels of differences").rows("kernel")
+    assert [name for name, *_ in shown] == list(rows)
+    for name, *figures in shown:
+        seconds, copy, share, times = (
+            float(rows[name][key])
+            for key in ("seconds", "copy_seconds", "of_copy_bandwidth", "times_faster_than_pytorch")
+        )
+        assert figures == [f"{seconds * 1e3:.0f}", f"{copy * 1e3:.0f}", f"{share:.2f}", f"{times:.0f}"], name
+
+
+def test_what_is_said_of_updates_has_its_rows() -> None:
+    perf = page("tests/perf/README.md")
+    trained = {row["method"]: row for row in rows_of("updates_convergence.csv")}
+    shown = perf.section("## Updates in few bits: where training ends").rows("method")
+    assert {name for name, *_ in shown} == set(trained)
+    for name, loss, spread, mean, seeds, sent in shown:
+        row = trained[name]
+        differences = [row["relative_difference"], *row["relative_difference_by_seed"].split()]
+        assert [mean, *seeds.split(", ")] == [f"{100 * float(one):+.2f}" for one in differences], name
+        assert [loss, spread] == [f"{float(row[column]):.4f}" for column in ("final_loss", "seed_spread")], name
+        assert sent == f"{float(row['inter_bytes']) / 1e3:.1f}", name
+    columns = ("changed", "entropy", "nibble", "pairs", "bitmap", "gaps")
+    coded = [row for row in rows_of("lossless_updates.csv") if row["weights"].startswith("all")]
+    for cells, row, worst in zip(perf.rows("learning rate"), coded[::2], coded[1::2], strict=True):
+        tuning = ", tuning" if row["tuning"] == "True" else ""
+        assert cells[0] == row["learning_rate"] + tuning and row["weights"] == "all" != worst["weights"]
+        numbers = [*(row[column] for column in columns), worst["pairs"]]
+        assert cells[1:] == [f"{float(number):.2f}" for number in numbers], cells[0]
 
 
 def test_predictions_are_what_the_planner_says_today() -> None:
