@@ -17,7 +17,7 @@ CAPABILITIES = ("8.0", "9.0")
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc, of the CUDA toolkit")
-@pytest.mark.parametrize("source", ["loco_cuda.cu", "lossless_cuda.cu"])
+@pytest.mark.parametrize("source", ["loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu"])
 def test_the_cuda_kernels_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     assert NVCC is not None
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(Path(NVCC).parents[1]))
