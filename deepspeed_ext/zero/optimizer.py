@@ -26,6 +26,7 @@ from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
 from deepspeed_ext.strategy import Strategy, full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.gradients import Gradients
+from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 
 class ParoOptimizer(ZeROOptimizer, ABC):
@@ -52,6 +53,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     reduce_bucket_size: int
     _gradient_reshard: GradientReshard
     _parameter_reshard: ParameterReshard
+    whole: WholeUpdates
     _bucket: int  # elements of a full one
     _least_numel: int  # elements that a trained parameter has at least
     _stepping = False
@@ -153,6 +155,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Take DeepSpeed's step, and tell what keeps errors whether it was skipped."""
         self._stepping = True
+        self.whole.vote()
         try:
             done = super().step(closure)
         finally:

@@ -26,7 +26,6 @@ from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
 _STRIPES = 16
@@ -62,7 +61,6 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     topology: Topology
     layouts: list[FlatLayout]
     zeros_layouts: list[FlatLayout]
-    whole: WholeUpdates
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.layouts, self.zeros_layouts = [], []

@@ -19,7 +19,6 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.regroup import check_groups, regroup, sharded_otherwise
-from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 
@@ -29,7 +28,6 @@ class Stage3States(ParoOptimizer):
 
     parameters: PartitionedParameters
     gradients: PartitionedGradients
-    whole: WholeUpdates
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
     _waiting: bool  # whether a micro-step has ended since gradients moved to os; the same on all ranks
 

@@ -11,12 +11,17 @@ Note [Whole updates]
     weights as a run that goes on; and one update of so many, for nobody knows what a script does.
 
     A script may load on one rank and broadcast to the others, so ranks ask each other at each step: that takes an
-    all-reduce of one element.
+    all-reduce of one element. It is started when a step begins, and looked at when the step has been given to the
+    device: the host waits for what is behind the device's gradients by then, not for its step.
 """
 
 import weakref
 
-from deepspeed_ext.comm.agreement import any_rank
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
+
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.strategy import Placement, Strategy
@@ -28,6 +33,26 @@ def ask_all() -> None:
     """Have the next update of each engine of this process travel whole."""
     for one in _all:
         one.ask()
+
+
+class _Vote:
+    """Whether one of the ranks of a group has asked; on its way to the host."""
+
+    def __init__(self, asked: bool, group: ProcessGroup | None) -> None:
+        found = torch.full((1,), float(asked), device=get_accelerator().current_device_name())
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        self._found, self._there = found, None
+        if not get_accelerator().is_synchronized_device():
+            self._found = get_accelerator().pin_memory(torch.empty(1))
+            self._found.copy_(found, non_blocking=True)
+            self._there = get_accelerator().Event()
+            self._there.record()
+
+    def result(self) -> bool:
+        """Return it, and wait for it if need be."""
+        if self._there is not None:
+            self._there.synchronize()
+        return bool(self._found.item())
 
 
 class Loaded:
@@ -60,6 +85,7 @@ class WholeUpdates:
         self._topology = topology
         self._since = 0
         self._asked = False
+        self._vote: _Vote | None = None
         self.now = True
         if self._every is not None:
             _all.add(self)
@@ -73,8 +99,13 @@ class WholeUpdates:
         """Have the next update travel whole, on all ranks."""
         self._asked = True
 
+    def vote(self) -> None:
+        """Ask all ranks, at the beginning of a step. Collective."""
+        if self._every is not None:
+            self._vote = _Vote(self._asked, self._topology.world)
+
     def begin(self, stepping: bool) -> None:
-        """Decide on the update that is sent next (``now``). Collective.
+        """Decide on the update that is sent next (``now``); in a step, after ``vote``. The same on all ranks.
 
         Args:
             stepping: whether it is that of an optimizer step.
@@ -82,6 +113,7 @@ class WholeUpdates:
         if self._every is None:
             return
         self._since += 1
-        self.now = not stepping or self._since >= self._every or any_rank(self._asked, self._topology.world)
+        asked = stepping and self._vote is not None and self._vote.result()
+        self.now = not stepping or asked or self._since >= self._every
         if self.now:
             self._since, self._asked = 0, False
