@@ -53,6 +53,7 @@ METHODS = {
     ALONE: Method("NIG", EXACT, LOCO),
     "NIG + updates": Method("NIG", EXACT, FOUR),
     BOTH: Method("NIG", EXACT, LOCO | FOUR),
+    "NIG + LoCo + exact": Method("NIG", EXACT, LOCO | {"paro_quantized_updates": {"bits": "exact"}}),
     "NIG + LoCo + 8 bits": Method("NIG", EXACT, LOCO | EIGHT),
     DIRECT: Method("NIG", EXACT, FOUR, hop=DirectHop),
     "NIG + direct 8 bits": Method("NIG", EXACT, EIGHT, hop=DirectHop),
