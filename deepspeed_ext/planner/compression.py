@@ -22,6 +22,11 @@ class Compression:
     loco: LocoSettings | None = None
     updates: UpdateSettings | None = None
 
+    @property
+    def label(self) -> str:
+        """Return what stands behind a strategy's name."""
+        return label(self.loco is not None, self.updates is not None)
+
     def allows(self, strategy: Strategy) -> bool:
         """Whether a strategy may have it: where parameters are released, nobody holds what updates differ from."""
         return self.updates is None or strategy.p != Placement.G
@@ -55,6 +60,11 @@ class Compression:
             sums = LocoSettings(block_size=self.updates.block_size)
             kept += sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
         return 2 * kept
+
+
+def label(loco: bool, updates: bool) -> str:
+    """Return what stands behind the name of a strategy with LoCo, and with updates in few bits."""
+    return (" + LoCo" if loco else "") + (" + updates" if updates else "")
 
 
 AS_IT_IS = Compression()

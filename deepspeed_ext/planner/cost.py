@@ -26,7 +26,7 @@ Note [Plain ZeRO]
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.planner.step import LAYERS, Move, Moves, Overlap, Step
 from deepspeed_ext.strategy import (
@@ -141,7 +141,7 @@ class Prediction:
     def name(self) -> str:
         if self.plain:
             return PLAIN[self.strategy]
-        return self.strategy + (" + LoCo" if self.loco else "") + (" + updates" if self.updates else "")
+        return self.strategy + label(self.loco, self.updates)
 
     @property
     def total_seconds(self) -> float:
