@@ -83,3 +83,5 @@ if __name__ == "__main__":
     strategy, folder = sys.argv[1:]
     row = compare(configurations.stock(strategy), None, folder)
     Path(folder, f"row{os.environ['RANK']}.json").write_text(json.dumps(row))
+    # gloo's threads must not outlive the interpreter: they end with an abort now and then.
+    torch.distributed.destroy_process_group()
