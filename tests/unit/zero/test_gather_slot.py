@@ -26,7 +26,6 @@ def test_parameters_cross_in_another_form(ranks: Any) -> None:
 def slot_case(names: tuple[str, ...]) -> tuple[int, list[tuple[str, float, bool, float]]]:
     """Parameters; and for each strategy the bytes that a rank receives less from other groups, whether all ranks have
     the same weights, and how far those are from an exact run's."""
-    import functools
     from unittest import mock
 
     import torch
@@ -53,7 +52,7 @@ def slot_case(names: tuple[str, ...]) -> tuple[int, list[tuple[str, float, bool,
         dist.barrier()
         meter.start()
         dist.barrier()
-        with mock.patch.object(slots, "Slots", functools.partial(slots.Slots, gather=hop)):
+        with mock.patch.object(slots, "Slots", lambda reduce, gather, make=slots.Slots: make(reduce, hop)):
             weights = training.train(job, training.placed(name)).weights
         dist.barrier()
         meter.stop()

@@ -57,6 +57,7 @@ FOUND = {
     "zero/stage12.py:Stage12Optimizer.independent_gradient_partition_epilogue:_finish_buckets": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:_finish_buckets": ("NIG", "plain"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:finish": ("NIG", "offload"),
+    "comm/packing.py:read_here:record_stream": ("ING", "in few bits"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:_wait_for_reductions": ("NNG", "pipeline, overlap"),
     "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_stream": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_stream 2": ("NGG", "overlap"),
@@ -113,7 +114,6 @@ UNFOUND = {
     "zero/slices.py:Slices.gather_updates:drain": "nothing is under way behind a step, which has waited before",
     "zero/slices.py:Slices.drain:finish": _LATER,
     "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_event": "streams with events are also waited for",
-    "zero/stage12.py:Stage12Optimizer.independent_gradient_partition_epilogue:drain": _ARRIVED,
     "zero/stage12_states.py:Stage12States.offload_states:_finish_buckets": _HOST,
     "zero/stage3.py:Stage3Optimizer.independent_gradient_partition_epilogue:_finish_buckets": (
         "what reads gradients between micro-steps waits by itself"
@@ -129,8 +129,13 @@ UNFOUND = {
     "zero/stage3_states.py:Stage3States.offload_states:drain": _HOST,
     "zero/stage3_states.py:Stage3States.offload_states:_finish_buckets": _HOST,
     "zero/stage12_states.py:Stage12States.offload_states:drain": _BY_READING,
-    "zero/stage12_states.py:Stage12States.checkpoint_event_prologue:drain": _BY_READING,
-    "zero/stage12_states.py:Stage12States._restore_from_bit16_weights:drain": _BY_READING,
+    "zero/stage12_updates.py:Stage12Updates._gather_parameters:drain": "a step has waited before",
+    "zero/stage12_updates.py:Stage12Updates.checkpoint_event_prologue:drain": _BY_READING,
+    "zero/stage12_updates.py:Stage12Updates.finish_updates:drain": _ARRIVED,
+    "zero/stage12_updates.py:Stage12Updates.update_lp_params:drain": _BY_READING,
+    "zero/whole_updates.py:_Vote.__init__:record": "the host reads it, in its own memory",
+    "zero/whole_updates.py:_Vote.result:synchronize": "the host reads it, in its own memory",
+    "zero/stage3_states.py:Stage3States.send_whole:drain": "who reads what was sent waits by itself",
     "zero/stage3.py:Stage3Optimizer.reduce_ready_partitions_and_remove_grads:wait_stream": (
         "for a model that computes on several streams"
     ),
