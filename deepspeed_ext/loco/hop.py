@@ -14,11 +14,11 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.hops import Contents, ReduceHop, Transfer
 from deepspeed_ext.deepspeed_types import Timers
-from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows
 from deepspeed_ext.loco.kernels import require_kernels
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.loco.sampling import Sampling
+from deepspeed_ext.loco.sampling import Sampling, compensated
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 
 COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
@@ -92,19 +92,11 @@ class LocoHop(ReduceHop):
             before = before if old is None else list(split_rows(old, splits, kept))
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
             width = gradient.shape[1]
-            compensated = partial(self._compensated, gradient, error, options.get("unit", 1.0))
-            given = self.sent.given(width, self.packing, compensated)
+            unit = options.get("unit", 1.0)
+            give = partial(compensated, gradient, error, unit, self.packing.block_size, self.settings.hadamard)
+            given = self.sent.given(width, self.packing, give)
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
             if given is not None:
                 self.sent.note(given, packed[:1], width, self.packing, self.settings.hadamard)
         if options.get("beta") is not None:
             self.errors.keep(contents, new)
-
-    def _compensated(self, gradient: Tensor, error: Tensor | None, unit: float, blocks: range) -> Tensor:
-        """Return what is quantized of the first row's first blocks, before the error is overwritten: 1D, fp32."""
-        width, settings = gradient.shape[1], self.settings
-        given = gradient[0, : blocks.stop * settings.block_size].float()
-        if error is None:
-            return given
-        old = reference.decode_error(error[:1], width, settings.block_size, settings.hadamard, blocks)
-        return given + unit * old[0, : given.numel()]

@@ -69,5 +69,22 @@ class Sampling:
         return (lost / whole) ** 0.5 if whole else 0.0
 
 
+def compensated(
+    rows: Tensor, error: Tensor | None, unit: float, block_size: int, hadamard: bool, blocks: range
+) -> Tensor:
+    """Return what is quantized of the first row's first blocks, before the error is overwritten: 1D, fp32.
+
+    Args:
+        rows: (rows, width).
+        error, unit, block_size, hadamard: see ``ops.compress``.
+        blocks: from the first one on.
+    """
+    given = rows[0, : blocks.stop * block_size].float()
+    if error is None:
+        return given
+    old = reference.decode_error(error[:1], rows.shape[1], block_size, hadamard, blocks)
+    return given + unit * old[0, : given.numel()]
+
+
 def _blocks(width: int, packing: Packing) -> range:
     return range(min(packing.blocks(width), max(1, LOOK // packing.block_size)))

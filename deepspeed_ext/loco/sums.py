@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.comm.hops import Part, ReduceHop, SumsGather, Transfer, all_gather
-from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.loco.sampling import Sampling
+from deepspeed_ext.loco.sampling import Sampling, compensated
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 
 
@@ -57,15 +57,9 @@ class QuantizedSums(SumsGather):
             return
         unit, (old, new) = hop.scale(), self.errors.buffers(contents, splits, sums.device)
         error = None if old is None else old.view(1, -1)
-        given = self.sent.given(sums.numel(), self.packing, partial(self._compensated, sums, error, unit))
+        give = partial(compensated, sums.view(1, -1), error, unit, self.packing.block_size, False)
+        given = self.sent.given(sums.numel(), self.packing, give)
         ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new.view(1, -1), unit=unit)
         if given is not None:
             self.sent.note(given, wire, sums.numel(), self.packing)
         self.errors.keep(contents, new)
-
-    def _compensated(self, sums: Tensor, error: Tensor | None, unit: float, blocks: range) -> Tensor:
-        given = sums[: blocks.stop * self.packing.block_size].float()
-        if error is None:
-            return given
-        old = reference.decode_error(error, sums.numel(), self.packing.block_size, False, blocks)
-        return given + unit * old[0, : given.numel()]

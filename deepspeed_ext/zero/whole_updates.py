@@ -18,10 +18,10 @@ Note [Whole updates]
 import weakref
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
+from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.strategy import Placement, Strategy
@@ -39,8 +39,7 @@ class _Vote:
     """Whether one of the ranks of a group has asked; on its way to the host."""
 
     def __init__(self, asked: bool, group: ProcessGroup | None) -> None:
-        found = torch.full((1,), float(asked), device=get_accelerator().current_device_name())
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        found = largest(torch.full((1,), float(asked), device=get_accelerator().current_device_name()), group)
         self._found, self._there = found, None
         if not get_accelerator().is_synchronized_device():
             self._found = get_accelerator().pin_memory(torch.empty(1))

@@ -117,10 +117,10 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     hop = loco.LocoHop(None, "hop", LocoSettings())
     width, errors, noted = 2**14, [], []
     contents = tuple((Span(0, row, 0, width),) for row in range(2))
-    compensated = hop._compensated
+    compensated = loco.compensated
     with (
         mock.patch.object(sampling, "LOOK", 2**12),
-        mock.patch.object(hop, "_compensated", lambda *given: noted.append(compensated(*given)) or noted[-1]),
+        mock.patch.object(loco, "compensated", lambda *given: noted.append(compensated(*given)) or noted[-1]),
     ):
         for step in range(3):
             flat = torch.randn(2 * width, generator=torch.Generator().manual_seed(step))
