@@ -7,6 +7,7 @@ machine does falls on all of them. A turn from which the host of a virtual machi
 is repeated unless it is long.
 """
 
+import ctypes
 import itertools
 import random
 import statistics
@@ -136,6 +137,7 @@ class SideBySide:
             for number in range(WARM_UP_STEPS):
                 method.step(self._batches(method), watch=number > 0 and method is not self.compute)
                 method.finish()
+            give_back_memory()
             if method is not self.compute:
                 states = asdict(method.held())
                 held[method.name] = tuple(over_ranks(list(states.values()), dist.ReduceOp.MAX))
@@ -247,6 +249,13 @@ class SideBySide:
             apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
             (found[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
         return found
+
+
+def give_back_memory() -> None:
+    """Have the C library return what is free: that of one method is not held for all the others, which are many."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+    if trim is not None:
+        trim(0)
 
 
 def over_ranks(values: list[float], op: Any) -> list[float]:
