@@ -122,7 +122,7 @@ def test_the_tables_of_strategies_are_the_code() -> None:
 def test_the_readmes_measurements_have_their_rows() -> None:
     methods = {"FSDP2 HSDP": "HSDP"}
     shown = page("README.md").section("## What was measured").rows("")
-    assert len(shown) == 6
+    assert len(shown) == 7
     rows = {
         (row["method"], row["link_mbit"]): row
         for row in rows_of("emulated_cluster.csv")
@@ -136,7 +136,7 @@ def test_the_readmes_measurements_have_their_rows() -> None:
         row = rows[method, "100"]
         states = sum(float(row[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer"))
         assert int(held) == round(states / 1e6), name
-        assert row["date"].startswith("2026-11-22") and "tests/perf/emulated_cluster.py" in row["command"]
+        assert row["date"].startswith("2026-11-23") and "tests.perf.emulated_cluster" in row["command"]
 
 
 def test_measurements_of_pipelines_and_leaf_modules_have_their_rows() -> None:
@@ -191,7 +191,7 @@ def test_the_table_of_kernels_is_that_of_the_rows() -> None:
             float(rows[name][key])
             for key in ("seconds", "copy_seconds", "of_copy_bandwidth", "times_faster_than_pytorch")
         )
-        assert figures == [f"{seconds * 1e3:.0f}", f"{copy * 1e3:.0f}", f"{share:.2f}", f"{times:.0f}"], name
+        assert figures == [f"{seconds * 1e3:.1f}", f"{copy * 1e3:.1f}", f"{share:.2f}", f"{times:.0f}"], name
 
 
 def test_what_is_said_of_updates_has_its_rows() -> None:
