@@ -59,6 +59,7 @@ METHODS = {
     "NIG + direct 8 bits": Method("NIG", EXACT, EIGHT, hop=DirectHop),
     EXACT_SUMS: Method("NII", EXACT_SUMS),
     "NII + LoCo + updates": Method("NII", EXACT_SUMS, LOCO | FOUR),
+    "NII + LoCo + 8 bits": Method("NII", EXACT_SUMS, LOCO | EIGHT),
 }
 BOUNDED = ("NIG + updates", BOTH, "NII + LoCo + updates")
 TASK = Task(METHODS, {"AdamW": convergence.ADAMW}, bf16=True)
