@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count the bytes of a model's states."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torch import nn
@@ -12,10 +13,12 @@ from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.strategy import ModelStates
 
 ADAM_BYTES = 12  # for each parameter: master copy and two moments in fp32
+MUON_BYTES = 8  # for each parameter that Muon trains: master copy and momentum in fp32
 
 
 def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: int = 2) -> ModelStates:
-    """Return the bytes of a model on any device, meta included, sharded by ``zero.Init`` or not, and of Adam's states.
+    """Return the bytes of a model on any device, meta included, sharded by ``zero.Init`` or not, and of Adam's states,
+    or Muon's where DeepSpeed has marked parameters for it (``use_muon``).
 
     Args:
         model: what is trained.
@@ -25,12 +28,18 @@ def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: 
     parameters = list({id(p): p for p in model.parameters()}.values())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(map(numel_of, trained))
+    saved = (ADAM_BYTES - MUON_BYTES) * sum(map(numel_of, matrices(trained)))
     return ModelStates(
         parameters=nbytes(parameters, parameter_bytes),
         gradients=float(elements * gradient_bytes),
         updated=nbytes(trained, parameter_bytes),
-        optimizer=float(elements * ADAM_BYTES),
+        optimizer=float(elements * ADAM_BYTES - saved),
     )
+
+
+def matrices(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the trained parameters that DeepSpeed has marked for Muon."""
+    return [p for p in parameters if p.requires_grad and getattr(p, "use_muon", False)]
 
 
 def on_device(engine: Engine, model: nn.Module) -> ModelStates:

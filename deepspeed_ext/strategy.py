@@ -232,6 +232,22 @@ class Strategy:
         phases = self.phases(sizes, states)
         return sum((phase.volume * phase.times(accumulation) for phase in phases), Volume())
 
+    def exchange(self, sizes: GroupSizes, nbytes: float) -> Volume:
+        """Return the bytes that one rank receives where the step needs matrices whole, as Muon's does: there and back.
+
+        With sharded states each matrix goes to one of the ranks that share it, in equal parts, and its update comes
+        back. With replicated ones the ranks of a group divide the matrices, and gather the updates.
+
+        Args:
+            sizes: ranks and groups.
+            nbytes: of all matrices, as they travel.
+        """
+        if self.os == Placement.N:
+            return reshard_volume(sizes, Placement.I, Placement.N, nbytes)
+        share = sizes.shards(self.os)
+        both_ways = 2 * nbytes / share**2  # from each of the others
+        return Volume((sizes.group_size - 1) * both_ways, (share - sizes.group_size) * both_ways)
+
     def memory(self, sizes: GroupSizes, states: ModelStates) -> StateBytes:
         """Return the bytes that one rank holds of each state: the whole divided by the number of its shards."""
         return StateBytes(

@@ -11,17 +11,22 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.cli.callables import import_callable
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.model_bytes import ADAM_BYTES, MUON_BYTES
 from deepspeed_ext.planner import report
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import BUCKET, Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
+
+if TYPE_CHECKING:
+    from torch import nn
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
@@ -49,6 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overlap-updates",
         action="store_true",
         help="paro_overlap_updates: with p = N, updated parameters come under the next forward",
+    )
+    what.add_argument(
+        "--muon",
+        type=float,
+        nargs="?",
+        const=0.0,
+        metavar="S",
+        help="Muon trains the matrices that DeepSpeed chooses for it (with --params: all that is trained); S: seconds "
+        "that one rank would take to orthogonalize them all (default: 0)",
     )
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
     where.add_argument("--nodes", type=int)
@@ -152,7 +166,7 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}.")
-    for name in ("trainable", "largest_layer", "latency_us", "micro_step_seconds"):
+    for name in ("trainable", "largest_layer", "latency_us", "micro_step_seconds", "muon"):
         value = getattr(arguments, name)
         if value is not None and not value >= 0:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value}.")
@@ -186,16 +200,33 @@ def _model(arguments: argparse.Namespace) -> Model:
     width = BYTES[arguments.dtype]
     extra = {"accumulation": arguments.accumulation, "compute": arguments.micro_step_seconds}
     updates = arguments.overlap_updates
+    muon = arguments.muon is not None
+    extra_of_muon = {"overlap_updates": updates, "orthogonalizing": arguments.muon or 0.0}
     if arguments.model is not None:
-        make = import_callable(arguments.model)
+        made = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe
 
-        return replace(describe(make(), parameter_bytes=width, **extra), overlap_updates=updates)
-    states = ModelStates.of(arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width)
+        if muon:
+            _mark_matrices(made)
+        return replace(describe(made, parameter_bytes=width, **extra), **extra_of_muon)
+    each = MUON_BYTES if muon else ADAM_BYTES
+    states = ModelStates.of(
+        arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width, optimizer_bytes=each
+    )
     layer = float((arguments.largest_layer or 0) * width)
     fetches = max(1, arguments.params // FETCHED)
     bucket = full_bucket(BUCKET, round(states.gradients / width))
-    return Model(states, width, **extra, fetches=fetches, largest_layer=layer, bucket=bucket, overlap_updates=updates)
+    matrices = states.gradients if muon else 0.0
+    return Model(
+        states, width, **extra, fetches=fetches, largest_layer=layer, bucket=bucket, matrices=matrices, **extra_of_muon
+    )
+
+
+def _mark_matrices(model: "nn.Module") -> None:
+    """Mark what Muon trains, as DeepSpeed does it."""
+    import deepspeed
+
+    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:

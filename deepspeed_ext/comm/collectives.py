@@ -86,20 +86,28 @@ class Collectives:
         with self.labeled(operation) as name:
             return pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, splits: Sequence[int], operation: str) -> Any:
+    def all_to_all(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        splits: Sequence[int],
+        operation: str,
+        received_splits: Sequence[int] | None = None,
+    ) -> Any:
         """Start an all-to-all.
 
         Args:
-            received: 1D, ``size`` parts of equal length, one from each rank.
+            received: 1D, a part from each rank.
             sent: 1D, a part for each rank.
-            splits: lengths of the parts of ``sent``, the same on all ranks.
+            splits: lengths of the parts of ``sent``.
             operation: what it is for.
+            received_splits: lengths of the parts of ``received``; by default all ranks have the same ``splits``.
         """
-        mine = [splits[self.rank]] * self.size
+        theirs = [splits[self.rank]] * self.size if received_splits is None else list(received_splits)
         if not self.pairwise:
-            return self.start(operation, dist.all_to_all_single, received, sent, mine, list(splits))
+            return self.start(operation, dist.all_to_all_single, received, sent, theirs, list(splits))
         with self.labeled(operation) as name:
-            return pairwise_all_to_all(self.group, received.split(mine), sent.split(list(splits)), name)
+            return pairwise_all_to_all(self.group, received.split(theirs), sent.split(list(splits)), name)
 
     def reduce_each(self, parts: Sequence[Tensor]) -> Any:
         """Start a rooted reduce of each part to the rank of its number.

@@ -118,11 +118,15 @@ class FlatLayout:
             for start, length in windows(stripe.width, rows, most)
         ]
 
+    def stripe_of(self, element: int) -> Stripe:
+        """Return the stripe that an element of the flat buffer is in."""
+        return self.stripes[bisect_right(self.starts, element) - 1]
+
     def pieces(self, start: int, numel: int) -> Iterator[Piece]:
         """Return where a stretch of the flat buffer is, in its order."""
         end = start + numel
         while start < end:
-            stripe = self.stripes[bisect_right(self.starts, start) - 1]
+            stripe = self.stripe_of(start)
             cell, within = divmod(start - stripe.start, stripe.width)
             length = min(end - start, stripe.width - within, stripe.start + stripe.numel - start)
             yield Piece(cell // self.cols, cell % self.cols, stripe.column + within, start, length)

@@ -301,9 +301,10 @@ REFUSED: tuple[Refusal, ...] = (
         _sharded,
     ),
     Refusal(
-        "optimizer.type",
-        lambda c: c.optimizer_name == "muon",
-        "Muon needs whole gradients where its state is",
+        f"{SECTION}.save_muon_momentum_buffer_in_memory",
+        lambda c: c.zero_config.save_muon_momentum_buffer_in_memory,
+        "it keeps Muon's momentum from being offloaded to NVMe, which no strategy supports; the momentum is where the "
+        "other optimizer states are",
     ),
     Refusal(
         "expert_parallel",
@@ -331,6 +332,27 @@ def _has_compiled_modules(model: Any) -> bool:
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+def _other_muon(optimizer: object) -> str:
+    """Return the class of an optimizer that is a Muon, but not the one that strategies have; else nothing."""
+    kind = type(optimizer)
+    known = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
+    return kind.__name__ if "muon" in kind.__name__.lower() and not known else ""
+
+
+def _no_matrix(engine: Any, optimizer: Any) -> str:
+    """Return what a parameter group for Muon has that is no matrix; else nothing."""
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    groups = getattr(optimizer, "param_groups", ())
+    for param in (param for group in groups if group.get("use_muon", False) for param in group["params"]):
+        shape = tuple(getattr(param, "ds_shape", param.shape))
+        if len(shape) < 2:
+            return f"the parameter {names.get(id(param), '')} of shape {shape}"
+    return ""
+
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers,
@@ -338,9 +360,16 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=_plain_with_experts,
     ),
     Unsupported(
-        lambda engine, optimizer: "muon" in type(optimizer).__name__.lower() and type(optimizer).__name__,
-        "{} needs whole gradients where its state is",
-        advice=lambda strategy, engine: _plain(engine, strategy.stage),
+        lambda engine, optimizer: _other_muon(optimizer),
+        "{} steps whole matrices, and has shards of them",
+        advice=lambda strategy, engine: (
+            f"Use DeepSpeed's: set optimizer.type to Muon, or pass MuonWithAuxAdam of {_MUON} to deepspeed.initialize"
+        ),
+    ),
+    Unsupported(
+        lambda engine, optimizer: _no_matrix(engine, optimizer),
+        "Muon orthogonalizes matrices, and a parameter group with use_muon true has {}",
+        advice=lambda strategy, engine: "Give it to a group with use_muon false",
     ),
     Unsupported(
         lambda engine, optimizer: _has_compiled_modules(engine.module),

@@ -31,6 +31,7 @@ from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.planner.step import LAYERS, Move, Moves, Overlap, Step
 from deepspeed_ext.strategy import (
     STRATEGIES,
+    Direction,
     GroupSizes,
     ModelStates,
     Phase,
@@ -43,6 +44,7 @@ from deepspeed_ext.strategy import (
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
 PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}  # what a strategy is without groups
+ROUNDS = 8  # in which matrices go to their owners
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
 
 
@@ -65,6 +67,8 @@ class Model:
             copies by the cores that compute.
         overlap: ``overlap_comm``; None for its default, which is true but for p = N on a host.
         overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters come under the next forward.
+        matrices: bytes of what the optimizer's step needs whole, as it is moved: Muon's matrices.
+        orthogonalizing: seconds that one rank would take to orthogonalize all of these.
     """
 
     states: ModelStates
@@ -79,6 +83,8 @@ class Model:
     streams: bool = True
     overlap: bool | None = None
     overlap_updates: bool = False
+    matrices: float = 0.0
+    orthogonalizing: float = 0.0
 
     @property
     def layers(self) -> int:
@@ -167,6 +173,8 @@ def predict(
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
     """Predict what the plain stages cost; see Note [Plain ZeRO]."""
     found = []
+    if model.matrices:
+        return found  # for Muon DeepSpeed's stages move whole gradients and momentum besides
     for name in PLAIN:
         strategy = STRATEGIES[name]
         bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if name == "NNN" else model.bucket
@@ -197,10 +205,28 @@ def _prediction(
         hops = rates.of(phase.kind)
         within, between = hops.intra.seconds(volume.intra, messages), hops.inter.seconds(volume.inter, messages)
         moves.append(Move(phase.kind, within, between, units=min(messages, model.layers)))
+    whole_matrices = strategy.exchange(sizes, model.matrices)
+    total += whole_matrices
+    hops, rounds = rates.gather, min(ROUNDS, model.layers)
+    within, between = (
+        rate.seconds(nbytes, 2 * rounds)
+        for rate, nbytes in ((hops.intra, whole_matrices.intra), (hops.inter, whole_matrices.inter))
+    )
+    moves.append(Move(Direction.GATHER, within, between, rounds))
     memory, whole = strategy.memory(sizes, model.held or model.states), strategy.memory(sizes, model.states)
     host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
     update = UPDATE_TOUCHES * memory.optimizer / rates.memory
-    step = Step(Moves(*moves), model.layers, model.gathers, model.accumulation, model.compute, update, overlap)
+    sharing = sizes.group_size if strategy.os == Placement.N else sizes.shards(strategy.os)
+    step = Step(
+        Moves(*moves),
+        model.layers,
+        model.gathers,
+        model.accumulation,
+        model.compute,
+        update,
+        overlap,
+        model.orthogonalizing / sharing,
+    )
     usage = step.usage()
     transient = _transient(strategy, sizes, model, sent)
     few_bits = sent.loco is not None, sent.updates is not None

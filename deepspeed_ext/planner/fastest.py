@@ -30,7 +30,7 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.decisions import Decisions, say
-from deepspeed_ext.planner.models import describe, micro_step_flops
+from deepspeed_ext.planner.models import describe, micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, ModelStates, Placement, Strategy
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
@@ -56,12 +56,15 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     described = _same_everywhere(_described(engine, model))
     flops = _flops(config, model)
     inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
+    whole = orthogonalizing_flops(model)
     file = Decisions(Path(config.zero_config.paro_decision_file))
     name = told(file.find(inputs) or "" if dist.get_rank() == 0 else "", 0)
     made, compute = None, ""
     if not name:
         dtype, _ = engine.get_data_types()
         described, compute = _with_compute(described, config, flops, dtype)
+        if described.matrices:
+            described = replace(described, orthogonalizing=whole / probe.flops(dtype))
         made = _measured_plan(config, topology, described, allowed, _budget(config, model))
         name = told(made.choice.strategy if made.choice else "", 0)
     if not name:
@@ -139,7 +142,7 @@ def _same_everywhere(model: Model) -> Model:
     """Return the most of all ranks: with tensor parallelism they may hold different models."""
     assert model.held is not None
     numbers = [*astuple(model.states), *astuple(model.held), model.largest_layer, model.fetches, model.regathered]
-    *states, largest, fetches, regathered = _reduced(numbers, dist.ReduceOp.MAX)
+    *states, largest, fetches, regathered, matrices = _reduced([*numbers, model.matrices], dist.ReduceOp.MAX)
     return replace(
         model,
         states=ModelStates(*states[:4]),
@@ -147,6 +150,7 @@ def _same_everywhere(model: Model) -> Model:
         largest_layer=largest,
         fetches=int(fetches),
         regathered=bool(regathered),
+        matrices=matrices,
     )
 
 
@@ -203,4 +207,5 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "overlap_comm": model.overlap,
         "paro_overlap_updates": model.overlap_updates,
         MICRO_STEP: zero.paro_micro_step_seconds,
+        **({"matrices": model.matrices} if model.matrices else {}),  # older decisions have none
     }

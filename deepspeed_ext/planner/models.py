@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.model_bytes import count, nbytes
+from deepspeed_ext.model_bytes import count, matrices, nbytes
 from deepspeed_ext.planner.cost import BUCKET, Model
 from deepspeed_ext.strategy import full_bucket
+from deepspeed_ext.zero.matrices import matrices_of
 
 TOKENS = 2048  # of a sample, at most: contexts of most models are longer than what they are trained on
 
@@ -49,6 +50,18 @@ def describe(
         fetches=len(layers),
         largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
         bucket=full_bucket(bucket, round(states.gradients / width)),
+        matrices=float(width * sum(map(numel_of, matrices(model.parameters())))),
+    )
+
+
+def orthogonalizing_flops(model: nn.Module, method: str = "gram") -> float:
+    """Return the FLOPs of orthogonalizing all matrices that Muon trains, once."""
+    return sum(
+        found.flops
+        for param in matrices(model.parameters())
+        for found in matrices_of(
+            getattr(param, "ds_shape", param.shape), getattr(param, "muon_num_heads", None), method, float("inf")
+        )
     )
 
 

@@ -18,6 +18,8 @@ Note [Timeline of a step]
       backward of the last micro-step, behind what its unit has had reduced there; sums that come back follow theirs.
     - Where gradients do not overlap, a unit is reduced, over one hop after the other, before compute goes on, and
       what crosses at the boundary does so when the backward is over.
+    - What the step needs whole, as Muon does, goes to its owners in rounds when all reductions are over: a round is
+      orthogonalized when it is there, and its updates go back while the next one is.
     - A gather's hop within the group follows the one between groups, a reduction's comes first.
 """
 
@@ -54,6 +56,7 @@ class Moves:
         reduce: gradients in a micro-step.
         cross, back: gradients at the boundary, and their sums.
         updates: what an optimizer step has changed.
+        exchange: matrices to their owners, and back; see ``Strategy.exchange``.
     """
 
     use: Move
@@ -61,6 +64,7 @@ class Moves:
     cross: Move
     back: Move
     updates: Move
+    exchange: Move = Move(Direction.GATHER, 0.0, 0.0, 1)
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Step:
         compute: seconds of a micro-step.
         update: seconds of the optimizer's step.
         overlap: what runs under compute.
+        orthogonalize: seconds for which a rank orthogonalizes its matrices.
     """
 
     moves: Moves
@@ -101,6 +106,7 @@ class Step:
     compute: float
     update: float
     overlap: Overlap
+    orthogonalize: float = 0.0
 
     def usage(self) -> Usage:
         """Return what the step takes."""
@@ -127,8 +133,28 @@ class _Tasks:
             last = number + 1 == self._micro_steps
             before = self._micro_step(before, arrived, last)
             arrived = [[] for _ in range(self._layers)]
-        self._line.add(Resource.COMPUTE, self._step.update, before, UPDATE)
+        self._line.add(Resource.COMPUTE, self._step.update, self._exchange(before), UPDATE)
         return self._line.usage()
+
+    def _exchange(self, before: list[int]) -> list[int]:
+        """Have matrices orthogonalized, round by round; return after what all updates are back."""
+        move, ends = self._moves.exchange, list(before)
+        if not (move.within or move.between or self._step.orthogonalize):
+            return before
+        for _ in range(move.units):
+            there = self._round(before)
+            done = [self._line.add(Resource.COMPUTE, self._step.orthogonalize / move.units, there, UPDATE)]
+            ends += self._round(done)
+        return ends
+
+    def _round(self, after: list[int]) -> list[int]:
+        """Add one way of a round, to ranks of the group and to others at the same time."""
+        move, ends = self._moves.exchange, []
+        hops = ((self._within, Resource.WITHIN, move.within), (Resource.BETWEEN, Resource.BETWEEN, move.between))
+        for resource, part, seconds in hops:
+            if seconds:
+                ends.append(self._line.add(resource, seconds / (2 * move.units), after, part.value))
+        return ends or after
 
     def _updates(self) -> list[list[int]]:
         """Gather what was updated; return, for each layer, after what its parameters are there."""

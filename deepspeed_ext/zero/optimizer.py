@@ -5,9 +5,10 @@
 ``isinstance(engine.optimizer, ParoOptimizer)`` tells whether an engine has one.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -21,15 +22,16 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import ErrorState
-from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
-from deepspeed_ext.strategy import Strategy, full_bucket
+from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
+from deepspeed_ext.zero.flat_shards import FlatShards
 from deepspeed_ext.zero.gradients import Gradients
+from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 
-class ParoOptimizer(ZeROOptimizer, ABC):
+class ParoOptimizer(FlatShards, ZeROOptimizer):
     """A ZeRO optimizer with model states placed by a strategy; DeepSpeed's own class of a stage comes after it.
 
     Attributes:
@@ -43,14 +45,11 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         flush_follows: whether the backward that runs is the last one before a boundary that somebody else declares.
     """
 
-    strategy: Strategy
-    topology: Topology
     complete_gradients: Callable[[], None] = staticmethod(lambda: None)
     overlaps_micro_steps = False
     flush_follows = False
 
     gradients: Gradients
-    reduce_bucket_size: int
     _gradient_reshard: GradientReshard
     _parameter_reshard: ParameterReshard
     whole: WholeUpdates
@@ -154,15 +153,17 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Take DeepSpeed's step, and tell what keeps errors whether it was skipped."""
-        self._stepping = True
+        self._stepping, applied = True, False
         self.whole.vote()
         try:
             done = super().step(closure)
+            applied = not self.overflow
         finally:
             self._stepping = False
+            self.muon.finish_step(applied)
         if self._autocast_scale is not None:  # in use: the host asks the device for it here, not for each message
             self._autocast_scale = None
-            self._gradient_scale()
+            self.gradient_scale()
         self.error_state.finish_step(not self.overflow)
         self._parameter_reshard.finish_step()
         return done
@@ -171,6 +172,23 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """Hear that what was reduced will not be applied, outside of a step, which tells itself."""
         if not self._stepping:
             self.error_state.finish_step(False)
+
+    # What takes the place of gradients, in a step ######################################################
+
+    @cached_property
+    def muon(self) -> Muon:
+        """What Muon's step needs whole."""
+        return Muon(self)
+
+    def _update_factor(self, number: int, unscaled: set[int]) -> float:
+        """Serve ``take_update``; ``unscaled`` is DeepSpeed's record of updates that its loss scale has to multiply.
+
+        It does not multiply what is on the host.
+        """
+        if self.updates_on_host:
+            return self.gradient_scale()
+        unscaled.add(number)
+        return self.gradient_scale() / float(self.loss_scale)
 
     # What a lossy reduction keeps #####################################################################
 
@@ -182,9 +200,10 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     def _reduce_by(self, reshard: GradientReshard) -> None:
         """Take the reductions of this optimizer, once it is made."""
         self._gradient_reshard = reshard
-        reshard.inter.scale = self._gradient_scale
+        reshard.inter.scale = self.gradient_scale
 
-    def _gradient_scale(self) -> float:
+    def gradient_scale(self) -> float:
+        """Return what gradients are multiplied with in this step: by DeepSpeed's loss scale, and by torch's."""
         if self._autocast_scale is None:
             scaler = self.torch_autocast_gradscaler
             self._autocast_scale = float(scaler.get_scale()) if scaler else 1.0

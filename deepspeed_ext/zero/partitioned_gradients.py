@@ -131,6 +131,11 @@ class PartitionedGradients(Gradients):
         """1D: the optimizer's shard."""
         return self.held[self._own_row]
 
+    def shard_of(self, params: Sequence[ZeroParameter]) -> Tensor:
+        """Return the optimizer's shard of neighboring parameters, 1D, a view."""
+        ((start, numel),) = self._spans(params)
+        return self.shard.narrow(0, start, numel)
+
     @property
     def _own_row(self) -> int:
         return self._reshard.row if self.rows > 1 else 0

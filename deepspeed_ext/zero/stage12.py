@@ -260,10 +260,35 @@ class Stage12Optimizer(Stage12Updates):
         dtypes = list(self.ipg_buckets)
         return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
 
+    # What takes the place of gradients ############################################################
+
+    def _commit_muon_momentum(self) -> None:
+        """Apply Muon also where no norm is taken; the momentum is kept at the end of the step."""
+        self.muon.apply()
+
+    def _apply_muon_updates_cpu_offload(self) -> None:
+        """Leave it to ``scaled_global_norm``."""
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether they are: with optimizer offload."""
+        return bool(self.cpu_offload)
+
+    def take_update(self, number: int) -> float:
+        """Prepare for an update; see ``ParoOptimizer``."""
+        return self._update_factor(number, self.groups_lacking_loss_scale)
+
+    def updates_taken(self, params: Sequence[nn.Parameter]) -> None:
+        """Have the offloaded optimizer read updates; see ``ParoOptimizer``."""
+        if self.cpu_offload:
+            self._offload_accumulated_param_ids.update(map(self.get_param_id, params))
+            self._measure_host_shards()
+
     # Replicas of the optimizer (os = I or N) decide alike, even if a backend rounds differently in each group ####
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        """Return the parent's norm over its group; see ``_global_norm``."""
+        """Return the parent's norm over its group, of what the step applies; see ``_global_norm``."""
+        self.muon.apply()
         parents = super().scaled_global_norm
         return self._global_norm(lambda: parents(norm_type))
 

@@ -20,11 +20,13 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.layout import FlatLayout, Piece
+from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
+from deepspeed_ext.zero.flat_shards import FlatShard, Member
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
@@ -151,12 +153,35 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         _, numel, column = self._in_shard(param)
         return self._shard(self._group_of(param)).narrow(0, column, numel)
 
-    def _in_shard(self, param: nn.Parameter) -> tuple[int, int, int]:
+    def flat_shards(self) -> list[FlatShard]:
+        """Return what is in this rank's partitions; see ``ParoOptimizer``."""
+        return [
+            FlatShard(group, group, tuple(self._member(group, param) for param in params))
+            for group, params in enumerate(self.round_robin_bit16_groups)
+        ]
+
+    def _member(self, group: int, param: nn.Parameter) -> Member:
+        offset, cells = self._offsets[self.get_param_id(param)], None
+        if self.strategy.os != Placement.N:
+            stripe = self.layouts[group].stripe_of(offset)
+            cells = Cells(stripe.start - offset, stripe.width)
+        return Member(param, tuple(param.shape), cells, *self._in_shard(param, group))
+
+    def shard_weights(self, number: int) -> nn.Parameter:
+        """Return this rank's partition of the optimizer's weights; see ``ParoOptimizer``."""
+        weights: nn.Parameter = self.single_partition_of_fp32_groups[number]
+        return weights
+
+    def shard_gradient(self, number: int) -> Tensor:
+        """Return its gradient; see ``ParoOptimizer``."""
+        return self._shard(number)
+
+    def _in_shard(self, param: nn.Parameter, group: int | None = None) -> tuple[int, int, int]:
         """Return which elements this rank's shard has of a parameter, (start, numel), and from where on."""
         offset = self._offsets[self.get_param_id(param)]
         if self.strategy.os == Placement.N:
             return 0, param.numel(), offset
-        piece = self.own_piece(self._group_of(param), param)
+        piece = self.own_piece(self._group_of(param) if group is None else group, param)
         return (piece.start - offset, piece.numel, piece.column) if piece is not None else (0, 0, 0)
 
     def _group_of(self, param: nn.Parameter) -> int:

@@ -35,6 +35,7 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
+from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -88,10 +89,11 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         super().__init__(
             *args,
             dp_process_group=topology.shard_group(strategy.os),
-            reduce_scatter=reduce_scatter,
+            reduce_scatter=reduce_scatter and not uses_muon(args[1]),  # which the parent refuses together
             overlap_comm=overlap_comm,
             **kwargs,
         )
+        self.reduce_scatter = reduce_scatter
         # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
@@ -313,6 +315,10 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             if self._gradient_stream is not None:  # the step reads host memory
                 self._gradient_stream.synchronize()
                 get_accelerator().current_stream().synchronize()
+
+    def _apply_muon_to_accumulated_grads(self) -> None:
+        """Apply Muon, between the overflow check and the norm."""
+        self.muon.apply()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forget what has been accumulated."""

@@ -3,18 +3,20 @@
 """States of a stage-3 optimizer of ours that leave it: into checkpoints, to the host and to the user, and back."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer
-from torch import Tensor
+from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer, get_norm_dtype
+from torch import Tensor, nn
 
+from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
+from deepspeed_ext.zero.flat_shards import FlatShard, Member
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -62,6 +64,54 @@ class Stage3States(ParoOptimizer):
         """Return the gradient of these elements; see ``ParoOptimizer``."""
         start, end = self.owned_span(param)
         return self._gradient_shards[param.ds_id][: end - start]
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return what is in this rank's flat partitions; see ``ParoOptimizer``."""
+        found = []
+        for number, params in enumerate(self.fp16_groups):
+            members, column = [], 0
+            for param in params:
+                start, end = self.owned_span(param)
+                chunk = param.ds_tensor.ds_numel
+                members.append(Member(param, tuple(param.ds_shape), Cells(0, chunk), start, end - start, column))
+                column += chunk
+            found.append(FlatShard(number, self.sub_group_to_group_id[number], tuple(members)))
+        return found
+
+    def shard_weights(self, number: int) -> nn.Parameter:
+        """Return this rank's partition of the optimizer's weights; see ``ParoOptimizer``."""
+        weights: nn.Parameter = self.fp32_partitioned_groups_flat[number]
+        return weights
+
+    def shard_gradient(self, number: int) -> Tensor:
+        """Return its gradient; see ``ParoOptimizer``."""
+        if self.offload_optimizer:
+            gradient: Tensor = self.fp32_partitioned_groups_flat[number].grad
+            return gradient
+        return self.gradients.shard_of(self.fp16_groups[number])
+
+    # What takes the place of gradients ################################################################
+
+    def _create_momentum_buffer(self, num_elements: int, i: int, ds_id: str) -> None:
+        """Leave it to ``muon``."""
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether they are: with optimizer offload."""
+        return bool(self.offload_optimizer)
+
+    def take_update(self, number: int) -> float:
+        """Prepare for an update; see ``ParoOptimizer``."""
+        return self._update_factor(number, self.sub_groups_lacking_loss_scale)
+
+    def updates_taken(self, params: Sequence[ZeroParameter]) -> None:
+        """Have the offloaded optimizer read their norms; see ``ParoOptimizer``."""
+        for param in params if self.offload_optimizer else ():
+            group, start, numel = self.grad_position[self.get_param_id(param)]
+            update = self.shard_gradient(group).narrow(0, start, numel)
+            self.norm_for_param_grads[self.get_param_id(param)] = update.to(get_norm_dtype()).norm(2)
+
+    # Into checkpoints and back ########################################################################
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state dict that is sharded otherwise, except for sub-groups, which are divided anew.

@@ -127,6 +127,8 @@ def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
     learning: dict[str, Any] = {"lr": 0.1}
     if job.optimizer == "SGD":
         learning["momentum"] = 0.9
+    elif job.optimizer == "Muon":
+        learning.update(lr=2e-2, adam_lr=1e-2, eps=1e-3, torch_adam=True)
     else:  # a large eps: Adam would blow rounding of near-zero gradients up to the size of a step
         learning.update(lr=1e-2, eps=1e-3, torch_adam=True)
     config: dict[str, Any] = {
@@ -192,6 +194,8 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
     if job.dtype == "fp16" or job.zero_init == "plain":
         # DeepSpeed's CPU accelerator is only careful; and without it zero.Init makes bf16, whatever dtype it is given.
         get_accelerator().is_fp16_supported = lambda: True
+    if job.optimizer == "Muon":
+        torch._dynamo.config.disable = True  # a compiler takes minutes for what runs for milliseconds here
     torch.manual_seed(7)
     init: Any = contextlib.nullcontext()
     if job.zero_init == "plain":

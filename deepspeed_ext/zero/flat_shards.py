@@ -1,0 +1,98 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's optimizer states belong to: flat shards, and the parameters of which they have parts."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.comm.owners import Cells
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.strategy import Strategy
+
+
+class Member(NamedTuple):
+    """A parameter of a flat shard.
+
+    Attributes:
+        param: it.
+        shape: of the whole.
+        cells: which elements each of the ranks has that share the optimizer's states; None if each has all.
+        start, numel: the elements that this rank has.
+        column: where these are in the shard.
+    """
+
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    cells: Cells | None
+    start: int
+    numel: int
+    column: int
+
+
+class FlatShard(NamedTuple):
+    """The elements that this rank updates of a parameter group, or of a sub-group of one.
+
+    Attributes:
+        number: as DeepSpeed counts them.
+        group: number of the parameter group.
+        members: its parameters, those included of which this rank has nothing.
+    """
+
+    number: int
+    group: int
+    members: tuple[Member, ...]
+
+
+class FlatShards(ABC):
+    """What an optimizer of ours tells of its flat shards, and of the step over them.
+
+    Attributes:
+        strategy: where model states are.
+        topology: process groups of the data-parallel group.
+        optimizer: the one that steps.
+        reduce_bucket_size: DeepSpeed's key of that name: elements.
+        get_param_comm_dtype: DeepSpeed's: tells in which dtype the gradient of a parameter travels.
+    """
+
+    strategy: Strategy
+    topology: Topology
+    optimizer: Any
+    reduce_bucket_size: int
+    get_param_comm_dtype: Callable[[Any], torch.dtype]
+
+    @abstractmethod
+    def gradient_scale(self) -> float:
+        """Return what gradients are multiplied with in this step: by DeepSpeed's loss scale, and by torch's."""
+
+    @abstractmethod
+    def flat_shards(self) -> list[FlatShard]:
+        """Return which parameters are in the optimizer's flat shards, in one order on all ranks."""
+
+    @abstractmethod
+    def shard_weights(self, number: int) -> nn.Parameter:
+        """Return the optimizer's weights of a flat shard, 1D: the key of its states."""
+
+    @abstractmethod
+    def shard_gradient(self, number: int) -> Tensor:
+        """Return the gradient of a flat shard at the accumulation boundary, 1D; may be written."""
+
+    @property
+    @abstractmethod
+    def updates_on_host(self) -> bool:
+        """Whether the optimizer's shards are on the host."""
+
+    @abstractmethod
+    def take_update(self, number: int) -> float:
+        """Prepare for an update, which no loss scale multiplies, in the place of a flat shard's gradient.
+
+        Returns:
+            By what it has to be multiplied.
+        """
+
+    @abstractmethod
+    def updates_taken(self, params: Sequence[nn.Parameter]) -> None:
+        """Hear that updates are in the place of the gradients of these parameters."""

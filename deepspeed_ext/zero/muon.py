@@ -1,0 +1,338 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon under every strategy: what its step needs whole.
+
+Note [Muon]
+    Muon (K. Jordan et al., 2024) replaces the gradient of a matrix by its momentum, orthogonalized by a Newton-Schulz
+    iteration. The momentum is elementwise, so it stays on the shards, in ZeRO's layout. Only the iteration needs whole
+    matrices, once in a step, on one rank each, its *owner*, as in the distributed Muon of Moonlight (arXiv:2502.16982,
+    section 2.3). So after the boundary, with M bytes of matrices:
+
+    1. Each rank advances the momentum of its shard, and makes of it and the gradient what is to be orthogonalized.
+    2. An all-to-all brings the parts of each matrix to its owner, which orthogonalizes it.
+    3. An all-to-all back brings each rank its part of the update, which takes the gradient's place.
+
+    Matrices go in rounds: while one is orthogonalized the next is on its way, and so are updates. Owners are those
+    that have something of the matrix, each with as much to do as the others (``comm/owners.py``). A matrix that one
+    rank has alone goes nowhere.
+
+    os = G: the ranks of all groups share the states, and a rank gets 2 b M / k bytes from other groups, b = (k-1)/n.
+    os = I: those of a group do, and nothing crosses between groups; each orthogonalizes all matrices.
+    os = N: every rank has all. The ranks of a group divide the work, and gather the updates inside it.
+
+    The order is that of DeepSpeed's stages: overflow check, Muon, norm and clipping of what it made, step. A step that
+    is skipped leaves the momentum as it was. DeepSpeed's own function orthogonalizes (``muon_update``), with all that
+    it knows of heads, packed experts, kernels and scales; momentum that is advanced already it leaves as it is.
+
+Note [What travels in which precision]
+    Parts travel in fp32 if gradients are reduced in fp32, otherwise in bf16: the iteration begins by dividing a matrix
+    by its norm and goes on in 16 bits; fp16 could not hold what no loss scale multiplies. Momentum is in fp32, of
+    gradients without the loss scale. (DeepSpeed's own, in the dtype of gradients, mixes the scales of several steps.)
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+from deepspeed_ext.comm.collectives import Collectives
+from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.owners import Stretch, assign, rounds
+from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.flat_shards import FlatShard, FlatShards, Member
+from deepspeed_ext.zero.matrices import Matrices, matrices_of
+
+MOMENTUM = "momentum_buffer"  # DeepSpeed's name of the state
+_ROUNDS = 8  # of which an owner has more, if its matrices are that small
+
+
+class _Part(NamedTuple):
+    """Elements of a flat shard."""
+
+    shard: FlatShard
+    column: int
+    numel: int
+
+
+class _Owned(NamedTuple):
+    """Matrices that this rank owns, and where their parts are in what arrives: (first, number), in order."""
+
+    shard: FlatShard
+    param: nn.Parameter
+    matrices: Matrices
+    parts: list[tuple[int, int]]
+
+
+class _Round(NamedTuple):
+    """What this rank sends and owns in a round.
+
+    Attributes:
+        parts: elements of this rank, owner by owner; they come back in this order.
+        sent: how many each owner gets; ``received``: how many each rank sends here.
+        owned: matrices of this rank.
+        widest: elements that an owner has at most.
+        back: where parts are in what comes back, if every rank gets all of it.
+        stays: whether nothing travels.
+    """
+
+    parts: list[_Part]
+    sent: list[int]
+    received: list[int]
+    owned: list[_Owned]
+    widest: int
+    back: list[int]
+    stays: bool
+
+
+def uses_muon(optimizer: Any) -> bool:
+    """Whether an optimizer has parameter groups for Muon."""
+    return any(group.get("use_muon", False) for group in optimizer.param_groups)
+
+
+class Muon:
+    """Muon's part of a step. See Note [Muon]. There is nothing to do for optimizers without ``use_muon`` groups.
+
+    Args:
+        optimizer: whose step it is.
+    """
+
+    def __init__(self, optimizer: FlatShards) -> None:
+        self._of = optimizer
+        self._staged: dict[int, Tensor] = {}  # number of a shard: its momentum, if the step is applied
+        self._shards: list[FlatShard] = []
+        self._rounds: list[_Round] | None = None
+
+    @property
+    def _replicated(self) -> bool:
+        return self._of.strategy.os == Placement.N
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Put updates in the place of gradients, once in a step. Collective over the ranks that share the states."""
+        if self._staged:
+            return
+        if self._rounds is None:
+            self._plan()
+        for shard in self._shards:
+            self._advance(shard)
+        factors = {shard.number: self._of.take_update(shard.number) for shard in self._shards}
+        for one in self._rounds or ():
+            self._schedule.submit(self._exchange(one), partial(self._take, one, factors))
+        if self._shards:
+            self._schedule.drain()
+            self._of.updates_taken([member.param for shard in self._shards for member in shard.members])
+
+    def finish_step(self, applied: bool) -> None:
+        """Keep the momentum of a step that has been applied, and forget that of another."""
+        for number, staged in self._staged.items() if applied else ():
+            self._state(number)[MOMENTUM].copy_(staged)
+        self._staged.clear()
+
+    # On the shards ####################################################################################
+
+    def _state(self, number: int) -> dict[str, Any]:
+        state: dict[str, Any] = self._of.optimizer.state[self._of.shard_weights(number)]
+        return state
+
+    def _group(self, shard: FlatShard) -> dict[str, Any]:
+        group: dict[str, Any] = self._of.optimizer.param_groups[shard.group]
+        return group
+
+    def _advance(self, shard: FlatShard) -> None:
+        """Stage the momentum of this step."""
+        state, weights = self._state(shard.number), self._of.shard_weights(shard.number)
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
+        old, gradient = state[MOMENTUM], self._of.shard_gradient(shard.number)
+        staged = torch.empty_like(old)
+        for parts in zip(*(one.split(self._of.reduce_bucket_size) for one in (staged, old, gradient)), strict=True):
+            torch.lerp(parts[1], self._unscaled(parts[2]), 1 - self._group(shard)["momentum"], out=parts[0])
+        self._staged[shard.number] = staged
+
+    def _unscaled(self, gradient: Tensor) -> Tensor:
+        scale = self._of.gradient_scale()
+        return gradient.float() if scale == 1 else gradient.float() / scale
+
+    def _look_ahead(self, part: _Part) -> Tensor:
+        """Return what is to be orthogonalized of this rank's elements: Nesterov's momentum, on the device."""
+        gradient = self._of.shard_gradient(part.shard.number).narrow(0, part.column, part.numel)
+        staged = self._staged[part.shard.number].narrow(0, part.column, part.numel)
+        ahead = torch.lerp(self._unscaled(gradient), staged, self._group(part.shard)["momentum"])
+        return ahead.to(device=get_accelerator().current_device_name(), dtype=self._wire)
+
+    def _take(self, one: _Round, factors: dict[int, float], arrived: Tensor) -> None:
+        """Put updates in the place of gradients."""
+        starts = one.back or _offsets([part.numel for part in one.parts])
+        for part, start in zip(one.parts, starts, strict=True):
+            update = arrived.narrow(0, start, part.numel)
+            factor = factors[part.shard.number]
+            target = self._of.shard_gradient(part.shard.number).narrow(0, part.column, part.numel)
+            target.copy_(update if factor == 1 else update.float() * factor)
+
+    # Between ranks ####################################################################################
+
+    def _exchange(self, one: _Round) -> Transfer:
+        """Give parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_take``."""
+        device = get_accelerator().current_device_name()
+        if self._replicated:
+            flat = torch.zeros(one.widest, dtype=self._wire, device=device)
+            self._orthogonalize_own(one, flat)
+            gathered = flat.new_empty(one.widest * self._collectives.size)
+            yield self._collectives.all_gather(gathered, flat, "all_gather")
+            return gathered
+        parts = [self._look_ahead(part) for part in one.parts]
+        sent = torch.cat(parts) if parts else torch.empty(0, dtype=self._wire, device=device)
+        del parts
+        if one.stays:
+            self._orthogonalize(one, sent)
+            return sent
+        whole = sent.new_empty(sum(one.received))
+        yield self._collectives.all_to_all(whole, sent, one.sent, "all_to_all", one.received)
+        self._orthogonalize(one, whole)
+        back = torch.empty_like(sent)
+        yield self._collectives.all_to_all(back, whole, one.received, "all_to_all", one.sent)
+        return back
+
+    def _orthogonalize(self, one: _Round, flat: Tensor) -> None:
+        """Replace each matrix in what has arrived (1D) by its update."""
+        for owned in one.owned:
+            pieces = [flat.narrow(0, *part) for part in owned.parts]
+            neighbors = len(pieces) == 1 or all(
+                sum(before) == after[0] for before, after in zip(owned.parts, owned.parts[1:], strict=False)
+            )
+            if neighbors:
+                matrix = flat.narrow(0, owned.parts[0][0], owned.matrices.numel)
+                matrix.copy_(self._update(owned, matrix))
+                continue
+            update = self._update(owned, torch.cat(pieces))
+            for piece, part in zip(pieces, update.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(part)
+
+    def _orthogonalize_own(self, one: _Round, flat: Tensor) -> None:
+        """Write the updates of this rank's matrices, of which it has all elements, one after the other."""
+        offset = 0
+        for owned in one.owned:
+            start, numel = owned.parts[0]  # in the shard
+            flat.narrow(0, offset, numel).copy_(
+                self._update(owned, self._look_ahead(_Part(owned.shard, start, numel)))
+            )
+            offset += numel
+
+    def _update(self, owned: _Owned, matrix: Tensor) -> Tensor:
+        """Return the update of matrices, 1D, in their dtype. ``matrix``: 1D."""
+        from deepspeed.runtime.zero.muon.original_muon import muon_update  # compiles its kernels when it is imported
+
+        matrix = matrix.view(owned.matrices.shape)
+        # As momentum of itself it is advanced by nothing.
+        update = muon_update(
+            matrix,
+            matrix,
+            beta=0.0,
+            nesterov=False,
+            ns_method=self._group(owned.shard).get("ns_method", "gram"),
+            is_expert_group=getattr(owned.param, "is_expert_group", False),
+            num_heads=owned.matrices.heads,
+        )
+        return update.reshape(-1)
+
+    # Who does what ####################################################################################
+
+    def _plan(self) -> None:
+        """Decide on owners and rounds: from what all ranks know alike."""
+        groups = self._of.optimizer.param_groups
+        self._shards = [shard for shard in self._of.flat_shards() if groups[shard.group].get("use_muon", False)]
+        self._rounds = []
+        if not self._shards:
+            return
+        topology = self._of.topology
+        self._collectives = Collectives(topology.shard_group(self._of.strategy.os), "muon")
+        if self._replicated:
+            self._collectives = Collectives(topology.intra, "muon")
+        dtypes = {self._of.get_param_comm_dtype(member.param) for shard in self._shards for member in shard.members}
+        self._wire = torch.float32 if torch.float32 in dtypes else torch.bfloat16
+        self._schedule = Schedule(overlap=True, relayed=not self._of.updates_on_host)
+        ranks = self._collectives.size
+        found = list(self._all_matrices(ranks))
+        stretches = [
+            Stretch(matrices.start, matrices.numel, member.cells, matrices.flops) for _, member, matrices in found
+        ]
+        owners = assign(stretches, ranks, min(ranks, topology.sizes.group_size))
+        elements = [0] * ranks
+        for owner, stretch in zip(owners, stretches, strict=True):
+            elements[owner] += stretch.numel
+        most = min(self._of.reduce_bucket_size, -(-max(elements) // _ROUNDS))
+        for numbers in rounds(stretches, owners, most):
+            by_owner = sorted(numbers, key=lambda number: (owners[number], number))
+            some = [(*found[number], stretches[number], owners[number]) for number in by_owner]
+            self._rounds.append(self._gathers(some) if self._replicated else self._round(some))
+
+    def _all_matrices(self, ranks: int) -> Any:
+        """Yield (shard, member, matrices), those of a parameter in parts that leave something to other ranks."""
+        some = [
+            (shard, member, getattr(member.param, "muon_num_heads", None), self._group(shard).get("ns_method", "gram"))
+            for shard in self._shards
+            for member in shard.members
+            if member.param.numel() or getattr(member.param, "ds_numel", 0)
+        ]
+        total = sum(
+            matrices.flops
+            for _, member, heads, method in some
+            for matrices in matrices_of(member.shape, heads, method, float("inf"))
+        )
+        for shard, member, heads, method in some:
+            for matrices in matrices_of(member.shape, heads, method, total / ranks):
+                yield shard, member, matrices
+
+    def _round(self, some: Sequence[tuple[FlatShard, Member, Matrices, Stretch, int]]) -> _Round:
+        """Return this rank's part of a round. ``some``: matrices, owner by owner."""
+        rank, ranks = self._collectives.rank, self._collectives.size
+        sent, received, parts = [0] * ranks, [0] * ranks, []
+        for shard, member, matrices, stretch, owner in some:
+            first, numel = stretch.part(rank)
+            if numel:
+                column = member.column + matrices.start + first - member.start
+                parts.append(_Part(shard, column, numel))
+                sent[owner] += numel
+        mine = [one for one in some if one[-1] == rank]
+        # Each rank sends what it has of each matrix in their order.
+        pieces: list[list[tuple[int, int, int]]] = []
+        for _, _, _, stretch, _ in mine:
+            pieces.append([])
+            for holder in stretch.holders(ranks):
+                _, numel = stretch.part(holder)
+                if numel:
+                    pieces[-1].append((holder, received[holder], numel))
+                    received[holder] += numel
+        begins = _offsets(received)
+        owned = [
+            _Owned(shard, member.param, matrices, [(begins[holder] + at, numel) for holder, at, numel in where])
+            for (shard, member, matrices, _, _), where in zip(mine, pieces, strict=True)
+        ]
+        return _Round(parts, sent, received, owned, 0, [], all(stretch.stays for _, _, _, stretch, _ in some))
+
+    def _gathers(self, some: Sequence[tuple[FlatShard, Member, Matrices, Stretch, int]]) -> _Round:
+        """Return a round in which every rank has all, and gets all updates."""
+        filled = [0] * self._collectives.size
+        places, parts, owned = [], [], []
+        for shard, member, matrices, _, owner in some:
+            part = _Part(shard, member.column + matrices.start, matrices.numel)
+            places.append((owner, filled[owner]))
+            parts.append(part)
+            filled[owner] += matrices.numel
+            if owner == self._collectives.rank:
+                owned.append(_Owned(shard, member.param, matrices, [(part.column, part.numel)]))
+        widest = max(filled)
+        return _Round(parts, [], [], owned, widest, [owner * widest + at for owner, at in places], False)
+
+
+def _offsets(numels: Sequence[int]) -> list[int]:
+    """Return where parts of these lengths begin, one after the other."""
+    found, offset = [], 0
+    for numel in numels:
+        found.append(offset)
+        offset += numel
+    return found

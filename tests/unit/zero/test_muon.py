@@ -1,0 +1,114 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Muon under every strategy: what stock DeepSpeed trains, and what one process with whole matrices does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.harness import training
+from tests.harness.training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
+
+# Iterations make more of what rounding leaves in directions that gradients hardly have.
+BOUNDS = {"weights": 1e-4, "losses": 1e-5}
+STOCK = {"1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3, "reduce_scatter": False}}
+BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
+SOME = ("NNN", "NII", "NIG", "III", "IIG", "GNG")
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def muon(**details: Any) -> Job:
+    return Job(**{"optimizer": "Muon", "steps": 3, "empty": False, "zero": SMALL, **details})
+
+
+def run(
+    ranks: Any, job: Job, names: Sequence[str], world: int = 4, group: int = 2, stage: str = "2", **bounds: float
+) -> None:
+    variants = [placed(name, group) for name in names]
+    rows: list[Difference] = ranks(world).run(training.against, job, variants, STOCK[stage])[0]
+    for row, name in zip(rows, names, strict=True):
+        check([row], **(bounds or BOUNDS), optimizer="Stage12Optimizer" if name in REPLICATED else "Stage3Optimizer")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "world, group, accumulation, stage", [(4, 2, 1, "1"), (4, 2, 3, "2"), (6, 3, 1, "3"), (6, 2, 3, "2")]
+)
+def test_parity_at_every_shape(
+    ranks: Any, world: int, group: int, accumulation: int, stage: str, names: tuple[str, ...]
+) -> None:
+    run(ranks, muon(accumulation=accumulation), names, world, group, stage)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "details",
+    [
+        {"groups": 2, "frozen": (1,), "clipping": 0.1, "accumulation": 2},
+        {"clipping": 0.0, "skipped": ((1, 0), (1, 1), (2, 2)), "zero": {**SMALL, "overlap_comm": True}},
+        {"config": {"optimizer": {"params": {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1}}}},
+    ],
+    ids=["groups, frozen, clipped", "layers that rest", "standard"],
+)
+def test_parity_with_what_else_is_configured(ranks: Any, details: dict[str, Any], names: tuple[str, ...]) -> None:
+    # The standard iteration is in bf16, where an ulp of what comes in may be many of what goes out.
+    run(ranks, muon(**details), names, **({"weights": 2e-2, "losses": 1e-2} if "config" in details else BOUNDS))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
+    # Parts travel in bf16, and what is orthogonalized from them is as far off as the gradients are.
+    job = muon(dtype=dtype, accumulation=2, overflow=((3, 1),) if dtype == "fp16" else ())
+    run(ranks, job, names, weights=3e-2, losses=5e-2, norms=3e-2)
+
+
+def test_parity_with_optimizer_offload(ranks: Any) -> None:
+    for dtype, bounds in (("fp32", BOUNDS), ("fp16", {"weights": 3e-2, "losses": 5e-2, "norms": 3e-2})):
+        overflow = ((1, 2),) if dtype == "fp16" else ()
+        run(ranks, muon(dtype=dtype, overflow=overflow, zero={**SMALL, **OFFLOAD}), SOME, **bounds)
+
+
+@BOTH
+def test_one_process_with_whole_matrices_does_the_same(ranks: Any, names: tuple[str, ...]) -> None:
+    for rows in ranks(6).run(whole_case, names):
+        for name, weights, momentum, equal in rows:
+            assert weights < BOUNDS["weights"] and momentum < BOUNDS["weights"] and equal, (name, weights, momentum)
+
+
+def whole_case(names: tuple[str, ...]) -> list[tuple[str, float, float, bool]]:
+    """How far weights and momentum of strategies are from those of one process; whether replicas are equal."""
+    import torch
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    from tests.harness import networks
+
+    job = muon(network=networks.Matrices, sizes=networks.SQUARE, clipping=0.0, accumulation=2)
+    wanted, momenta = networks.train_whole(job)
+    rows = []
+    for name in names:
+        engine, model = training.make_engine(job, placed(name, 3))
+        networks.mark_heads(model)
+        data = training.batches(job)
+        for number in range(job.steps * job.accumulation):
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+        weights = training.whole_weights(model)
+        apart = max(
+            (safe_get_full_optimizer_state(param, "momentum_buffer") - momenta[key]).abs().max().item()
+            for key, param in model.named_parameters()
+            if key in momenta
+        )
+        engine.destroy()
+        difference = ((weights - wanted).abs().max() / wanted.abs().max()).item()
+        rows.append(
+            (
+                name,
+                difference,
+                apart / max(one.abs().max().item() for one in momenta.values()),
+                training.replicas_equal(weights),
+            )
+        )
+    assert torch.isfinite(wanted).all()
+    return rows
