@@ -172,9 +172,9 @@ def predict(
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
     """Predict what the plain stages cost; see Note [Plain ZeRO]."""
-    found = []
     if model.matrices:
-        return found  # for Muon DeepSpeed's stages move whole gradients and momentum besides
+        return []  # for Muon DeepSpeed's stages move whole gradients and momentum besides
+    found = []
     for name in PLAIN:
         strategy = STRATEGIES[name]
         bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if name == "NNN" else model.bucket

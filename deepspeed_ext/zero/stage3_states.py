@@ -104,7 +104,7 @@ class Stage3States(ParoOptimizer):
         """Prepare for an update; see ``ParoOptimizer``."""
         return self._update_factor(number, self.sub_groups_lacking_loss_scale)
 
-    def updates_taken(self, params: Sequence[ZeroParameter]) -> None:
+    def updates_taken(self, params: Sequence[nn.Parameter]) -> None:
         """Have the offloaded optimizer read their norms; see ``ParoOptimizer``."""
         for param in params if self.offload_optimizer else ():
             group, start, numel = self.grad_position[self.get_param_id(param)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness import training
-from tests.harness.training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
 # Iterations make more of what rounding leaves in directions that gradients hardly have.
 BOUNDS = {"weights": 1e-4, "losses": 1e-5}
