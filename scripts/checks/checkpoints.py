@@ -110,8 +110,8 @@ def placed(name: str, group_size: int) -> dict[str, Any]:
 
 def mark(training: Training, index: int) -> None:
     """Change what training leaves as the seed and the configuration set it: a load that forgets it will show."""
-    with deepspeed.zero.GatheredParameters(list(training.model.position.parameters()), modifier_rank=0):
-        training.model.position.weight.data.mul_(1.5 + index / 16)
+    with deepspeed.zero.GatheredParameters(list(training.model.position_embedding.parameters()), modifier_rank=0):
+        training.model.position_embedding.weight.data.mul_(1.5 + index / 16)
     for group in training.engine.optimizer.param_groups:
         group["weight_decay"] += 0.01 * (1 + index)
 

@@ -49,22 +49,26 @@ def initialize(module: nn.Module) -> None:
 
 
 class ByteGPT(nn.Module):
-    """A GPT over bytes that returns its own loss, as DeepSpeed's examples do."""
+    """A GPT over bytes that returns its own loss, as DeepSpeed's examples do.
+
+    DeepSpeed leaves to Adam what is named after ``embed`` or ``lm_head``, where Muon trains the other matrices.
+    """
 
     def __init__(self, dim: int, layers: int, heads: int, sequence_length: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, dim)
-        self.position = nn.Embedding(sequence_length, dim)
+        self.token_embedding = nn.Embedding(VOCABULARY, dim)
+        self.position_embedding = nn.Embedding(sequence_length, dim)
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(dim, VOCABULARY, bias=False)
         self.apply(initialize)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x)
-        return byte_loss(self.head(self.norm(x)), targets)
+        return byte_loss(self.lm_head(self.norm(x)), targets)
 
 
 def byte_loss(scores: Tensor, targets: Tensor) -> Tensor:

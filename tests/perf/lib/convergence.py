@@ -29,6 +29,7 @@ from tqdm import tqdm
 from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.updates import QuantizedDifferences
+from deepspeed_ext.model_bytes import matrices
 from scripts.checks.steps import average, train_step
 from scripts.emulation.launching import add_options, collect, exit_on_signals, parse, start_rank
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
@@ -42,6 +43,10 @@ MODEL = {"dim": 64, "layers": 2, "heads": 4, "sequence_length": 64}
 MICRO_BATCH = 8
 CORPUS_BYTES = 2_000_000
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True}}
+MUON = {  # embeddings, the head and norms are Adam's
+    "type": "Muon",
+    "params": {"muon_lr": 0.02, "adam_lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": True},
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class SeedRun:
     received: float  # bytes a rank and step, between groups
     elements: int  # of the model
     seconds: float
+    matrices: int = 0  # elements that Muon trains
 
     @property
     def final_loss(self) -> float:
@@ -104,6 +110,7 @@ class MethodRow:
     ratios_of_means: list[float]  # of the norms, which single steps at which one run's loss jumps sway less
     received: float
     elements: int
+    matrices: int
     seconds: float  # a run
 
     @property
@@ -168,6 +175,7 @@ class Worker:
         config = self._configuration(optimizer, method)
         with mock.patch.object(setup, "QuantizedDifferences", method.hop) if method.hop else nullcontext():
             engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        whole = sum(parameter.numel() for parameter in matrices(model.parameters()))
         batches = Batches(self._corpus, engine, MODEL["sequence_length"], seed)
         meter, losses, norms = TrafficMeter(), [], []
         for step in range(self._args.steps):
@@ -183,14 +191,15 @@ class Worker:
         received = meter.split(self._args.group_size).inter_mean / (self._args.steps - 1)
         engine.destroy()
         seconds = time.perf_counter() - begin
-        return SeedRun(optimizer, name, seed, [average(loss) for loss in losses], norms, received, count, seconds)
+        means = [average(loss) for loss in losses]
+        return SeedRun(optimizer, name, seed, means, norms, received, count, seconds, whole)
 
     def _configuration(self, optimizer: str, method: Method) -> dict[str, Any]:
         zero = {"paro_strategy": method.strategy, "paro_group_size": self._args.group_size, **method.zero}
         chosen = self._task.optimizers[optimizer]
         schedule = {
             "warmup_min_lr": 0.0,
-            "warmup_max_lr": chosen["params"]["lr"],
+            "warmup_max_lr": [rate for key, rate in chosen["params"].items() if key.endswith("lr")],  # by group
             "warmup_num_steps": max(2, self._args.steps // 10),
             "warmup_type": "linear",
             "total_num_steps": self._args.steps,
@@ -211,6 +220,7 @@ class Worker:
 def work(args: argparse.Namespace, task: Task) -> None:
     """Live as a rank: train and report."""
     first = start_rank()
+    torch._dynamo.config.disable = True  # Muon's compiled kernels take minutes to compile for ranks without a GPU
     done = read_runs(args.runs)
     dist.barrier()  # all have read before the first one writes
     runs = []
@@ -316,6 +326,7 @@ def train(module: str, args: argparse.Namespace, task: Task) -> list[MethodRow]:
                 [statistics.fmean(run.norms) / statistics.fmean(reference.norms) for run, reference in pairs],
                 statistics.fmean(run.received for run in mine),
                 mine[0].elements,
+                mine[0].matrices,
                 statistics.fmean(run.seconds for run in mine),
             )
         )
