@@ -11,8 +11,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_ext.cli.callables import import_callable
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
@@ -24,9 +23,6 @@ from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import BUCKET, Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
-
-if TYPE_CHECKING:
-    from torch import nn
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
@@ -204,10 +200,10 @@ def _model(arguments: argparse.Namespace) -> Model:
     extra_of_muon = {"overlap_updates": updates, "orthogonalizing": arguments.muon or 0.0}
     if arguments.model is not None:
         made = import_callable(arguments.model)()
-        from deepspeed_ext.planner.models import describe
+        from deepspeed_ext.planner.models import describe, mark_matrices
 
         if muon:
-            _mark_matrices(made)
+            mark_matrices(made)
         return replace(describe(made, parameter_bytes=width, **extra), **extra_of_muon)
     each = MUON_BYTES if muon else ADAM_BYTES
     states = ModelStates.of(
@@ -220,13 +216,6 @@ def _model(arguments: argparse.Namespace) -> Model:
     return Model(
         states, width, **extra, fetches=fetches, largest_layer=layer, bucket=bucket, matrices=matrices, **extra_of_muon
     )
-
-
-def _mark_matrices(model: "nn.Module") -> None:
-    """Mark what Muon trains, as DeepSpeed does it."""
-    import deepspeed
-
-    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:

@@ -3,6 +3,7 @@
 """Counts what the planner must know of a model."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,13 @@ def describe(
         bucket=full_bucket(bucket, round(states.gradients / width)),
         matrices=float(width * sum(map(numel_of, matrices(model.parameters())))),
     )
+
+
+def mark_matrices(model: nn.Module) -> None:
+    """Mark what Muon trains (``use_muon``), as ``deepspeed.initialize`` will do it."""
+    import deepspeed
+
+    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
 
 
 def orthogonalizing_flops(model: nn.Module, method: str = "gram") -> float:

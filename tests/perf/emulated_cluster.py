@@ -15,6 +15,9 @@ For each method: seconds of a step, bytes between nodes, bytes of model states t
 time of compute alone (forward and backward of all micro-batches on all ranks at once, and an update of 1/n of the
 parameters), plus the method's own bytes over the link's rate.
 
+In one setting they train with Muon: DeepSpeed's stages and the strategies, without torch's compiler. (The floor has
+each rank orthogonalize 1/n of the matrices.)
+
 For the strategies also what the planner predicts, from rates that its probe has measured on the same links.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting; all of them take about an hour on 2 cores.
@@ -35,7 +38,7 @@ from deepspeed_ext.planner import probe
 from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import verdict
 from tests.perf.lib.blocks import make_blocks
-from tests.perf.lib.cluster_rows import BOTH, LOCO, NATIVE, SETTINGS, SIZES, UPDATES, MethodRow, Setting
+from tests.perf.lib.cluster_rows import BOTH, LOCO, MUON, NATIVE, SETTINGS, SIZES, UPDATES, MethodRow, Setting
 from tests.perf.lib.peers import PEERS, Workload
 from tests.perf.lib.settings import add_arguments, run_all, work
 from tests.perf.lib.side_by_side import LONG, SideBySide
@@ -56,10 +59,14 @@ class Worker:
         self._rounds = max(MOST, args.rounds)
         width, hidden = SIZES[setting.size]
         workload = Workload(
-            setting.accumulation, setting.ranks_per_node, functools.partial(make_blocks, BLOCKS, width, hidden)
+            setting.accumulation,
+            setting.ranks_per_node,
+            functools.partial(make_blocks, BLOCKS, width, hidden),
+            optimizer=setting.optimizer,
         )
+        names = [name for name in args.methods if name in methods_of(setting)]
         described = {"streams": False}  # ranks compute and copy on the same cores
-        self._side_by_side = SideBySide(args.methods, workload, width, {}, described)
+        self._side_by_side = SideBySide(names, workload, width, {}, described)
 
     def rows(self) -> list[MethodRow]:
         """Measure at all rates."""
@@ -110,6 +117,14 @@ def all_methods() -> list[str]:
         *(name + BOTH for name in UPDATES),
         *(name + NATIVE for name in ("NIG", "IIG")),
     ]
+
+
+def methods_of(setting: Setting) -> list[str]:
+    """Return those that can train with the setting's optimizer; in few bits some strategies are enough with Muon."""
+    if setting.optimizer != MUON:
+        return all_methods()
+    few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
+    return ["ZeRO-1", "ZeRO-2", "ZeRO-3", *STRATEGIES, *few_bits]
 
 
 def parse_arguments() -> argparse.Namespace:

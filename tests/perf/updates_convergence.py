@@ -95,9 +95,9 @@ def _print_one(found: dict[str, MethodRow]) -> bool:
         kept = abs(row.difference) <= LOSS_BOUND
         passed &= kept
         print(
-            f"{'PASS' if kept else 'FAIL'}  {row.optimizer}, {name}: the final loss is {row.difference:+.2%} from "
-            f"exact training on average (bound {LOSS_BOUND:.1%}), {row.worst:.2%} with the worst seed; the seeds' spread is "
-            f"{spread:.2%}"
+            f"{'PASS' if kept else 'FAIL'}  {row.optimizer}, {name}: the final loss is {row.difference:+.2%} "
+            f"from exact training on average (bound {LOSS_BOUND:.1%}), {row.worst:.2%} with the worst seed; the "
+            f"seeds' spread is {spread:.2%}"
         )
     if {ALONE, BOTH} <= set(found):
         added = [b - a for a, b in zip(found[ALONE].differences, found[BOTH].differences, strict=True)]

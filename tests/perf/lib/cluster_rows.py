@@ -23,6 +23,7 @@ _, LOCO, BOTH = FORMS
 UPDATES = ("NNG", "NIG", "NII", "III", "IIG")  # are measured with both
 _Row = TypeVar("_Row", bound="MethodRow")
 UNLIMITED = "unlimited"
+MUON = "Muon"
 
 
 def rate_name(mbit: float | None) -> str:
@@ -39,10 +40,12 @@ class Setting:
     size: str
     accumulation: int
     mbit: tuple[float | None, ...] = (100, 500, None)
+    optimizer: str = "AdamW"
 
     @property
     def name(self) -> str:
-        return f"{self.nodes}x{self.ranks_per_node}-{self.size}-{self.accumulation}"
+        suffix = "" if self.optimizer == "AdamW" else f"-{self.optimizer.lower()}"
+        return f"{self.nodes}x{self.ranks_per_node}-{self.size}-{self.accumulation}{suffix}"
 
     @property
     def sizes(self) -> GroupSizes:
@@ -57,6 +60,7 @@ SETTINGS = {
         Setting(2, 2, "small", 4),
         Setting(2, 2, "small", 16),
         Setting(4, 2, "small", 4),
+        Setting(2, 2, "large", 4, optimizer=MUON),
     )
 }
 

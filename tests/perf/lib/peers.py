@@ -3,8 +3,9 @@
 """Data-parallel training methods behind one interface, for benchmarks that run them side by side.
 
 Each rank is a process, a group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are
-what is gathered as one. All methods train with the same AdamW in fp32 and take the mean over micro-batches and ranks;
-each is set up as its documentation proposes for gradient accumulation, which ``Method.setup`` tells.
+what is gathered as one. All methods train with the same optimizer in fp32 and take the mean over micro-batches and
+ranks; each is set up as its documentation proposes for gradient accumulation, which ``Method.setup`` tells. The
+optimizer is AdamW; or DeepSpeed's Muon, which methods of PyTorch do not have.
 
 ``PEERS`` has the methods of others by name; ``Ours`` is any section ``zero_optimization`` with a strategy.
 """
@@ -31,8 +32,12 @@ from deepspeed_ext.comm.pairwise import pairwise_all_to_all
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.updates import wait_for_updates
 from scripts.checks.model_states import held, storage_bytes, whole_weights
+from tests.perf.lib.cluster_rows import MUON
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
+# Adam's part is for what is no matrix: models here have nothing of that.
+MUON_RATE = 1e-2
+OPTIMIZERS = {"AdamW": {**ADAMW, "torch_adam": True}, MUON: {"muon_lr": MUON_RATE, "weight_decay": 0.01}}
 # As a model that fills memory needs it: gathered for forward and again for backward, and nothing stays whole. Blocks
 # are leaf modules besides: each is gathered as one, as FSDP2 does it, which takes half of the time.
 LEAN = {f"stage3_{key}": 0 for key in ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")}
@@ -56,6 +61,7 @@ class Workload:
         ddp_mib: of a bucket of DDP; its own default.
         zero: more keys of the section ``zero_optimization``, for all of DeepSpeed's.
         lean: what keeps those lean that gather parameters, see ``LEAN``.
+        optimizer: "AdamW" or "Muon".
         direct: FSDP2 reduce-scatters by an all-to-all. Gloo's own reduce-scatter is an all-reduce: twice the bytes.
     """
 
@@ -66,6 +72,7 @@ class Workload:
     ddp_mib: float = 25.0
     zero: Mapping[str, Any] = field(default_factory=dict)
     lean: Mapping[str, Any] = field(default_factory=lambda: LEAN)
+    optimizer: str = "AdamW"
     direct: bool = True
 
 
@@ -269,11 +276,17 @@ class Engine(Method):
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
             zero = {**workload.lean, "leaf_module": {"classes": leaves}, **zero}
         zero = {**workload.zero, **zero}
-        super().__init__(name, ", ".join(f"{key} {value}" for key, value in zero.items()))
+        muon = workload.optimizer == MUON
+        if muon and zero.get("stage") == 3:
+            zero["reduce_scatter"] = False  # DeepSpeed's stage 3 wants it so
+        said = [f"{key} {value}" for key, value in zero.items()] + ["torch's compiler disabled"] * muon
+        super().__init__(name, ", ".join(said))
+        if muon:  # compiling its kernels takes minutes here
+            torch._dynamo.config.disable = True
         config = {
             "train_micro_batch_size_per_gpu": 1,  # not known here; used for reports of throughput only
             "gradient_accumulation_steps": workload.accumulation,
-            "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+            "optimizer": {"type": workload.optimizer, "params": OPTIMIZERS[workload.optimizer]},
             "gradient_clipping": 0.0,  # the default is 1.0, and the methods of PyTorch do not clip
             "steps_per_print": 1_000_000,
             "zero_optimization": {

@@ -20,17 +20,18 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon.original_muon import muon_update
 from torch import Tensor, nn
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.cost import Model
-from deepspeed_ext.planner.models import describe
+from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.network import Link
-from tests.perf.lib.cluster_rows import FORMS, NATIVE, MethodRow
-from tests.perf.lib.peers import ADAMW, PEERS, Batch, Method, Ours, Workload
+from tests.perf.lib.cluster_rows import FORMS, MUON, NATIVE, MethodRow
+from tests.perf.lib.peers import ADAMW, MUON_RATE, PEERS, Batch, Method, Ours, Workload
 
 ROWS = 8  # of a micro-batch
 WARM_UP_STEPS = 2
@@ -41,11 +42,21 @@ COMPUTE = "compute"
 
 
 class Compute(Method):
-    """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them."""
+    """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them.
+
+    Muon's update is that of whole matrices, of every n-th one here.
+
+    Attributes:
+        orthogonalizing: seconds of Muon's last update.
+    """
+
+    orthogonalizing = 0.0
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(COMPUTE, "no communication")
         self._model, self._accumulation = workload.make_model(), workload.accumulation
+        mine = list(self._model.parameters())[dist.get_rank() :: dist.get_world_size()]
+        self._momenta = [(p, torch.zeros_like(p)) for p in mine] if workload.optimizer == MUON else []
         flat = torch.cat([p.detach().flatten() for p in self._model.parameters()])
         self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
         self._share.grad = torch.zeros_like(self._share)
@@ -54,8 +65,15 @@ class Compute(Method):
     def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
         (self._model(inputs, targets) / self._accumulation).backward()
         if last:
-            self._optimizer.step()
+            self._orthogonalize() if self._momenta else self._optimizer.step()
             self._model.zero_grad()
+
+    @torch.no_grad()
+    def _orthogonalize(self) -> None:
+        begin = time.perf_counter()
+        for matrix, momentum in self._momenta:
+            matrix.sub_(muon_update(matrix.grad, momentum), alpha=MUON_RATE)
+        self.orthogonalizing = time.perf_counter() - begin
 
     def _states(self) -> Any:
         raise NotImplementedError
@@ -123,9 +141,11 @@ class SideBySide:
         self.topology = get_topology(None, workload.group_size)
         self.link.limit(None)
         dist.barrier()
-        self._described = replace(
-            describe(workload.make_model(), accumulation=workload.accumulation), bucket=workload.bucket, **described
-        )
+        model = workload.make_model()
+        if workload.optimizer == MUON:
+            mark_matrices(model)
+        found = describe(model, accumulation=workload.accumulation)
+        self._described = replace(found, bucket=workload.bucket, **described)
         self.compute = Compute(workload)
         self.methods = {method.name: method for method in methods(names, workload, keys)}
         self._steps = dict.fromkeys([COMPUTE, *self.methods], 0)
@@ -221,7 +241,9 @@ class SideBySide:
 
     def predict(self, rows: Mapping[str, MethodRow], compute: float, rates: Any) -> None:
         """Put down what the planner says; ``compute`` is the seconds of a step without communication."""
-        model: Model = replace(self._described, compute=compute / self._workload.accumulation)
+        (share,) = over_ranks([self.compute.orthogonalizing], dist.ReduceOp.MAX)
+        alone, whole = (compute - share) / self._workload.accumulation, share * dist.get_world_size()
+        model: Model = replace(self._described, compute=alone, orthogonalizing=whole)
         sizes = self.topology.sizes
         for suffix, sent in FORMS.items():
             for one in plan(sizes, model, rates, None, [sent]).predictions:
