@@ -65,6 +65,7 @@ class Config(Protocol):
     _param_dict: dict[str, Any]
     zero_config: ZeroConfig
     timers_config: ThroughputTimerConfig
+    optimizer_params: dict[str, Any] | None
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
     managed_gradient_accumulation: bool

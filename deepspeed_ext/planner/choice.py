@@ -67,6 +67,8 @@ class Plan:
             said += f"; faster, but too large: {_figures(faster[0])}"
         if self.overlapped is not None and self._is_faster(self.overlapped):
             said += f"; with paro_overlap_updates true faster: {_figures(self.overlapped)}"
+        if self.model.matrices:
+            said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
         return said + self._compared()
 
     def _compared(self) -> str:

@@ -20,7 +20,7 @@ Note [Plain ZeRO]
     What DDP and the plain stages would take, with as few bytes as they can be configured for (reductions to owners, no
     all-reduces; whole gradients reduced at the boundary only), and with ``overlap_comm``: collectives over all ranks,
     whose hops run at the same time; gradients under the backward; ZeRO-1 and ZeRO-2 wait for updated parameters, and
-    ZeRO-3 prefetches.
+    ZeRO-3 prefetches. None are predicted with Muon, for which DeepSpeed's stages move much besides.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -122,8 +122,9 @@ class Prediction:
         loco: whether gradients cross between groups in few bits.
         updates: whether updated parameters do, or sums that come back.
         memory: bytes of model states.
-        transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, the largest
-            layer gathered, LoCo's errors, before and after (Note [Errors of buckets]). No activations, no buckets.
+        transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, Muon's momentum
+            until the step is done, the largest layer gathered, LoCo's errors, before and after (Note [Errors of
+            buckets]). No activations, no buckets.
         host: bytes of what is offloaded.
         volume: bytes received in a step.
         seconds: that a step takes, by part: compute, what is exposed of the hops within groups and of those between,
@@ -173,7 +174,7 @@ def predict(
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
     """Predict what the plain stages cost; see Note [Plain ZeRO]."""
     if model.matrices:
-        return []  # for Muon DeepSpeed's stages move whole gradients and momentum besides
+        return []
     found = []
     for name in PLAIN:
         strategy = STRATEGIES[name]
@@ -239,6 +240,8 @@ def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compre
     total = 0.0
     if held.gradients < 4 * trainable and held.optimizer:
         total += 4 * trainable / sizes.shards(strategy.os)
+    if held.optimizer:
+        total += 4 * model.matrices / model.gradient_bytes / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
     return total + sent.kept_bytes(strategy, sizes, trainable)

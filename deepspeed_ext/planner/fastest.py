@@ -56,7 +56,6 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     described = _same_everywhere(_described(engine, model))
     flops = _flops(config, model)
     inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
-    whole = orthogonalizing_flops(model)
     file = Decisions(Path(config.zero_config.paro_decision_file))
     name = told(file.find(inputs) or "" if dist.get_rank() == 0 else "", 0)
     made, compute = None, ""
@@ -64,7 +63,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
         dtype, _ = engine.get_data_types()
         described, compute = _with_compute(described, config, flops, dtype)
         if described.matrices:
-            described = replace(described, orthogonalizing=whole / probe.flops(dtype))
+            described = replace(described, orthogonalizing=_orthogonalizing(config, model))
         made = _measured_plan(config, topology, described, allowed, _budget(config, model))
         name = told(made.choice.strategy if made.choice else "", 0)
     if not name:
@@ -136,6 +135,14 @@ def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype
     rate = probe.flops(dtype)
     said = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
     return replace(model, compute=flops / rate), f"{said} (set {MICRO_STEP} if you know better)"
+
+
+def _orthogonalizing(config: Config, model: nn.Module) -> float:
+    """Return the seconds that a rank would take to orthogonalize all of Muon's matrices: estimated, as compute is."""
+    from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype  # compiles kernels when it is imported
+
+    method = (config.optimizer_params or {}).get("ns_method", "gram")
+    return orthogonalizing_flops(model, method) / probe.flops(ns_compute_dtype(method))
 
 
 def _same_everywhere(model: Model) -> Model:

@@ -56,14 +56,14 @@ def describe(
 
 
 def mark_matrices(model: nn.Module) -> None:
-    """Mark what Muon trains (``use_muon``), as ``deepspeed.initialize`` will do it."""
+    """Mark what Muon trains (``use_muon``), as ``deepspeed.initialize`` does it where Muon is configured."""
     import deepspeed
 
     deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
 
 
-def orthogonalizing_flops(model: nn.Module, method: str = "gram") -> float:
-    """Return the FLOPs of orthogonalizing all matrices that Muon trains, once."""
+def orthogonalizing_flops(model: nn.Module, method: str) -> float:
+    """Return the FLOPs of orthogonalizing all matrices that Muon trains, once, by an ``ns_method``."""
     return sum(
         found.flops
         for param in matrices(model.parameters())

@@ -87,6 +87,22 @@ def test_gathering_over_two_hops_is_gathering_over_all(k: int, m: int) -> None:
     assert whole.intra + whole.inter == pytest.approx((k * m - 1) / (k * m))
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n, m", [(4, 2), (12, 3), (8, 8), (8, 1), (1, 1)])
+def test_whole_matrices_there_and_back_by_counting(name: str, n: int, m: int) -> None:
+    """As many matrices as ranks that share them, each evenly divided and owned by another rank; elements received."""
+    group_of, numel = (lambda rank: rank // m), 120
+    shared = range(n) if name[2] == "G" else range(m)  # ranks; with os = I and N those of the first group
+    received = {True: 0.0, False: 0.0}  # inside the group, between groups: by all of these ranks
+    for owner in shared:
+        for other in set(shared) - {owner}:
+            inside = group_of(owner) == group_of(other)
+            # A part to the owner, and its update back; or every rank has the matrix, and gets the update.
+            received[inside] += numel if name[2] == "N" else 2 * numel / len(shared)
+    found = STRATEGIES[name].exchange(GroupSizes(n, m), numel * len(shared))
+    assert (found.intra, found.inter) == pytest.approx([received[inside] / len(shared) for inside in (True, False)])
+
+
 def test_the_thirteen_others_say_why() -> None:
     others = ["".join(letters) for letters in itertools.product("NIG", repeat=3)]
     others = [name for name in others if name not in STRATEGIES]

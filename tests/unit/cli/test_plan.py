@@ -43,6 +43,13 @@ def test_a_table_of_all_strategies_and_a_reason(
     (row,) = (line.split() for line in rows if line.startswith("NNG") and "LoCo" not in line)
     assert row[1:4] == ["14.00", "14.00", "2.62"] and row[7] == "2.62"
     assert "compute is taken as 0 s" in said and "\nZeRO-1 " in said
+    # With Muon: master copies and momentum, and matrices to their owners and back, 2 b M / k.
+    plan(monkeypatch, "--params", "7B", *NODES, *LINKS, "--muon", "32")
+    said = capsys.readouterr().out
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("NNG  "))
+    assert row[3] == "1.75" and float(row[7]) == pytest.approx(2.625 * (1 + 1 / 4), abs=0.01)
+    assert float(row[11]) == pytest.approx(32 / 32) and "\nZeRO-1 " not in said
+    assert "plain stages are left out: with Muon" in said
     # Under 4 s of compute, with updated parameters under the next forward, NNG adds next to nothing to them.
     size = ["--params", "7B", *NODES, "--intra-gbps", "800", "--inter-gbps", "400"]
     plan(monkeypatch, *size, "--micro-step-seconds", "4", "--overlap-updates")
@@ -159,7 +166,8 @@ def plan_a_model(folder: Path, launcher: str, *arguments: str) -> "subprocess.Co
 @pytest.mark.parametrize("launcher", LAUNCHES)
 def test_a_model_is_counted_under_each_launcher(tmp_path: Path, launcher: str) -> None:
     where = [*NODES, *LINKS] if launcher == "none" else []  # else the launch's, and measured
-    done = plan_a_model(tmp_path, launcher, *where, "--dtype", "fp32", "--json", str(tmp_path / "plan.json"))
+    muon = ["--muon", "6"] if launcher == "none" else []
+    done = plan_a_model(tmp_path, launcher, *where, *muon, "--dtype", "fp32", "--json", str(tmp_path / "plan.json"))
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "plan.json").read_text())["exact"]
     assert written["ranks"] == (2 if where == [] else 32)
@@ -167,8 +175,10 @@ def test_a_model_is_counted_under_each_launcher(tmp_path: Path, launcher: str) -
     assert {key: whole["memory"][key] for key in ("parameters", "gradients", "optimizer")} == {
         "parameters": 4.0 * 128,
         "gradients": 4.0 * 64,
-        "optimizer": 12.0 * 64,
+        "optimizer": (8.0 if muon else 12.0) * 64,  # of the half that is trained, a matrix
     }
+    if muon:
+        assert whole["busy"]["update"] == pytest.approx(6 / 8) and written["plain"] == []
     if launcher != "none":
         assert written["rates"]["gather"]["intra"]["bandwidth"] > 1e6
 

@@ -205,6 +205,25 @@ def test_what_is_offloaded_takes_no_memory_of_the_device(ranks: Any, file: str) 
     assert {one["memory"]["parameters"] for one in entries(file)[0]["plan"]["predictions"]} == {0.0}
 
 
+def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:
+    """Where links are slow, owners inside the group are quicker, and where they are quick, all ranks together."""
+    config = {"optimizer": {"type": "Muon", "params": {"muon_lr": 1e-3}}}
+    quick = Rates(*[HopRates(Rate(0.0, 1e13), Rate(0.0, 1e12))] * 2)
+    for rates, os, micro_step_seconds in ((SLOW_LINKS, "I", 0), (quick, "G", 1e-9)):
+        zero = {"paro_decision_file": file, "paro_micro_step_seconds": micro_step_seconds}
+        decided = ranks(4).run(engine_case, zero, config, rates)
+        assert {found[0][2] for found, _ in decided} == {os}
+        assert "plain stages are left out: with Muon they also move whole gradients" in decided[0][1][-1]
+        written = entries(file)[0]
+        assert written["inputs"]["matrices"] == 4 * 6000 and written["inputs"]["moved"]["optimizer"] == 8 * 6000
+        updates = {one["strategy"]: one["busy"]["update"] for one in written["plan"]["predictions"]}
+        # A matrix of 60 x 100, orthogonalized by the ranks that share the states, or those of a group.
+        flops = 8 * 60**2 * 100 + 28 * 60**3
+        assert [updates[name] for name in ("NNN", "NNI", "NNG")] == pytest.approx([flops / 2e12] * 2 + [flops / 4e12])
+    decided = ranks(4).run(engine_case, zero, {}, quick)  # with Adam: another run
+    assert "deciding anew" in decided[0][1][0] and "matrices" not in entries(file)[0]["inputs"]
+
+
 def inference_case(zero: dict[str, Any]) -> str:
     """The strategy of an engine without an optimizer."""
     from unittest import mock

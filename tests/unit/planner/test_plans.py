@@ -205,6 +205,24 @@ def test_a_key_that_would_help_is_named() -> None:
     assert "paro_overlap_updates" not in plan(CLUSTER, model, rates).reason  # IIG needs no key for it
 
 
+def test_muon_moves_the_choice_to_where_its_matrices_are() -> None:
+    """On slow links nothing is as quick as owners inside the group; but there each rank orthogonalizes more."""
+    free = replace(MODEL, matrices=1.2e9)
+    chosen = {}
+    for orthogonalizing in (0.0, 4.0):
+        found = plan(CLUSTER, replace(free, orthogonalizing=orthogonalizing), RATES)
+        assert found.choice is not None and found.plain == ()
+        assert "; plain stages are left out: with Muon they also move" in found.reason
+        chosen[orthogonalizing] = found.choice.strategy
+    assert chosen == {0.0: "NNI", 4.0: "NNG"}
+    assert "left out" not in plan(CLUSTER, MODEL, RATES).reason
+    for name, shards in (("NNN", 1), ("NII", 4), ("IIG", 16)):
+        with_muon, without = (predict(STRATEGIES[name], CLUSTER, one, RATES) for one in (free, MODEL))
+        assert with_muon.transient - without.transient == pytest.approx(4 * 6e8 / shards)  # momentum, twice
+        exchanged = STRATEGIES[name].exchange(CLUSTER, 1.2e9)
+        assert with_muon.volume == pytest.approx(without.volume + exchanged)
+
+
 def test_nothing_fits() -> None:
     none = plan(CLUSTER, MODEL, RATES, budget=1e8)
     assert none.choice is None

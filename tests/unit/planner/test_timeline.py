@@ -132,6 +132,43 @@ def test_micro_steps_in_the_middle_are_alike(monkeypatch: pytest.MonkeyPatch) ->
         assert short[name].busy == pytest.approx(whole.busy), name
 
 
+MUON = replace(MODEL, matrices=STATES.gradients)
+ROUND = 1 / 8
+
+
+@pytest.mark.parametrize(
+    "name, orthogonalizing, between, within, added",
+    [
+        # IIG's ranks exchange half of what a reduction moves, in 0.4 s, and each orthogonalizes an eighth.
+        ("IIG", 8 * 4.0, 0.8, 1e-3, 4.0 + 0.4 * ROUND),  # the first round to owners, and the last one back
+        ("IIG", 8 * 0.1, 0.8, 1e-3, 0.4),  # all of it under the exchange
+        ("IIG", 0.0, 0.8, 1e-3, 0.4),
+        # III's exchange as much as a reduction moves inside the group, and each orthogonalizes half.
+        ("III", 2 * 4.0, 0.8, 0.4, 4.0 + 0.4 * ROUND),
+        ("III", 2 * 0.1, 0.8, 0.4, 0.4),
+        ("NNN", 2 * 4.0, 0.8, 1e-3, 4.0),
+    ],
+)
+def test_matrices_are_orthogonalized_while_others_travel(
+    name: str, orthogonalizing: float, between: float, within: float, added: float
+) -> None:
+    """In 8 rounds, when all reductions are over."""
+    rates = links(between, within)
+    without = predict(STRATEGIES[name], CLUSTER, MODEL, rates)
+    found = predict(STRATEGIES[name], CLUSTER, replace(MUON, orthogonalizing=orthogonalizing), rates)
+    assert found.total_seconds - without.total_seconds == pytest.approx(added, abs=0.002)
+    shared = {"G": 8, "I": 2, "N": 2}[name[2]]
+    assert found.busy["update"] - without.busy["update"] == pytest.approx(orthogonalizing / shared)
+    exchanged = 0.4 if name == "IIG" else 0.0
+    assert found.busy["between"] - without.busy["between"] == pytest.approx(exchanged)
+
+
+def test_a_host_exchanges_inside_groups_with_the_cores_that_orthogonalize() -> None:
+    host, rates = replace(MUON, streams=False, orthogonalizing=2 * 4.0), links(0.8, within=0.4)
+    without = predict(STRATEGIES["III"], CLUSTER, replace(MODEL, streams=False), rates).total_seconds
+    assert predict(STRATEGIES["III"], CLUSTER, host, rates).total_seconds - without == pytest.approx(4.0 + 0.4)
+
+
 def test_plain_stages_by_hand() -> None:
     """ZeRO-1 waits for what it has updated; hops run at the same time, so none inside a group is seen."""
     plain = {one.name: one.total_seconds for one in predict_plain(CLUSTER, MODEL, links(3.0, within=2.0))}
