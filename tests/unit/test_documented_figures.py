@@ -79,11 +79,11 @@ def test_the_tables_of_loco_are_the_code() -> None:
 
 def test_what_is_refused_is_named_under_limits() -> None:
     limits = page(STRATEGIES_PAGE).section("## Limits").text
-    named = {"zenflow": "ZenFlow", "super_offload": "SuperOffload", "device": "NVMe offload", "type": "Muon"}
+    named = {"zenflow": "ZenFlow", "super_offload": "SuperOffload", "device": "NVMe offload"}
     named |= {
         "expert_parallel": "expert parallelism",
         "compile": "compile.deepcompile",
-        "reduce_scatter": "LoCo, Muon",
+        "reduce_scatter": "`reduce_scatter: false` with LoCo",
     }
     for row in REFUSED:
         last = row.key.split()[-1].split(".")[-1]
@@ -196,11 +196,13 @@ def test_the_table_of_kernels_is_that_of_the_rows() -> None:
 
 def test_what_is_said_of_updates_has_its_rows() -> None:
     perf = page("tests/perf/README.md")
-    trained = {row["method"]: row for row in rows_of("updates_convergence.csv")}
-    shown = perf.section("## Updates in few bits: where training ends").rows("method")
-    assert {name for name, *_ in shown} == set(trained)
-    for name, loss, spread, mean, seeds, sent in shown:
-        row = trained[name]
+    trained = {(row["optimizer"], row["method"]): row for row in rows_of("updates_convergence.csv")}
+    section = perf.section("## Updates in few bits: where training ends")
+    shown = [("AdamW", *cells) for cells in section.rows("method")]
+    shown += [("Muon", *cells) for cells in section.rows("with Muon")]
+    assert {(optimizer, name) for optimizer, name, *_ in shown} == set(trained)
+    for optimizer, name, loss, spread, mean, seeds, sent in shown:
+        row = trained[optimizer, name]
         differences = [row["relative_difference"], *row["relative_difference_by_seed"].split()]
         assert [mean, *seeds.split(", ")] == [f"{100 * float(one):+.2f}" for one in differences], name
         assert [loss, spread] == [f"{float(row[column]):.4f}" for column in ("final_loss", "seed_spread")], name

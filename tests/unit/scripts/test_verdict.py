@@ -18,7 +18,7 @@ from tests.perf.lib import cluster_rows, overlap_rows, verdict
 
 PERF = ROOT / "tests" / "perf"
 
-SETTING = "2x2-large-4"
+SETTING, MUON = "2x2-large-4", "2x2-large-4-muon"
 
 
 def row(method: str, seconds: float, predicted: float = 0.0, memory: float = 1.0, mbit: float | None = 100) -> object:
@@ -55,6 +55,11 @@ def test_what_did_not_train_the_same_is_named() -> None:
     ):
         (found,) = verdict.problems([bad])
         assert re.search(message, found)
+    # With Muon whole parameters may move less than all matrices have, and never more; sharded ones move all of it.
+    fewer = replace(good, setting=MUON, link_bytes=90.0)
+    assert verdict.problems([fewer]) == []
+    for bad in (replace(fewer, method="IIG"), replace(fewer, link_bytes=108.0), replace(fewer, difference=2e-4)):
+        assert len(verdict.problems([bad])) == 1
     # LoCo changes weights, and gloo's own collectives send more: both are known.
     rough = [replace(good, method="NIG" + form, difference=0.1) for form in (verdict.LOCO, verdict.BOTH)]
     assert verdict.problems([*rough, replace(good, method="NIG" + verdict.NATIVE, link_bytes=150.0)]) == []
@@ -66,6 +71,8 @@ def test_what_is_promised_is_looked_at_where_it_is() -> None:
         "NIG + LoCo + updates 3.30 times as fast as NIG (at least 3)",
         "MISSED: NIG + LoCo + updates 29.00 times as fast as ZeRO-3 (at least 30)",
     ]
+    muon = [replace(one, setting=MUON) for one in (row("IIG", 5.0, 1.0), row("ZeRO-3", 31.0))]
+    assert verdict.promised(muon) == ["IIG 6.20 times as fast as ZeRO-3 (at least 6)"]
     assert verdict.promised([replace(one, mbit=500) for one in rows]) == verdict.promised(rows[1:]) == []
 
 
