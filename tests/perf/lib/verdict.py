@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from deepspeed_ext.planner.choice import best
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib.cluster_rows import BOTH, LOCO, MUON, NATIVE, SETTINGS, MethodRow
+from tests.perf.lib.cluster_rows import BOTH, LOCO, NATIVE, SETTINGS, MethodRow
 
 BYTES_BOUND = 0.05
 PARITY_BOUND = 1e-4  # of the largest weight
@@ -64,9 +64,7 @@ def problems(rows: Sequence[MethodRow]) -> list[str]:
             )
         if row.formula_bytes and NATIVE not in row.method:
             error = row.bytes_between / row.formula_bytes - 1
-            # Where parameters are whole, shards are long: Muon's matrices are in few of them, or one, and move less.
-            less = SETTINGS[row.setting].optimizer == MUON and row.method.startswith("N")
-            if abs(error) > BYTES_BOUND and not (less and error < 0):
+            if abs(error) > BYTES_BOUND:
                 found.append(f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula")
     return found
 
