@@ -124,7 +124,7 @@ def methods_of(setting: Setting) -> list[str]:
     if setting.optimizer != MUON:
         return all_methods()
     few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
-    return ["ZeRO-1", "ZeRO-2", "ZeRO-3", *STRATEGIES, *few_bits]
+    return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
 
 def parse_arguments() -> argparse.Namespace:
