@@ -25,11 +25,13 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.redistribution import Redistribution
 from deepspeed_ext.zero.flat_gradients import FlatGradients
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, Touched, of_partition, unscaled, with_momentum
+from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.regroup import sharded_otherwise
 from deepspeed_ext.zero.stage12_stripes import StripedPartitions
 from deepspeed_ext.zero.updates import Updates
@@ -47,7 +49,7 @@ class Stage12States(StripedPartitions):
         """Return DeepSpeed's, in ZeRO's order. Collective over the ranks that share the optimizer's states, if flat
         buffers have stripes; what is exchanged is on the host then."""
         with self._in_zeros_order():
-            return dict(super().state_dict())
+            return {**super().state_dict(), MOMENTUM_SCALE: 1.0}
 
     @contextmanager
     def _in_zeros_order(self) -> Iterator[None]:
@@ -89,19 +91,27 @@ class Stage12States(StripedPartitions):
 
     def _zeros_mappings(self) -> list[Any]:
         """Return the parent's map of parameters to places in the partition, in ZeRO's order."""
-        if not self._striped:
-            return list(self._param_slice_mappings)
-        rank, found = dist.get_rank(group=self.dp_process_group), list(self._param_slice_mappings)
+        found = list(self._param_slice_mappings)
         for group in self._striped:
-            chunk = self.zeros_layouts[group].chunk
-            found[group] = OrderedDict()
-            offsets = zip(self.round_robin_bit16_groups[group], self.round_robin_bit16_offsets[group], strict=True)
-            for param, offset in offsets:
-                start, end = max(offset, rank * chunk), min(offset + param.numel(), (rank + 1) * chunk)
-                if start < end:
-                    address = fragment_address(start=start - rank * chunk, numel=end - start)
-                    found[group][self.param_names[param]] = address
+            found[group] = OrderedDict(
+                (self.param_names[param], fragment_address(start=one.column, numel=one.numel))
+                for param, one in self._zeros_touched(group)
+            )
         return found
+
+    def _zeros_chunk(self, group: int) -> int:
+        """Return the elements of this rank's partition, in ZeRO's order."""
+        return self.zeros_layouts[group].chunk if self.is_striped(group) else int(self.partition_size[group])
+
+    def _zeros_touched(self, group: int) -> Iterator[tuple[nn.Parameter, Touched]]:
+        """Yield the parameters of which this rank's partition has elements, in ZeRO's order."""
+        chunk = self._zeros_chunk(group)
+        begin = dist.get_rank(group=self.dp_process_group) * chunk
+        offsets = zip(self.round_robin_bit16_groups[group], self.round_robin_bit16_offsets[group], strict=True)
+        for param, offset in offsets:
+            start, end = max(offset, begin), min(offset + param.numel(), begin + chunk)
+            if start < end:
+                yield param, Touched(param.numel(), start - offset, end - start, start - begin)
 
     def _from_zeros_order(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's state dict with partitions of this optimizer's layout. Collective as ``state_dict``."""
@@ -129,6 +139,41 @@ class Stage12States(StripedPartitions):
             GROUP_PADDINGS: paddings,
             BASE_OPTIMIZER_STATE: moved if moved is not None else {**base, "state": states},
         }
+
+    def _with_own_momentum(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's state dict with the momentum of its partition, in ZeRO's order; see
+        Note [Momentum of DeepSpeed's stages]. Collective over the ranks that share the optimizer's states.
+
+        Raises:
+            ValueError: on all of them, if it is that of other elements.
+        """
+        base = state[BASE_OPTIMIZER_STATE]
+        groups = [number for number, group in enumerate(self.optimizer.param_groups) if group.get("use_muon", False)]
+        if not groups or not isinstance(base, dict):
+            return dict(state)
+        numbers = [base["param_groups"][group]["params"][0] for group in groups]
+        saved = [base["state"].get(number, {}).get(MOMENTUM) for number in numbers]
+        touched = [[one for _, one in self._zeros_touched(group)] for group in groups]
+        chunks = [self._zeros_chunk(group) for group in groups]
+        lengths = [chunk if one is None else one.numel() for one, chunk in zip(saved, chunks, strict=True)]
+        # On some ranks both may be as long, and DeepSpeed has none where a rank has nothing of a parameter group.
+        others = [length != chunk for length, chunk in zip(lengths, chunks, strict=True)]
+        wrong = [
+            other and length != sum(one.whole for one in parts)
+            for other, length, parts in zip(others, lengths, touched, strict=True)
+        ]
+        alike = largest(
+            torch.tensor([[one is not None for one in saved], others, wrong]).float(), self.dp_process_group
+        ).bool()
+        if alike[2].any():
+            raise sharded_otherwise(f"for Muon's momentum of {lengths} elements", f"are for {chunks} elements")
+        momenta = {}
+        for place, (held, whole) in enumerate(alike[:2].T.tolist()):
+            if held:
+                one = saved[place] if saved[place] is not None else torch.zeros(lengths[place])
+                one = unscaled(state, one, offloaded=not whole and one.dtype == torch.float32)
+                momenta[numbers[place]] = of_partition(one, touched[place], chunks[place]) if whole else one
+        return {**state, BASE_OPTIMIZER_STATE: {**base, "state": with_momentum(base["state"], momenta)}}
 
     # Loading ########################################################################################
 
@@ -171,11 +216,14 @@ class Stage12States(StripedPartitions):
             self.check_states(states[rank])
         except ValueError as error:
             problem = error
-        if self._striped:  # shards are exchanged: nobody may be left alone
+        together = bool(self._striped) or uses_muon(self.optimizer)
+        if together:  # what follows is collective: nobody may be left alone
             failed = bool(largest(torch.tensor([float(problem is not None)]), self.dp_process_group).item())
             problem = problem or (sharded_otherwise("otherwise on another rank", "are not") if failed else None)
         if problem is not None:
             raise problem
+        if load_optimizer_states:
+            states[rank] = self._with_own_momentum(states[rank])
         if self._striped and (load_optimizer_states or load_from_fp32_weights):
             states[rank] = self._from_zeros_order(states[rank])
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)

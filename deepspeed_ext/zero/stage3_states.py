@@ -3,12 +3,12 @@
 """States of a stage-3 optimizer of ours that leave it: into checkpoints, to the host and to the user, and back."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.constants import PARTITION_COUNT, ZERO_STAGE
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer, get_norm_dtype
 from torch import Tensor, nn
@@ -17,12 +17,15 @@ from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.flat_shards import FlatShard, Member
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, saved_scale, unscaled, with_momentum
+from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.regroup import check_groups, regroup, sharded_otherwise
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
+_OF_OPTIMIZER = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
 
 
 class Stage3States(ParoOptimizer):
@@ -136,8 +139,22 @@ class Stage3States(ParoOptimizer):
         if not kwargs.get("checkpoint_folder"):
             rank = dist.get_rank(group=self.dp_process_group)
             self.check_states(state_dict_list[rank])
-            state_dict_list[rank] = regroup(state_dict_list[rank], self._sub_group_numels())
+            state = regroup(state_dict_list[rank], self._sub_group_numels())
+            state_dict_list[rank] = self._with_own_momentum(state)
         super().load_state_dict(state_dict_list, *args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return DeepSpeed's, with momentum as its stage 3 has it; see Note [Momentum of DeepSpeed's stages]."""
+        scale = 1.0 if self.updates_on_host else saved_scale(float(self.loss_scale))
+        saved = {**super().state_dict(), MOMENTUM_SCALE: scale}
+        return saved if scale == 1 else _with_momentum_of(saved, lambda momentum: (momentum * scale).cpu())
+
+    def _with_own_momentum(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's state dict with momentum as this optimizer has it.
+
+        DeepSpeed does not save whether it has offloaded the optimizer: it is taken to have done as this run does.
+        """
+        return _with_momentum_of(state, lambda momentum: unscaled(state, momentum, self.updates_on_host))
 
     def _sub_group_numels(self) -> list[list[int]]:
         """Return for each parameter group the elements of this rank's sub-groups."""
@@ -224,7 +241,8 @@ class Stage3States(ParoOptimizer):
         self.parameters.drain()
         self._finish_buckets()
         wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
-        super().offload_states(wanted - _HELD_BY_US, device, pin_memory, **kwargs)
+        held = _HELD_BY_US | (_OF_OPTIMIZER if uses_muon(self.optimizer) else set())
+        super().offload_states(wanted - held, device, pin_memory, **kwargs)
 
         def move(tensor: Tensor) -> Tensor:
             moved = tensor.to(device.value)
@@ -237,7 +255,8 @@ class Stage3States(ParoOptimizer):
         if OffloadStateTypeEnum.lp_grads in wanted:
             self._place_gradients(move(self.gradients.held))
             self.averaged_gradients = {}
-        self.offloaded_states |= wanted & _HELD_BY_US
+        self._move_optimizer(wanted & held, move)
+        self.offloaded_states |= wanted & held
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Bring back what ``offload_states`` has moved."""
@@ -249,7 +268,21 @@ class Stage3States(ParoOptimizer):
             self._place_gradients(self.gradients.held.to(device))
             self._show_gradients()
         self.offloaded_states -= _HELD_BY_US
+        if uses_muon(self.optimizer):  # DeepSpeed moves no others
+            self._move_optimizer(self.offloaded_states, lambda tensor: tensor.to(device))
+            self.offloaded_states -= _OF_OPTIMIZER
         super().reload_states(*args, **kwargs)
+
+    def _move_optimizer(self, wanted: Container[OffloadStateTypeEnum], move: Callable[[Tensor], Tensor]) -> None:
+        """Move weights and states of the optimizer, where DeepSpeed's stage 3 knows only those of its FusedAdam."""
+        if OffloadStateTypeEnum.hp_params in wanted:
+            for weights in self.fp32_partitioned_groups_flat:
+                weights.data = move(weights.data)
+        if OffloadStateTypeEnum.optim_states in wanted:
+            for states in self.optimizer.state.values():
+                # Step counts stay on the host, where they are read.
+                held = {key: one for key, one in states.items() if isinstance(one, Tensor) and one.dim()}
+                states.update({key: move(one) for key, one in held.items()})
 
     def _hold_parameters(self, buffer: Tensor) -> None:
         self.lp_param_buffer = buffer
@@ -275,3 +308,16 @@ class Stage3States(ParoOptimizer):
                 f"{self.strategy.name} (g = {self.strategy.g.name}, os = {self.strategy.os.name}) they are not summed "
                 f"over all ranks before it."
             )
+
+
+def _with_momentum_of(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return a rank's state dict with momentum that ``change`` returns for that of each sub-group."""
+    optimizer = state[OPTIMIZER_STATE_DICT]
+    muon = [group["params"] for group in optimizer["param_groups"] if group.get("use_muon", False)]
+    momenta = {
+        number: change(optimizer["state"][number][MOMENTUM])
+        for numbers in muon
+        for number in numbers
+        if MOMENTUM in optimizer["state"].get(number, {})
+    }
+    return {**state, OPTIMIZER_STATE_DICT: {**optimizer, "state": with_momentum(optimizer["state"], momenta)}}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tests.harness import training
 
 MOMENTS = {"Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
+MUON = {True: MOMENTS["SGD"], False: MOMENTS["Adam"]}  # whether it takes a parameter
 
 SHARD = "zero_pp_rank_1_mp_rank_00_optim_states.pt"  # the file of a tag that rank 1 writes, whatever the strategy
 
@@ -39,12 +40,12 @@ class Buffered(training.Network):
         return super().forward(x, skipped)
 
 
-def job_of(dtype: str = "fp32", zero: dict[str, Any] | None = None, **more: Any) -> Any:
+def job_of(dtype: str = "fp32", zero: dict[str, Any] | None = None, optimizer: str = "Adam", **more: Any) -> Any:
     """Two parameter groups, a frozen layer, a buffer, a scheduler; a loss scale that has changed."""
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 10}}
     return training.Job(
         dtype=dtype,
-        optimizer="Adam",
+        optimizer=optimizer,
         groups=2,
         frozen=(1,),
         overflow=[(1, 1)] if dtype == "fp16" else [],
@@ -98,7 +99,7 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
     for name, parameter in parameters.items():
         if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
             seen[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
-            for moment in MOMENTS[job.optimizer]:
+            for moment in MUON[parameter.use_muon] if job.optimizer == "Muon" else MOMENTS[job.optimizer]:
                 seen[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
         seen.update({f"{name} model": parameter.detach().clone() for name, parameter in parameters.items()})

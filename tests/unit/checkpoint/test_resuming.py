@@ -12,6 +12,7 @@ from tests.harness.snapshots import error_of, job_of
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
 
 
@@ -25,14 +26,34 @@ def test_a_resumed_run_is_the_uninterrupted_one(
             assert (loaded, resumed, exported) == ({}, {}, 0.0), (name, loaded, resumed, exported)
 
 
-def resume_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[tuple[str, Any, Any, float]]:
+@pytest.mark.parametrize(
+    "dtype, names, zero",
+    [
+        ("fp32", ("NNN", "NII", "NIG", "III", "IIG", "GNG"), {}),
+        ("bf16", ("NII", "IIG"), {}),
+        ("fp16", ("NIG", "III"), {}),
+        ("fp16", ("NII", "GNG"), OFFLOAD),
+    ],
+    ids=["fp32", "bf16", "fp16", "fp16, offload"],
+)
+def test_a_resumed_run_of_muon_is_the_uninterrupted_one(
+    ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
+) -> None:
+    for rows in ranks(4).run(resume_case, str(tmp_path), dtype, names, zero, "Muon"):
+        for name, *found in rows:
+            assert found == [{}, {}, 0.0], (name, found)
+
+
+def resume_case(
+    folder: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any] | None = None, optimizer: str = "Adam"
+) -> list[tuple[str, Any, Any, float]]:
     """What differs after a load and after going on; and how far zero_to_fp32's weights are from the optimizer's."""
     from deepspeed import comm as dist
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     from tests.harness import snapshots, training
 
-    job = job_of(dtype)
+    job = job_of(dtype, zero, optimizer)
     rows = []
     for name in names:
         engine, model = training.make_engine(job, placed(name))
