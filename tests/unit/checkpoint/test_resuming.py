@@ -162,28 +162,31 @@ ALIKE = [
     ("3", 2, "III", 4),
     ("2", 2, "NII", 4),
 ]
+MUON = [("III", 4, "INI", 6), ("GNG", 4, "IIG", 4), ("NII", 4, "NNI", 6)]
+ROWS = [*(("Adam", *row) for row in ALIKE), *(("Muon", *row) for row in MUON)]
 
 
-@pytest.mark.parametrize("saved, ranks_before, loaded, ranks_after", ALIKE)
+@pytest.mark.parametrize("optimizer, saved, ranks_before, loaded, ranks_after", ROWS)
 def test_states_that_are_cut_alike_load_without_conversion(
-    ranks: Any, tmp_path: Path, saved: str, ranks_before: int, loaded: str, ranks_after: int
+    ranks: Any, tmp_path: Path, optimizer: str, saved: str, ranks_before: int, loaded: str, ranks_after: int
 ) -> None:
-    ranks(ranks_before).run(save_case, str(tmp_path), saved)
-    for found in ranks(ranks_after).run(alike_case, str(tmp_path), loaded):
+    ranks(ranks_before).run(save_case, str(tmp_path), saved, optimizer)
+    for found in ranks(ranks_after).run(alike_case, str(tmp_path), loaded, optimizer):
         # Samples of a step go by the number of ranks.
         assert found.keys() <= ({"counters"} if ranks_before != ranks_after else set()), found
 
 
-def save_case(folder: str, name: str) -> None:
+def save_case(folder: str, name: str, optimizer: str) -> None:
     """Train, save, and keep what was saved beside it."""
     import torch
     from deepspeed import comm as dist
 
     from tests.harness import snapshots, training
 
-    job = job_of(zero=ONE_SUB_GROUP)
+    job = job_of(zero=ONE_SUB_GROUP, optimizer=optimizer)
     engine, model = training.make_engine(job, placed(name))
-    assert len(getattr(engine.optimizer, "fp16_groups", ())) in (0, 2)  # one for each parameter group
+    groups = len(engine.optimizer.param_groups)
+    assert len(getattr(engine.optimizer, "fp16_groups", ())) in (0, groups)  # one for each parameter group
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
@@ -193,13 +196,13 @@ def save_case(folder: str, name: str) -> None:
     engine.destroy()
 
 
-def alike_case(folder: str, name: str) -> dict[str, float]:
+def alike_case(folder: str, name: str, optimizer: str) -> dict[str, float]:
     """Load with another strategy, and other sub-groups; what differs from what was saved."""
     import torch
 
     from tests.harness import snapshots, training
 
-    job = job_of(zero={"sub_group_size": 40})
+    job = job_of(zero={"sub_group_size": 40}, optimizer=optimizer)
     engine, model = training.make_engine(job, placed(name))
     assert name not in PARTITIONED or len(engine.optimizer.fp16_groups) > 2
     engine.load_checkpoint(folder)

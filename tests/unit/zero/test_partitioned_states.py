@@ -7,27 +7,35 @@ from typing import Any
 
 import pytest
 
-from tests.harness.training import PARTITIONED, SEVERAL_BUCKETS
+from tests.harness.training import PARTITIONED, SEVERAL_BUCKETS, placed
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_states_may_be_offloaded_between_micro_steps(ranks: Any, dtype: str) -> None:
-    for rows in ranks(4).run(offload_states_case, dtype):
-        assert rows == [(name, 0.0, True) for name in PARTITIONED]
+@pytest.mark.parametrize(
+    "dtype, optimizer, names", [("fp32", "SGD", PARTITIONED), ("bf16", "SGD", PARTITIONED), ("bf16", "Muon", ("IIG",))]
+)
+def test_states_may_be_offloaded_between_micro_steps(
+    ranks: Any, dtype: str, optimizer: str, names: tuple[str, ...]
+) -> None:
+    for rows in ranks(4).run(offload_states_case, dtype, optimizer, names):
+        assert rows == [(name, 0.0, True) for name in names]
 
 
-def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
+def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> list[tuple[str, float, bool]]:
     """Difference that offloading and reloading after each backward makes, and whether other memory was used."""
+    from unittest import mock
+
     import torch
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
     from tests.harness import training
 
-    states = [State.lp_params, State.lp_grads, State.contiguous_grad_buffer]  # the others need DeepSpeed's FusedAdam
+    # The others need DeepSpeed's FusedAdam, or Muon.
+    states = None if optimizer == "Muon" else [State.lp_params, State.lp_grads, State.contiguous_grad_buffer]
+    details = {"accumulation": 2, "steps": 2, "dtype": dtype, "frozen": (1,), "empty": False, "optimizer": optimizer}
     rows = []
-    for name in PARTITIONED:
-        zero = {"paro_strategy": name, "paro_group_size": 2}
-        job = training.Job(accumulation=2, steps=2, dtype=dtype, frozen=(1,), zero={**SEVERAL_BUCKETS, **zero})
+    for name in names:
+        job = training.Job(zero={**SEVERAL_BUCKETS, **placed(name)}, **details)
         weights, moved = [], True
         for offload in (False, True):
             engine, model = training.make_engine(job, {})
@@ -38,7 +46,11 @@ def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
                     optimizer = engine.optimizer
                     # All is host memory here; so see that nothing is left in the memory it was in.
                     before = [optimizer.lp_param_buffer.clone(), optimizer.gradients.held.clone()]
-                    engine.offload_states(states, pin_memory=False)
+                    old = of_optimizer(optimizer) if states is None else []
+                    with mock.patch.object(get_accelerator(), "pin_memory", torch.clone):
+                        engine.offload_states(states, pin_memory=states is None)
+                    for one in old:  # not what has been offloaded
+                        one.fill_(torch.nan)
                     optimizer.lp_param_buffer, held = optimizer.lp_param_buffer.clone(), optimizer.lp_param_buffer
                     engine.reload_states()
                     held.fill_(torch.nan)
@@ -49,6 +61,12 @@ def offload_states_case(dtype: str) -> list[tuple[str, float, bool]]:
             engine.destroy()
         rows.append((name, (weights[0] - weights[1]).abs().max().item(), moved))
     return rows
+
+
+def of_optimizer(optimizer: Any) -> list[Any]:
+    """Return the tensors in which weights and states are that the optimizer steps with, but for step counts."""
+    states = [one for state in optimizer.optimizer.state.values() for one in state.values()]
+    return [*(one.data for one in optimizer.fp32_partitioned_groups_flat), *(one for one in states if one.dim())]
 
 
 @pytest.mark.quick
