@@ -120,10 +120,14 @@ class Muon:
         for shard in self._shards:
             self._advance(shard)
         factors = {shard.number: self._of.take_update(shard.number) for shard in self._shards}
-        for one in self._rounds or ():
-            self._schedule.submit(self._exchange(one), partial(self._take, one, factors))
         if self._shards:
-            self._schedule.drain()
+            try:
+                for one in self._rounds or ():
+                    self._schedule.submit(self._exchange(one), partial(self._take, one, factors))
+                self._schedule.drain()
+            except BaseException:
+                self._schedule.drop()  # or another step would go on with them
+                raise
             self._of.updates_taken([member.param for shard in self._shards for member in shard.members])
 
     def finish_step(self, applied: bool) -> None:
