@@ -88,6 +88,9 @@ RELIED_ON: tuple[Patch, ...] = (
             ("finalize_gradient_accumulation_boundary", "end an unmanaged accumulation", "(self)"),
             ("scaled_global_norm", "have replicas of the optimizer agree on the norm", "(self, norm_type=2)"),
             ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
+            ("_apply_muon_updates_cpu_offload", "orthogonalize what owners have", "(self)"),
+            ("_commit_muon_momentum", "orthogonalize what owners have", "(self)"),
+            ("_muon_update_lacks_loss_scale", "scale Muon's updates as gradients", "(self, group_index)"),
             (
                 "_load_legacy_checkpoint",
                 "refuse a checkpoint that is sharded otherwise",
@@ -190,6 +193,9 @@ RELIED_ON: tuple[Patch, ...] = (
             ("reload_states", "move parameters and gradients as we hold them", "(self, non_blocking=False)"),
             ("_get_norm_groups", "have replicas of the optimizer agree on the norm", "(self)"),
             ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
+            ("_apply_muon_to_accumulated_grads", "orthogonalize what owners have", "(self)"),
+            ("_muon_update_lacks_loss_scale", "scale Muon's updates as gradients", "(self, sub_group_id)"),
+            ("_create_momentum_buffer", "leave Muon's momentum to us", "(self, num_elements, i, ds_id)"),
             (
                 "load_state_dict",
                 "refuse a checkpoint that is sharded otherwise",

@@ -89,8 +89,8 @@ class _Round(NamedTuple):
 
 
 def uses_muon(optimizer: Any) -> bool:
-    """Whether an optimizer has parameter groups for Muon."""
-    return any(group.get("use_muon", False) for group in optimizer.param_groups)
+    """Whether an optimizer is DeepSpeed's Muon, as DeepSpeed tells it; it may have no parameter group for Muon."""
+    return "muon" in type(optimizer).__name__.lower()  # others of that name are refused
 
 
 class Muon:
@@ -247,8 +247,8 @@ class Muon:
 
     def _plan(self) -> None:
         """Decide on owners and rounds: from what all ranks know alike."""
-        groups = self._of.optimizer.param_groups
-        self._shards = [shard for shard in self._of.flat_shards() if groups[shard.group].get("use_muon", False)]
+        if uses_muon(self._of.optimizer):
+            self._shards = [one for one in self._of.flat_shards() if self._group(one).get("use_muon", False)]
         self._rounds = []
         if not self._shards:
             return

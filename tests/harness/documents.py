@@ -85,7 +85,9 @@ def sections_in(one: Page) -> list[dict[str, Any]]:
     for quoted in re.findall(r"`(\"\w+\": [^`]*)`", one.prose()):
         key = quoted.split('"')[1]
         written = json.loads(f"{{{quoted}}}")
-        found.append(written if key in ("checkpoint", "zero_optimization") else {"zero_optimization": written})
+        found.append(
+            written if key in ("checkpoint", "optimizer", "zero_optimization") else {"zero_optimization": written}
+        )
     return found
 
 

@@ -127,7 +127,6 @@ def initialize(zero: dict[str, Any], extra: dict[str, Any] | None = None, how: s
 UPDATES: dict[str, Any] = {"paro_quantized_updates": {}}
 WITHOUT_LOSS: dict[str, Any] = {"paro_quantized_updates": {"bits": "exact"}}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 
 
 def cannot(key: str, strategy: str) -> str:
@@ -153,7 +152,7 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (in_zero("reduce_scatter"), {"zero_quantized_gradients": True, "reduce_scatter": False}, {}),
         (in_zero("elastic_checkpoint"), {"elastic_checkpoint": True}, {}),
         ("compile.deepcompile", {}, {"compile": {"deepcompile": True}}),
-        ("optimizer.type", {}, MUON),
+        (in_zero("save_muon_momentum_buffer_in_memory"), {"save_muon_momentum_buffer_in_memory": True}, {}),
         ("expert_parallel", {}, {"expert_parallel": {"enabled": True}}),
     )
 ] + [

@@ -62,14 +62,18 @@ def contradiction_case() -> str:
 
 
 def test_an_unsupported_optimizer_at_a_plain_stage_gets_advice_that_works(ranks: Any) -> None:
-    for message in ranks(4).run(muon_case, 2):
-        assert message.endswith("needs whole gradients where its state is. Set zero_optimization.stage to 1."), message
-    assert ranks(4).run(muon_case, 1) == [""] * 4
+    for message in ranks(4).run(muon_case, "NorMuon"):
+        assert "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's" in message, message
+    assert ranks(4).run(muon_case, "DeepSpeed's") == [""] * 4
+    for message in ranks(4).run(experts_case, 2):
+        assert message.endswith("are not data-parallel. Set zero_optimization.stage to 1."), message
+    assert ranks(4).run(experts_case, 1) == [""] * 4
 
 
-def muon_case(stage: int) -> str:
-    """The error of a pipeline at a plain stage with Muon, which only the optimizer object tells; empty if none."""
+def muon_case(kind: str) -> str:
+    """The error of a pipeline at stage 2 with a Muon, which only the optimizer object tells; empty if none."""
     import deepspeed
+    import torch
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -78,11 +82,32 @@ def muon_case(stage: int) -> str:
 
     pipe = pipelines.Pipe(tied=False)
     module = PipelineModule(pipelines.layers_of(pipe), num_stages=pipe.stages, loss_fn=pipelines.loss_of)
-    config = pipelines.configuration(pipe, {"stage": stage})
+    config = pipelines.configuration(pipe, {"stage": 2})
     del config["optimizer"]
     matrices = [param for param in module.parameters() if param.dim() > 1]
-    optimizer = MuonWithAuxAdam([{"params": matrices, "use_muon": True}])
+    optimizer: Any = MuonWithAuxAdam([{"params": matrices, "use_muon": True}])
+    if kind != "DeepSpeed's":
+        optimizer = type(kind, (torch.optim.SGD,), {})(matrices, lr=0.1)
     return error_of(deepspeed.initialize, model=module, optimizer=optimizer, config=config)
+
+
+def experts_case(stage: int) -> str:
+    """The error of a pipeline at a plain stage with MoE layers, which only the model tells; empty if none."""
+    import deepspeed
+    import torch
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from deepspeed.pipe import LayerSpec, PipelineModule
+
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
+
+    layers = [LayerSpec(MoE, 4, torch.nn.Linear(4, 4), num_experts=2) for _ in range(2)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=pipelines.loss_of)
+    groups = split_params_into_different_moe_groups_for_optimizer({"params": [*module.parameters()], "name": "all"})
+    config = pipelines.configuration(pipelines.Pipe(), {"stage": stage})
+    del config["optimizer"]
+    return error_of(deepspeed.initialize, model=module, optimizer=torch.optim.Adam(groups), config=config)
 
 
 def test_differences_of_tied_weights_are_refused_on_all_ranks(ranks: Any) -> None:

@@ -118,49 +118,56 @@ def test_locos_line_says_where_nothing_is_compressed(ranks: Any, kernels: bool, 
     assert ("nothing crosses between groups that could be compressed" in warnings[0]) == (group == 4)
 
 
-UNSUPPORTED = {
-    "moe": "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
-    "muon": "MuonWithAuxAdam needs whole gradients where its state is",
-}
-
-
+MOE = "the model has DeepSpeed MoE layers, whose experts are not data-parallel"
 NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
 
 
 @pytest.mark.parametrize(
-    "what, zero, remove, stage, why",
+    "zero, remove, stage, why",
     [
-        ("moe", NIG, "paro_strategy and paro_group_size", 2, ""),
+        (NIG, "paro_strategy and paro_group_size", 2, ""),
         (
-            "moe",
-            IIG,
-            "paro_strategy and paro_group_size",
+            {**IIG, "stage3_leaf_bytes": 99},
+            "paro_strategy and paro_group_size and stage3_leaf_bytes",
             1,
             " or 2: DeepSpeed's stage 3 does not support them, either",
         ),
-        ("moe", {"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param", 2, ""),
-        ("muon", NIG, "paro_strategy and paro_group_size", 2, ""),
-        (
-            "muon",
-            {**IIG, "stage3_leaf_bytes": 99, "reduce_scatter": False},
-            "paro_strategy and paro_group_size and stage3_leaf_bytes",
-            3,
-            "",
-        ),
+        ({"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param", 2, ""),
     ],
 )
-def test_models_and_optimizers_that_no_strategy_supports(
-    ranks: Any, what: str, zero: dict[str, Any], remove: str, stage: int, why: str
-) -> None:
+def test_models_that_no_strategy_supports(ranks: Any, zero: dict[str, Any], remove: str, stage: int, why: str) -> None:
     name = zero.get("paro_strategy", "NGG")
-    for error in ranks(4).run_expect_error(unsupported_case, what, zero):
+    for error in ranks(4).run_expect_error(unsupported_case, "moe", zero):
         assert error.type == "ValueError", error
         assert error.message == (
-            f"zero_optimization.paro_strategy {name} is not supported here: {UNSUPPORTED[what]}. "
+            f"zero_optimization.paro_strategy {name} is not supported here: {MOE}. "
             f"Remove {remove}, and set zero_optimization.stage to {stage}{why}."
         )
     left = {key: value for key, value in zero.items() if key not in remove.split(" and ")}
-    ranks(4).run(unsupported_case, what, {**left, "stage": stage})  # what is advised works
+    ranks(4).run(unsupported_case, "moe", {**left, "stage": stage})  # what is advised works
+
+
+def test_a_muon_that_no_strategy_supports_gets_advice_that_works(ranks: Any) -> None:
+    deepspeeds = "MuonWithAuxAdam of deepspeed.runtime.zero.muon.muon_optimizer"
+    for what, zero, why in (
+        (
+            "NorMuon",
+            NIG,
+            "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's: set optimizer.type to Muon, or "
+            f"pass {deepspeeds} to deepspeed.initialize.",
+        ),
+        (
+            "a bias",
+            IIG,
+            "Muon orthogonalizes matrices, and a parameter group with use_muon true has the parameter bias of shape "
+            "(4,). Give it to a group with use_muon false.",
+        ),
+    ):
+        for error in ranks(4).run_expect_error(unsupported_case, what, zero):
+            assert error.type == "ValueError", error
+            place = f"zero_optimization.paro_strategy {zero['paro_strategy']} is not supported here: "
+            assert error.message == place + why
+    ranks(4).run(unsupported_case, "DeepSpeed's", IIG)
 
 
 @pytest.mark.parametrize("compiled", ["all of it", "a part"])
@@ -215,9 +222,11 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
         model = Expert()
     parameters: Any = list(model.parameters())
     groups = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
-    optimizer: Any = torch.optim.Adam(groups)
-    if what == "muon":
-        optimizer = MuonWithAuxAdam([{"params": parameters[:1], "use_muon": True}])
+    matrices = parameters if what == "a bias" else parameters[:1]
+    optimizer: Any = {
+        "moe": lambda: torch.optim.Adam(groups),
+        "NorMuon": lambda: type(what, (torch.optim.SGD,), {})(parameters, lr=0.1),
+    }.get(what, lambda: MuonWithAuxAdam([{"params": matrices, "use_muon": True}]))()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero,
