@@ -106,6 +106,14 @@ OPTIONS = {
     ),
     "in few bits, offload": Options(("NIG", "NII", "ING", "IIG"), {**_FEW_BITS, **_OFFLOAD}, _ADAM, gathering=False),
     "without loss": Options(("NIG", "NGG", "ING", "IIG"), {**_OVERLAP, **_EXACT}, _BF16, gathering=False),
+    "Muon": Options(ALL, _OVERLAP, replace(_BF16, optimizer="Muon")),
+    "Muon, in few bits": Options(
+        ("NIG", "IIG"),
+        {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}},
+        replace(_JOB, optimizer="Muon"),
+        gathering=False,
+    ),
+    "Muon, offload": Options(("NIG", "NNI", "III", "IGG"), {**_OVERLAP, **_OFFLOAD}, replace(_ADAM, optimizer="Muon")),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
@@ -252,10 +260,13 @@ def gather_by_hand(order: Order, name: str) -> float:
 @contextlib.contextmanager
 def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     """Have the host do in this context what it does with an offloaded optimizer: clip and step, sum tied gradients,
-    and with p = I or G clear what has been accumulated, and convert what goes to the device in another dtype."""
+    and with p = I or G clear what has been accumulated, and convert what goes to the device in another dtype. Muon
+    reads and writes shards there, and copies that it waits for."""
     optimizer = engine.optimizer
     parts = [(optimizer.optimizer, "step"), (optimizer, "unscale_and_clip_grads"), (optimizer, "complete_gradients")]
     gradients = getattr(optimizer, "gradients", None)  # stock's have none
+    if gradients is not None:
+        parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
     if isinstance(gradients, PartitionedGradients) and gradients.held.device.type == "cpu" and gradients.rows == 1:
         parts += [(gradients, "_begin"), (gradients, "_clear_padding")]
     aligned_rows = reshard.aligned_rows
@@ -266,7 +277,14 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
                 window.sum()
         return aligned_rows(windows, *args)
 
+    def measured() -> None:
+        measure()
+        order.synchronize("stream", order.current.clock)  # as for copies to the device, of which the norms are taken
+
     with contextlib.ExitStack() as patches:
+        measure = getattr(optimizer, "_measure_host_shards", None)
+        if measure is not None and engine.optimizer_name() == "muon":
+            patches.enter_context(mock.patch.object(optimizer, "_measure_host_shards", measured))
         if (gradients, "_begin") in parts and engine.zero_cpu_offload():
             patches.enter_context(mock.patch.object(reshard, "aligned_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
