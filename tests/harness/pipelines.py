@@ -159,7 +159,9 @@ class Whole(nn.Module):
 def configuration(pipe: Pipe, zero: dict[str, Any]) -> dict[str, Any]:
     """The ds_config."""
     learning: dict[str, Any] = {"lr": 0.5, "momentum": 0.9}
-    if pipe.optimizer != "SGD":
+    if pipe.optimizer == "Muon":
+        learning = {"lr": 2e-2, "adam_lr": 1e-2, "eps": 1e-3, "torch_adam": True}
+    elif pipe.optimizer != "SGD":
         learning = {"lr": 1e-2, "eps": 1e-3, "torch_adam": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -192,6 +194,8 @@ def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any
     """The engine of a pipeline."""
     if pipe.dtype == "fp16":
         get_accelerator().is_fp16_supported = lambda: True
+    if pipe.optimizer == "Muon":
+        torch._dynamo.config.disable = True  # a compiler takes minutes for what runs for milliseconds here
     module = PipelineModule(
         layers_of(pipe),
         num_stages=pipe.stages if topology is None else None,

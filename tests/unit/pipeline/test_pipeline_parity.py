@@ -100,6 +100,14 @@ def test_optimizer_offload(ranks: Any) -> None:
     run(ranks, SOME, oracles=("torch",), optimizer="Adam", zero=zero, config=config)
 
 
+@BOTH
+def test_muon(ranks: Any, names: tuple[str, ...]) -> None:
+    # The table is tied, and Adam's; its iterations make more of what rounding leaves.
+    bounds = {"optimizer": "Muon", "bound": 1e-4, "norms": 1e-4}
+    run(ranks, names, oracles=("1",), **bounds)
+    run(ranks, SOME, oracles=("1",), tied=False, groups=2, clipping=0.0, frozen=(3,), **bounds)
+
+
 @pytest.mark.parametrize("config", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["bf16", "fp32"])
 def test_bf16_with_gradients_accumulated_in(ranks: Any, config: dict[str, Any]) -> None:
     # Within a few ulp of bf16, 4e-3 of a weight.

@@ -70,6 +70,36 @@ def test_parity_with_optimizer_offload(ranks: Any) -> None:
         run(ranks, muon(dtype=dtype, overflow=overflow, zero={**SMALL, **OFFLOAD}), SOME, **bounds)
 
 
+def test_gradients_and_updates_in_few_bits(ranks: Any, kernels: bool) -> None:
+    # Muon does not care how large a gradient is, so 4 bits of one turn its small directions; replicas stay equal.
+    loco, few = {"zeropp_loco_param": {}}, {"paro_quantized_updates": {}}
+    ahead = {"paro_overlap_updates": True}
+    variants = [
+        *(placed(name, **loco, **few) for name in ("NII", "III", "IIG")),
+        *(placed(name, **loco, **few, **ahead) for name in ("NNN", "NIG")),
+        placed("NIG", **ahead),
+        placed("GNG", **loco),
+    ]
+    rows = ranks(4).run(training.against, muon(steps=4, accumulation=2), variants, STOCK["2"])[0]
+    for row in rows:
+        assert row.replicas_equal and row.same_decisions and row.losses < 0.05, row
+    assert rows[-2].weights < BOUNDS["weights"]  # only later
+
+
+def test_under_zero_init_muon_has_its_matrices(ranks: Any) -> None:
+    for rows in ranks(4).run(zero_init_case):
+        check(rows, **BOUNDS)
+
+
+def zero_init_case() -> list[Difference]:
+    """How far models of deepspeed.zero.Init are from one that is whole."""
+    stock = training.train(muon(), STOCK["2"])
+    return [
+        training.difference(name, training.train(muon(zero_init="config"), placed(name)), stock, "Stage3Optimizer")
+        for name in ("III", "IIG", "GGG")
+    ]
+
+
 @BOTH
 def test_one_process_with_whole_matrices_does_the_same(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(6).run(whole_case, names):
