@@ -43,6 +43,7 @@ FOUND = {
     "zero/gradients.py:Gradients.drain:drain": ("NIG", "plain"),
     "zero/flat_gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
     "zero/flat_gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
+    "zero/muon.py:Muon.apply:drain": ("IIG", "Muon"),
     "zero/optimizer.py:ParoOptimizer._finish_buckets:drain": ("NIG", "plain"),
     "zero/parameters.py:PartitionedParameters._send:_wait_for_updates": ("IIG", "plain"),
     "zero/parameters.py:PartitionedParameters._all_gather:wait": ("GGG", "units"),
