@@ -2,18 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes between ranks, counted by the kernel at their sockets, against the formulas of the strategy table."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
 from tests.harness.training import PARTITIONED, REPLICATED
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
 LARGER = (512, 1023, 1024, 600)  # 2.2 million, for what is in 4 bits
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
+MATRICES, SIDE = 6, 300  # as many and as large, so that owners have as much to do
+SQUARES = (SIDE,) * (MATRICES + 1)
 LARGER_BUCKETS = {"reduce_bucket_size": 800_000, "allgather_bucket_size": 800_000}
 WIDTH = 4  # bytes of an element
 RELATIVE, ABSOLUTE = 0.01, 1000  # of what is due; bytes where nothing is (barriers, norms, ZeRO-3's compared records)
@@ -28,11 +31,22 @@ Row = tuple[str, list[Bytes]]  # strategy, each micro-step; the last one of an o
 
 
 def check(
-    rows: list[Row], cluster: GroupSizes, states: ModelStates, accumulation: int, sent: Compression = AS_IT_IS
+    rows: list[Row],
+    cluster: GroupSizes,
+    states: ModelStates,
+    accumulation: int,
+    sent: Compression = AS_IT_IS,
+    exchange: Callable[[Strategy], Volume] = lambda strategy: Volume(),
 ) -> None:
-    """Compare each micro-step with the formula, so that what is due once a step comes at the boundary, not before."""
+    """Compare each micro-step with the formula, so that what is due once a step comes at the boundary, not before.
+
+    Args:
+        rows: what was counted.
+        cluster, states, accumulation, sent: what the formula is of.
+        exchange: what a step moves besides.
+    """
     for name, counted in rows:
-        micro_step, rest = Volume(), Volume()
+        micro_step, rest = Volume(), exchange(STRATEGIES[name])
         for phase in STRATEGIES[name].phases(cluster, states):
             volume = sent.volume(phase, WIDTH, WIDTH)
             micro_step += volume * phase.each_micro_step
@@ -98,6 +112,43 @@ def test_gradients_and_updates_in_few_bits(
     )
     states = ModelStates.of(parameters, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
     check(rows, GroupSizes(world, 2), states, accumulation, sent)
+
+
+@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
+@pytest.mark.parametrize("world, group, accumulation", [(4, 2, 2), (6, 3, 1)])
+def test_muon_exchanges_parts_of_matrices_once_a_step(
+    ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
+) -> None:
+    # Of stripes of one matrix each, all ranks have a part.
+    zero = {**BUCKETS, "reduce_bucket_size": SIDE**2}
+    parameters, _, rows = ranks(world).run(muon_case, names, group, accumulation, zero)[0]
+    cluster, matrices = GroupSizes(world, group), MATRICES * SIDE**2 * WIDTH
+    between = 2 * (world - group) / world**2 * matrices  # 2 b M / k
+    for strategy in map(STRATEGIES.__getitem__, names):
+        assert strategy.exchange(cluster, matrices).inter == pytest.approx(
+            between if strategy.os == Placement.G else 0
+        )
+    states = ModelStates.of(parameters, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
+    check(rows, cluster, states, accumulation, exchange=lambda strategy: strategy.exchange(cluster, matrices))
+
+
+def test_of_partitions_without_stripes_only_matrices_at_their_borders_are_exchanged(ranks: Any) -> None:
+    # Of the four partitions two end within a matrix, and the other half is with the other rank of the group.
+    halves = Volume(2 * 2 * SIDE**2 / 2 * WIDTH / 4, 0)
+    zero = {**BUCKETS, "round_robin_gradients": True}
+    parameters, _, rows = ranks(4).run(muon_case, ("NII", "NIG", "NGG"), 2, 1, zero)[0]
+    states = ModelStates.of(parameters, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
+    check(rows, GroupSizes(4, 2), states, 1, exchange=lambda one: halves if one.os == Placement.G else Volume())
+
+
+def muon_case(
+    names: tuple[str, ...], group: int, accumulation: int, zero: dict[str, Any]
+) -> tuple[int, int, list[Row]]:
+    """The same as ``bytes_case`` with Muon, of which all but the iteration runs: that sends nothing, and is slow."""
+    from unittest import mock
+
+    with mock.patch("deepspeed.runtime.zero.muon.original_muon.muon_update", lambda matrix, *_, **__: matrix):
+        return bytes_case(names, group, accumulation, zero, sizes=SQUARES, optimizer="Muon")
 
 
 def test_a_skipped_step_sends_no_updates_and_puts_a_whole_one_off(ranks: Any, kernels: bool) -> None:
