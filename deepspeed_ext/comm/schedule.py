@@ -227,12 +227,20 @@ class Schedule:
         background: whether a thread takes them, on devices without. What a transfer reads must stay as it is then
             until it is complete.
         completed: whether a thread completes them there.
+        newest_first: whether, of those on the wire, later ones move on before earlier ones, where nothing else moves
+            them: if what they do between two hops takes long, the earlier ones travel meanwhile.
     """
 
     def __init__(
-        self, overlap: bool, relayed: bool = False, background: bool = False, completed: bool = False
+        self,
+        overlap: bool,
+        relayed: bool = False,
+        background: bool = False,
+        completed: bool = False,
+        newest_first: bool = False,
     ) -> None:
         self._overlap = overlap
+        self._newest_first = newest_first
         self._open: deque[Started] = deque()
         self._completed: deque[_Completed] = deque()  # what a thread may still be completing
         streams = not get_accelerator().is_synchronized_device()
@@ -330,6 +338,6 @@ class Schedule:
 
     def _advance(self, some: Iterable[Started]) -> None:
         """Move transfers on by one hop, in their order; what is complete is let go."""
-        for started in list(some):
+        for started in list(some)[:: -1 if self._newest_first else 1]:
             started.advance()
         self._open = deque(started for started in self._open if not started.is_complete)

@@ -195,7 +195,7 @@ RELIED_ON: tuple[Patch, ...] = (
             ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),
             ("_apply_muon_to_accumulated_grads", "orthogonalize what owners have", "(self)"),
             ("_muon_update_lacks_loss_scale", "scale Muon's updates as gradients", "(self, sub_group_id)"),
-            ("_create_momentum_buffer", "leave Muon's momentum to us", "(self, num_elements, i, ds_id)"),
+            ("_loss_scale_update_and_overflow_cleanup", "keep momentum, or drop it", "(self)"),
             (
                 "load_state_dict",
                 "refuse a checkpoint that is sharded otherwise",

@@ -122,9 +122,9 @@ class Prediction:
         loco: whether gradients cross between groups in few bits.
         updates: whether updated parameters do, or sums that come back.
         memory: bytes of model states.
-        transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, Muon's momentum
-            until the step is done, the largest layer gathered, LoCo's errors, before and after (Note [Errors of
-            buckets]). No activations, no buckets.
+        transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, or before that
+            Muon's momentum until the step is decided, the largest layer gathered, LoCo's errors, before and after (Note
+            [Errors of buckets]). No activations, no buckets.
         host: bytes of what is offloaded.
         volume: bytes received in a step.
         seconds: that a step takes, by part: compute, what is exposed of the hops within groups and of those between,
@@ -238,10 +238,9 @@ def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compre
     trainable = model.states.gradients / model.gradient_bytes
     held = model.held or model.states
     total = 0.0
-    if held.gradients < 4 * trainable and held.optimizer:
-        total += 4 * trainable / sizes.shards(strategy.os)
-    if held.optimizer:
-        total += 4 * model.matrices / model.gradient_bytes / sizes.shards(strategy.os)
+    if held.optimizer:  # Muon's momentum of this step is kept, or dropped, before gradients are taken in fp32
+        elements = trainable if held.gradients < 4 * trainable else model.matrices / model.gradient_bytes
+        total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
     return total + sent.kept_bytes(strategy, sizes, trainable)

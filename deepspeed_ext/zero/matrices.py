@@ -55,7 +55,17 @@ def matrices_of(shape: Sequence[int], heads: int | None, method: str, most: floa
         heads: into how many heads its rows are divided, if they are.
         method: "gram" or "standard".
         most: FLOPs.
+
+    Raises:
+        ValueError: heads do not divide the rows, or the parameter is no matrix of heads.
     """
+    if heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
+        raise ValueError(
+            f"Muon was to orthogonalize {heads} attention heads (muon_num_heads) of a parameter of shape "
+            f"{tuple(shape)}: it needs two dimensions, of which the first is a multiple of the heads."
+        )
+    if not math.prod(shape):
+        return
     if heads is not None or len(shape) not in (2, 4):
         count = heads or shape[0]
         rows = shape[0] // count if heads else math.prod(shape[1:-1])

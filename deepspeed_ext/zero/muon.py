@@ -12,8 +12,10 @@ Note [Muon]
     2. An all-to-all brings the parts of each matrix to its owner, which orthogonalizes it.
     3. An all-to-all back brings each rank its part of the update, which takes the gradient's place.
 
-    Matrices go in rounds: while one is orthogonalized the next is on its way, and so are updates. Owners are those
-    that have something of the matrix, each with as much to do as the others (``comm/owners.py``). A matrix that one
+    Matrices go in rounds: while one is orthogonalized the next is on its way, and so are updates of the one before.
+    (No relay could do that: all rounds travel over one communicator, in the order in which they are started, so the
+    next way there has to be started before a round is orthogonalized.) Owners are those that have something of the
+    matrix, each with as much to do as the others, as far as whole matrices allow (``comm/owners.py``). A matrix that one
     rank has alone goes nowhere.
 
     os = G: the ranks of all groups share the states, and a rank gets 2 b M / k bytes from other groups, b = (k-1)/n.
@@ -25,11 +27,14 @@ Note [Muon]
     it knows of heads, packed experts, kernels and scales; momentum that is advanced already it leaves as it is.
 
 Note [What travels in which precision]
-    Parts travel in fp32 if gradients are reduced in fp32, otherwise in bf16: the iteration begins by dividing a matrix
-    by its norm and goes on in 16 bits; fp16 could not hold what no loss scale multiplies. Momentum is in fp32, of
-    gradients without the loss scale. (DeepSpeed's own, in the dtype of gradients, mixes the scales of several steps.)
+    Parts travel in fp32 if a gradient of a matrix is communicated in fp32, otherwise in bf16: the iteration begins by
+    dividing a matrix by its norm and goes on in 16 bits; fp16 could not hold what no loss scale multiplies. Momentum
+    is in fp32, of gradients without the loss scale. (DeepSpeed's own, in the dtype of gradients, mixes the scales of
+    several steps.)
 """
 
+import itertools
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -74,8 +79,7 @@ class _Round(NamedTuple):
         parts: elements of this rank, owner by owner; they come back in this order.
         sent: how many each owner gets; ``received``: how many each rank sends here.
         owned: matrices of this rank.
-        widest: elements that an owner has at most.
-        back: where parts are in what comes back, if every rank gets all of it.
+        widths: elements of each owner, if every rank gets all of them back; ``back``: where parts are in these.
         stays: whether nothing travels.
     """
 
@@ -83,9 +87,9 @@ class _Round(NamedTuple):
     sent: list[int]
     received: list[int]
     owned: list[_Owned]
-    widest: int
-    back: list[int]
-    stays: bool
+    widths: Sequence[int] = ()
+    back: Sequence[int] = ()
+    stays: bool = False
 
 
 def uses_muon(optimizer: Any) -> bool:
@@ -133,7 +137,9 @@ class Muon:
     def finish_step(self, applied: bool) -> None:
         """Keep the momentum of a step that has been applied, and forget that of another."""
         for number, staged in self._staged.items() if applied else ():
-            self._state(number)[MOMENTUM].copy_(staged)
+            old = self._state(number)[MOMENTUM]
+            # A step of which nobody has looked at the gradients may not be finite, and the next ones shall be.
+            torch.where(staged.isfinite().all(), staged, old, out=old)
         self._staged.clear()
 
     # On the shards ####################################################################################
@@ -151,6 +157,8 @@ class Muon:
         state, weights = self._state(shard.number), self._of.shard_weights(shard.number)
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
+        if state[MOMENTUM].dtype != torch.float32:  # a load has given it the dtype of the weights
+            state[MOMENTUM] = state[MOMENTUM].float()
         old, gradient = state[MOMENTUM], self._of.shard_gradient(shard.number)
         staged = torch.empty_like(old)
         for parts in zip(*(one.split(self._of.reduce_bucket_size) for one in (staged, old, gradient)), strict=True):
@@ -159,7 +167,7 @@ class Muon:
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
         scale = self._of.gradient_scale()
-        return gradient.float() if scale == 1 else gradient.float() / scale
+        return gradient.float() if scale == 1 else gradient.to(torch.float32, copy=True).div_(scale)
 
     def _look_ahead(self, part: _Part) -> Tensor:
         """Return what is to be orthogonalized of this rank's elements: Nesterov's momentum, on the device."""
@@ -183,23 +191,23 @@ class Muon:
         """Give parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_take``."""
         device = get_accelerator().current_device_name()
         if self._replicated:
-            flat = torch.zeros(one.widest, dtype=self._wire, device=device)
-            self._orthogonalize_own(one, flat)
-            gathered = flat.new_empty(one.widest * self._collectives.size)
-            yield self._collectives.all_gather(gathered, flat, "all_gather")
+            gathered = torch.zeros(sum(one.widths), dtype=self._wire, device=device)
+            parts = gathered.split(list(one.widths))
+            mine = parts[self._collectives.rank].clone()
+            self._orthogonalize_own(one, mine)
+            yield self._collectives.all_gather_parts(parts, mine)
             return gathered
-        parts = [self._look_ahead(part) for part in one.parts]
-        sent = torch.cat(parts) if parts else torch.empty(0, dtype=self._wire, device=device)
-        del parts
+        ahead = [self._look_ahead(part) for part in one.parts]
+        sent = torch.cat(ahead) if ahead else torch.empty(0, dtype=self._wire, device=device)
+        del ahead
         if one.stays:
             self._orthogonalize(one, sent)
             return sent
         whole = sent.new_empty(sum(one.received))
         yield self._collectives.all_to_all(whole, sent, one.sent, "all_to_all", one.received)
         self._orthogonalize(one, whole)
-        back = torch.empty_like(sent)
-        yield self._collectives.all_to_all(back, whole, one.received, "all_to_all", one.sent)
-        return back
+        yield self._collectives.all_to_all(sent, whole, one.received, "all_to_all", one.sent)
+        return sent
 
     def _orthogonalize(self, one: _Round, flat: Tensor) -> None:
         """Replace each matrix in what has arrived (1D) by its update."""
@@ -258,7 +266,7 @@ class Muon:
             self._collectives = Collectives(topology.intra, "muon")
         dtypes = {self._of.get_param_comm_dtype(member.param) for shard in self._shards for member in shard.members}
         self._wire = torch.float32 if torch.float32 in dtypes else torch.bfloat16
-        self._schedule = Schedule(overlap=True, relayed=not self._of.updates_on_host)
+        self._schedule = Schedule(overlap=True, newest_first=True)
         ranks = self._collectives.size
         found = list(self._all_matrices(ranks))
         stretches = [
@@ -280,7 +288,7 @@ class Muon:
             (shard, member, getattr(member.param, "muon_num_heads", None), self._group(shard).get("ns_method", "gram"))
             for shard in self._shards
             for member in shard.members
-            if member.param.numel() or getattr(member.param, "ds_numel", 0)
+            if math.prod(member.shape)
         ]
         total = sum(
             matrices.flops
@@ -316,7 +324,7 @@ class Muon:
             _Owned(shard, member.param, matrices, [(begins[holder] + at, numel) for holder, at, numel in where])
             for (shard, member, matrices, _, _), where in zip(mine, pieces, strict=True)
         ]
-        return _Round(parts, sent, received, owned, 0, [], all(stretch.stays for _, _, _, stretch, _ in some))
+        return _Round(parts, sent, received, owned, stays=all(stretch.stays for _, _, _, stretch, _ in some))
 
     def _gathers(self, some: Sequence[tuple[FlatShard, Member, Matrices, Stretch, int]]) -> _Round:
         """Return a round in which every rank has all, and gets all updates."""
@@ -329,14 +337,11 @@ class Muon:
             filled[owner] += matrices.numel
             if owner == self._collectives.rank:
                 owned.append(_Owned(shard, member.param, matrices, [(part.column, part.numel)]))
-        widest = max(filled)
-        return _Round(parts, [], [], owned, widest, [owner * widest + at for owner, at in places], False)
+        widths = [max(1, numel) for numel in filled]  # no message is empty
+        begins = _offsets(widths)
+        return _Round(parts, [], [], owned, widths, [begins[owner] + at for owner, at in places])
 
 
 def _offsets(numels: Sequence[int]) -> list[int]:
     """Return where parts of these lengths begin, one after the other."""
-    found, offset = [], 0
-    for numel in numels:
-        found.append(offset)
-        offset += numel
-    return found
+    return list(itertools.accumulate(numels, initial=0))[:-1]

@@ -56,6 +56,7 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     _bucket: int  # elements of a full one
     _least_numel: int  # elements that a trained parameter has at least
     _stepping = False
+    _scale_of_step = 1.0  # DeepSpeed's loss scale, when the step began
     _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
     _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
     _over_replicas = False  # whether what is reduced over the parts is so over the replicas as well
@@ -153,14 +154,13 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Take DeepSpeed's step, and tell what keeps errors whether it was skipped."""
-        self._stepping, applied = True, False
+        self._stepping, self._scale_of_step = True, float(self.loss_scale)
         self.whole.vote()
         try:
             done = super().step(closure)
-            applied = not self.overflow
         finally:
             self._stepping = False
-            self.muon.finish_step(applied)
+            self.muon.finish_step(False)  # where it has not been told otherwise
         if self._autocast_scale is not None:  # in use: the host asks the device for it here, not for each message
             self._autocast_scale = None
             self.gradient_scale()
@@ -188,7 +188,7 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
         if self.updates_on_host:
             return self.gradient_scale()
         unscaled.add(number)
-        return self.gradient_scale() / float(self.loss_scale)
+        return self.gradient_scale() / self._scale_of_step
 
     # What a lossy reduction keeps #####################################################################
 
@@ -207,7 +207,8 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
         if self._autocast_scale is None:
             scaler = self.torch_autocast_gradscaler
             self._autocast_scale = float(scaler.get_scale()) if scaler else 1.0
-        return float(self.loss_scale) * self._autocast_scale
+        # In a step DeepSpeed's may have changed for the next ones.
+        return (self._scale_of_step if self._stepping else float(self.loss_scale)) * self._autocast_scale
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload DeepSpeed's states, and the errors that are kept."""

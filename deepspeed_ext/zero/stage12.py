@@ -263,8 +263,9 @@ class Stage12Optimizer(Stage12Updates):
     # What takes the place of gradients ############################################################
 
     def _commit_muon_momentum(self) -> None:
-        """Apply Muon also where no norm is taken; the momentum is kept at the end of the step."""
+        """Apply Muon also where no norm is taken, and keep its momentum: the step is not skipped."""
         self.muon.apply()
+        self.muon.finish_step(True)
 
     def _apply_muon_updates_cpu_offload(self) -> None:
         """Leave it to ``scaled_global_norm``."""

@@ -35,7 +35,6 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -63,6 +62,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     persistent_parameters: list[ZeroParameter]
     grad_partitions_flat_buffer: Any  # a tensor, or None before it is made anew
     inf_or_nan_tracker: Tensor
+    # Its way with Muon is not ours, and it would refuse what it needs whole gradients for.
+    use_muon = property(lambda self: False, lambda self, found: None)
 
     def __init__(
         self,
@@ -89,11 +90,10 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         super().__init__(
             *args,
             dp_process_group=topology.shard_group(strategy.os),
-            reduce_scatter=reduce_scatter and not uses_muon(args[1]),  # which the parent refuses together
+            reduce_scatter=reduce_scatter,
             overlap_comm=overlap_comm,
             **kwargs,
         )
-        self.reduce_scatter = reduce_scatter
         # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
@@ -319,6 +319,12 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     def _apply_muon_to_accumulated_grads(self) -> None:
         """Apply Muon, between the overflow check and the norm."""
         self.muon.apply()
+
+    def _loss_scale_update_and_overflow_cleanup(self) -> bool:
+        """Return whether the step is skipped, and have Muon know."""
+        skipped = bool(super()._loss_scale_update_and_overflow_cleanup())
+        self.muon.finish_step(not skipped)
+        return skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forget what has been accumulated."""

@@ -95,9 +95,6 @@ class Stage3States(ParoOptimizer):
 
     # What takes the place of gradients ################################################################
 
-    def _create_momentum_buffer(self, num_elements: int, i: int, ds_id: str) -> None:
-        """Leave it to ``muon``."""
-
     @property
     def updates_on_host(self) -> bool:
         """Whether they are: with optimizer offload."""
