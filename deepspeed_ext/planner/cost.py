@@ -123,8 +123,8 @@ class Prediction:
         updates: whether updated parameters do, or sums that come back.
         memory: bytes of model states.
         transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, or before that
-            Muon's momentum until the step is decided, the largest layer gathered, LoCo's errors, before and after (Note
-            [Errors of buckets]). No activations, no buckets.
+            Muon's momentum until the step is decided, the largest layer gathered, LoCo's errors, before and after
+            (Note [Errors of buckets]). No activations, no buckets.
         host: bytes of what is offloaded.
         volume: bytes received in a step.
         seconds: that a step takes, by part: compute, what is exposed of the hops within groups and of those between,

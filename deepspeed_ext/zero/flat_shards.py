@@ -94,5 +94,5 @@ class FlatShards(ABC):
         """
 
     @abstractmethod
-    def updates_taken(self, params: Sequence[nn.Parameter]) -> None:
-        """Hear that updates are in the place of the gradients of these parameters."""
+    def updates_taken(self, shards: Sequence[FlatShard]) -> None:
+        """Hear that updates are in the place of the gradients of these flat shards."""

@@ -15,8 +15,8 @@ Note [Muon]
     Matrices go in rounds: while one is orthogonalized the next is on its way, and so are updates of the one before.
     (No relay could do that: all rounds travel over one communicator, in the order in which they are started, so the
     next way there has to be started before a round is orthogonalized.) Owners are those that have something of the
-    matrix, each with as much to do as the others, as far as whole matrices allow (``comm/owners.py``). A matrix that one
-    rank has alone goes nowhere.
+    matrix, each with as much to do as the others, as far as whole matrices allow (``comm/owners.py``). A matrix that
+    one rank has alone goes nowhere.
 
     os = G: the ranks of all groups share the states, and a rank gets 2 b M / k bytes from other groups, b = (k-1)/n.
     os = I: those of a group do, and nothing crosses between groups; each orthogonalizes all matrices.
@@ -132,7 +132,7 @@ class Muon:
             except BaseException:
                 self._schedule.drop()  # or another step would go on with them
                 raise
-            self._of.updates_taken([member.param for shard in self._shards for member in shard.members])
+            self._of.updates_taken(self._shards)
 
     def finish_step(self, applied: bool) -> None:
         """Keep the momentum of a step that has been applied, and forget that of another."""

@@ -17,7 +17,7 @@ Note [What runs when]
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from deepspeed_ext.comm.layout import Range
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
+from deepspeed_ext.zero.flat_shards import FlatShard
 from deepspeed_ext.zero.optimizer import ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage12_updates import Stage12Updates
@@ -253,7 +254,7 @@ class Stage12Optimizer(Stage12Updates):
             self.gradients.learn(partial(largest, group=self.topology.world))
         self.complete_gradients()
         if self.cpu_offload:
-            self._measure_host_shards()
+            self._measure_host_shards(range(len(self.layouts)))
 
     def _slice_wire_dtype(self) -> torch.dtype:
         """Return the dtype of slices, which mix parameters: fp32 where those have several (torch.autocast)."""
@@ -276,14 +277,17 @@ class Stage12Optimizer(Stage12Updates):
         return bool(self.cpu_offload)
 
     def take_update(self, number: int) -> float:
-        """Prepare for an update; see ``ParoOptimizer``."""
+        """Prepare for an update; see ``FlatShards``."""
         return self._update_factor(number, self.groups_lacking_loss_scale)
 
-    def updates_taken(self, params: Sequence[nn.Parameter]) -> None:
-        """Have the offloaded optimizer read updates; see ``ParoOptimizer``."""
+    def updates_taken(self, shards: Sequence[FlatShard]) -> None:
+        """Have the offloaded optimizer read updates; see ``FlatShards``."""
         if self.cpu_offload:
-            self._offload_accumulated_param_ids.update(map(self.get_param_id, params))
-            self._measure_host_shards()
+            used = set(self._offload_accumulated_param_ids)
+            updated = (self.get_param_id(member.param) for shard in shards for member in shard.members)
+            self._offload_accumulated_param_ids.update(updated)
+            self._measure_host_shards(shard.number for shard in shards)
+            self._offload_accumulated_param_ids = used
 
     # Replicas of the optimizer (os = I or N) decide alike, even if a backend rounds differently in each group ####
 
@@ -307,11 +311,12 @@ class Stage12Optimizer(Stage12Updates):
             self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
 
-    def _measure_host_shards(self) -> None:
-        """Tell the offloaded optimizer the norms and the overflow flag that it reads, taken on the device."""
+    def _measure_host_shards(self, groups: Iterable[int]) -> None:
+        """Tell the offloaded optimizer the norms of these parameter groups, and the overflow flag, that it reads; taken
+        on the device."""
         used, device = self._offload_accumulated_param_ids, get_accelerator().current_device_name()
-        for group, params in enumerate(self.params_in_partition):
-            for param in params:
+        for group in groups:
+            for param in self.params_in_partition[group]:
                 _, _, start, numel = self.grad_position[self.get_param_id(param)]
                 norms = []
                 for part in self._shard(group).narrow(0, start, numel).split(self.reduce_bucket_size):

@@ -154,7 +154,7 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         return self._shard(self._group_of(param)).narrow(0, column, numel)
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return what is in this rank's partitions; see ``ParoOptimizer``."""
+        """Return what is in this rank's partitions; see ``FlatShards``."""
         return [
             FlatShard(group, group, tuple(self._member(group, param) for param in params))
             for group, params in enumerate(self.round_robin_bit16_groups)
@@ -168,12 +168,12 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         return Member(param, tuple(param.shape), cells, *self._in_shard(param, group))
 
     def shard_weights(self, number: int) -> nn.Parameter:
-        """Return this rank's partition of the optimizer's weights; see ``ParoOptimizer``."""
+        """Return this rank's partition of the optimizer's weights; see ``FlatShards``."""
         weights: nn.Parameter = self.single_partition_of_fp32_groups[number]
         return weights
 
     def shard_gradient(self, number: int) -> Tensor:
-        """Return its gradient; see ``ParoOptimizer``."""
+        """Return its gradient; see ``FlatShards``."""
         return self._shard(number)
 
     def _in_shard(self, param: nn.Parameter, group: int | None = None) -> tuple[int, int, int]:

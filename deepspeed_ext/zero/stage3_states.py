@@ -69,7 +69,7 @@ class Stage3States(ParoOptimizer):
         return self._gradient_shards[param.ds_id][: end - start]
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return what is in this rank's flat partitions; see ``ParoOptimizer``."""
+        """Return what is in this rank's flat partitions; see ``FlatShards``."""
         found = []
         for number, params in enumerate(self.fp16_groups):
             members, column = [], 0
@@ -82,12 +82,12 @@ class Stage3States(ParoOptimizer):
         return found
 
     def shard_weights(self, number: int) -> nn.Parameter:
-        """Return this rank's partition of the optimizer's weights; see ``ParoOptimizer``."""
+        """Return this rank's partition of the optimizer's weights; see ``FlatShards``."""
         weights: nn.Parameter = self.fp32_partitioned_groups_flat[number]
         return weights
 
     def shard_gradient(self, number: int) -> Tensor:
-        """Return its gradient; see ``ParoOptimizer``."""
+        """Return its gradient; see ``FlatShards``."""
         if self.offload_optimizer:
             gradient: Tensor = self.fp32_partitioned_groups_flat[number].grad
             return gradient
@@ -101,15 +101,16 @@ class Stage3States(ParoOptimizer):
         return bool(self.offload_optimizer)
 
     def take_update(self, number: int) -> float:
-        """Prepare for an update; see ``ParoOptimizer``."""
+        """Prepare for an update; see ``FlatShards``."""
         return self._update_factor(number, self.sub_groups_lacking_loss_scale)
 
-    def updates_taken(self, params: Sequence[nn.Parameter]) -> None:
-        """Have the offloaded optimizer read their norms; see ``ParoOptimizer``."""
-        for param in params if self.offload_optimizer else ():
-            group, start, numel = self.grad_position[self.get_param_id(param)]
-            update = self.shard_gradient(group).narrow(0, start, numel)
-            self.norm_for_param_grads[self.get_param_id(param)] = update.to(get_norm_dtype()).norm(2)
+    def updates_taken(self, shards: Sequence[FlatShard]) -> None:
+        """Have the offloaded optimizer read their norms; see ``FlatShards``."""
+        for shard in shards if self.offload_optimizer else ():
+            update = self.shard_gradient(shard.number)
+            for member in shard.members:
+                norm = update.narrow(0, member.column, member.numel).to(get_norm_dtype()).norm(2)
+                self.norm_for_param_grads[self.get_param_id(member.param)] = norm
 
     # Into checkpoints and back ########################################################################
 
