@@ -56,8 +56,9 @@ def assign(stretches: Sequence[Stretch], ranks: int, group_size: int) -> list[in
     """Return the owner of each stretch: of those that have something of it the one that has least to do by then.
 
     What one rank has alone is its own; then the costliest come first (longest processing time first: at most 4/3 of
-    what is possible where all may own all; R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969). Of ranks that have as little to
-    do, the first of each group comes before the second of any: so few stretches are spread over all groups.
+    what is possible where all may own all; R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969). Of ranks
+    that have as little to do, the first of each group comes before the second of any: so few stretches are spread over
+    all groups.
 
     Args:
         stretches: what is to be owned.
