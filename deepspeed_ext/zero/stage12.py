@@ -314,7 +314,7 @@ class Stage12Optimizer(Stage12Updates):
         self.clear_grad_attribute(param)
 
     def _measure_host_shards(self, groups: Iterable[int]) -> None:
-        """Tell the offloaded optimizer the norms of these parameter groups, and the overflow flag: taken on the device."""
+        """Tell the offloaded optimizer the norms of parameter groups, and the overflow flag: taken on the device."""
         used, device = self._offload_accumulated_param_ids, get_accelerator().current_device_name()
         for group in groups:
             for param in self.params_in_partition[group]:
