@@ -86,19 +86,6 @@ class Collectives:
         with self.labeled(operation) as name:
             return pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
 
-    def all_gather_parts(self, parts: Sequence[Tensor], mine: Tensor, operation: str = "all_gather") -> Any:
-        """Start an all-gather of parts of any lengths, none of them empty.
-
-        Args:
-            parts: 1D, where the part of each rank arrives.
-            mine: 1D, contiguous: this rank's.
-            operation: what it is for.
-        """
-        if not self.pairwise:
-            return self.start(operation, dist.all_gather, list(parts), mine)
-        with self.labeled(operation) as name:
-            return pairwise_all_to_all(self.group, parts, [mine] * self.size, name)
-
     def all_to_all(
         self,
         received: Tensor,

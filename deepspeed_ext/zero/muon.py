@@ -191,11 +191,13 @@ class Muon:
         """Give parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_take``."""
         device = get_accelerator().current_device_name()
         if self._replicated:
-            gathered = torch.zeros(sum(one.widths), dtype=self._wire, device=device)
-            parts = gathered.split(list(one.widths))
-            mine = parts[self._collectives.rank].clone()
+            mine = torch.empty(one.widths[self._collectives.rank], dtype=self._wire, device=device)
             self._orthogonalize_own(one, mine)
-            yield self._collectives.all_gather_parts(parts, mine)
+            gathered, ranks = mine.new_empty(sum(one.widths)), self._collectives.size
+            # Of unequal parts there is no all-gather on all backends.
+            yield self._collectives.all_to_all(
+                gathered, mine.repeat(ranks), [mine.numel()] * ranks, "all_gather", one.widths
+            )
             return gathered
         ahead = [self._look_ahead(part) for part in one.parts]
         sent = torch.cat(ahead) if ahead else torch.empty(0, dtype=self._wire, device=device)
@@ -337,9 +339,8 @@ class Muon:
             filled[owner] += matrices.numel
             if owner == self._collectives.rank:
                 owned.append(_Owned(shard, member.param, matrices, [(part.column, part.numel)]))
-        widths = [max(1, numel) for numel in filled]  # no message is empty
-        begins = _offsets(widths)
-        return _Round(parts, [], [], owned, widths, [begins[owner] + at for owner, at in places])
+        begins = _offsets(filled)
+        return _Round(parts, [], [], owned, filled, [begins[owner] + at for owner, at in places])
 
 
 def _offsets(numels: Sequence[int]) -> list[int]:

@@ -277,8 +277,8 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
                 window.sum()
         return aligned_rows(windows, *args)
 
-    def measured() -> None:
-        measure()
+    def measured(*args: Any) -> None:
+        measure(*args)
         order.synchronize("stream", order.current.clock)  # as for copies to the device, of which the norms are taken
 
     with contextlib.ExitStack() as patches:
