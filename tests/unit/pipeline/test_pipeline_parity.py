@@ -102,10 +102,10 @@ def test_optimizer_offload(ranks: Any) -> None:
 
 @BOTH
 def test_muon(ranks: Any, names: tuple[str, ...]) -> None:
-    # The table is tied, and Adam's; its iterations make more of what rounding leaves.
-    bounds = {"optimizer": "Muon", "bound": 1e-4, "norms": 1e-4}
-    run(ranks, names, oracles=("1",), **bounds)
-    run(ranks, SOME, oracles=("1",), tied=False, groups=2, clipping=0.0, frozen=(3,), **bounds)
+    # The table is tied, and Adam's. Muon's iterations make more of what rounding leaves.
+    muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}
+    run(ranks, names, **muon)
+    run(ranks, names[-2:], tied=False, groups=2, clipping=0.0, frozen=(3,), **muon)
 
 
 @pytest.mark.parametrize("config", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["bf16", "fp32"])
