@@ -60,6 +60,8 @@ _GLOBALS: dict[str, tuple[str, ...]] = {
     ),
     # zero.Init replaces it for good (mem_efficient_linear).
     "torch.nn.functional": ("linear",),
+    # Muon's kernels are not compiled here.
+    "torch._dynamo.config": ("disable",),
 }
 # The same, for objects of which every attribute is put back.
 _OBJECTS = (
