@@ -42,6 +42,20 @@ def test_overlapped_transfers_are_one_hop_apart() -> None:
     ]
 
 
+def test_newest_first_earlier_ones_travel_while_a_later_one_goes_on() -> None:
+    log: list[str] = []
+    schedule = Schedule(overlap=True, newest_first=True)
+    for name in "abc":
+        schedule.submit(transfer(log, name), ignore)
+    schedule.drain()
+    # What b does between its hops has the second hop of a, and the first of c, on the wire.
+    assert log == [
+        *("start a1", "start b1", "wait a1", "start a2"),
+        *("start c1", "wait b1", "start b2", "wait a2", "done a"),
+        *("wait c1", "start c2", "wait b2", "done b", "wait c2", "done c"),
+    ]
+
+
 def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     log: list[str] = []
     schedule = Schedule(overlap=False)
