@@ -33,3 +33,12 @@ def test_flops_are_those_of_the_products() -> None:
     assert newton_schulz_flops(10, 30, "standard") == 5 * (4 * 100 * 30 + 2 * 1000)
     assert newton_schulz_flops(30, 10, "gram") == 8 * 100 * 30 + 28 * 1000
     assert newton_schulz_flops(10, 10, "gram") == newton_schulz_flops(10, 10, "standard")
+
+
+@pytest.mark.parametrize("shape, heads", [((13, 8), 3), ((12, 4, 8), 3), ((12, 4), 0)])
+def test_heads_that_do_not_divide_a_matrix_are_refused(shape: tuple[int, ...], heads: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"orthogonalize {heads} attention heads \(muon_num_heads\) of a parameter of"
+    ):
+        list(matrices_of(shape, heads, "gram", math.inf))
+    assert not list(matrices_of((0, 4), None, "gram", math.inf))

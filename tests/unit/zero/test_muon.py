@@ -142,3 +142,21 @@ def whole_case(names: tuple[str, ...]) -> list[tuple[str, float, float, bool]]:
         )
     assert torch.isfinite(wanted).all()
     return rows
+
+
+def test_groups_may_differ_in_momentum(ranks: Any) -> None:
+    for row, name in zip(ranks(4).run(groups_case)[0], ("NIG", "IIG", "III"), strict=True):
+        check([row], **BOUNDS, optimizer="Stage12Optimizer" if name in REPLICATED else "Stage3Optimizer")
+
+
+def groups_case() -> list[Difference]:
+    """Strategies against stage 2, which has what DeepSpeed's stage 3 refuses."""
+    from unittest import mock
+
+    groups = training.parameter_groups
+
+    def differing(*args: Any) -> list[dict[str, Any]]:
+        return [{**group, "momentum": 0.95 - number / 5} for number, group in enumerate(groups(*args))]
+
+    with mock.patch.object(training, "parameter_groups", differing):
+        return training.against(muon(groups=2), [placed(name) for name in ("NIG", "IIG", "III")], STOCK["2"])
