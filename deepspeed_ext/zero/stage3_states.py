@@ -211,6 +211,7 @@ class Stage3States(ParoOptimizer):
         if self.whole.always:
             return
         self._require_parameters()
+        self.parameters.drain()  # what the last step has sent is written to the rows that are written here
         self.parameters.forget_changes()
         self.whole.begin(stepping=False)
         for sub_group in range(len(self.fp16_partitioned_groups_flat)):
