@@ -136,7 +136,7 @@ UNFOUND = {
     "zero/stage12_updates.py:Stage12Updates.update_lp_params:drain": _BY_READING,
     "zero/whole_updates.py:_Vote.__init__:record": "the host reads it, in its own memory",
     "zero/whole_updates.py:_Vote.result:synchronize": "the host reads it, in its own memory",
-    "zero/stage3_states.py:Stage3States.send_whole:drain": "no case saves behind a step in few bits; test_resuming does",
+    "zero/stage3_states.py:Stage3States.send_whole:drain": "no case saves behind such a step; test_resuming does",
     "zero/stage3_states.py:Stage3States.send_whole:drain 2": "who reads what was sent waits by itself",
     "zero/stage3.py:Stage3Optimizer.reduce_ready_partitions_and_remove_grads:wait_stream": (
         "for a model that computes on several streams"
