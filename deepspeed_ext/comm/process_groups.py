@@ -187,6 +187,36 @@ def get_topology(
     return Topology(sizes, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
 
 
+def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False) -> Topology:
+    """Return the topology of some of a data-parallel group's ranks: its groups are what it has of that group's.
+
+    Those of experts, for one, of which a node of 8 ranks has 8 / (expert-parallel size) that hold the same ones.
+
+    Collective over all ranks.
+
+    Args:
+        group: a process group; it and others alike divide the ranks of ``within``.
+        within: the topology of all of them.
+        alone: as of ``get_topology``.
+
+    Raises:
+        ValueError: on all ranks, if one of these groups has different numbers of ranks in groups of ``within``.
+    """
+    from deepspeed_ext.comm.agreement import raise_together
+
+    ranks, all_ranks = data_parallel_ranks(group), data_parallel_ranks(within.world)
+    size = within.sizes.group_size
+    counts = Counter(all_ranks.index(rank) // size for rank in ranks)
+    problem = ValueError(
+        f"paro_strategy groups {len(all_ranks)} data-parallel ranks by {size}, but the ranks {ranks}, which hold the "
+        f"same experts, are spread unevenly over these groups: {list(counts.values())}. Set "
+        f"zero_optimization.paro_group_size to a multiple or to a divisor of the expert-parallel size, "
+        f"{len(all_ranks) // len(ranks)}."
+    )
+    raise_together(problem if len(set(counts.values())) > 1 else None, ValueError)
+    return get_topology(group, counts[all_ranks.index(ranks[0]) // size], alone)
+
+
 def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
     """Return the ranks and the group size of every data-parallel group, ascending; the same on all ranks.
 

@@ -28,6 +28,7 @@ from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
+from deepspeed_ext.zero.families import Families, families_of
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
@@ -57,6 +58,7 @@ def configure_with(
     wait_for_updates()  # of an engine before this one
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
+    families = families_of(engine, topology, alone=strategy.os == Placement.N)
     announce(strategy, topology, engine, use_streams(engine._config, strategy))
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topology, engine)
@@ -68,7 +70,7 @@ def configure_with(
         if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
             stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
         reductions = _topology_of_reductions(strategy, topology, engine._config.zero_config)
-        for module, name, make in _replacements(strategy, topology, reductions, slots, engine._config.zero_config):
+        for module, name, make in _replacements(strategy, families, reductions, slots, engine._config.zero_config):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
                 stack.close()  # found: nothing below needs to see our names
@@ -98,10 +100,10 @@ def _topology_of_reductions(strategy: Strategy, topology: Topology, config: Zero
 
 
 def _replacements(
-    strategy: Strategy, topology: Topology, reductions: Topology, slots: Slots, config: ZeroConfig
+    strategy: Strategy, families: Families, reductions: Topology, slots: Slots, config: ZeroConfig
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
-    placed: dict[str, Any] = {"strategy": strategy, "topology": topology, "slots": slots}
+    placed: dict[str, Any] = {"strategy": strategy, "families": families, "slots": slots}
     if strategy.p == Placement.N:
 
         def make(*args: Any, **kwargs: Any) -> Stage12Optimizer:
@@ -127,13 +129,14 @@ def _inference(
     module: nn.Module,
     *,
     strategy: Strategy,
-    topology: Topology,
+    families: Families,
     slots: Slots,
     bucket: int,
     sequential: bool,
     **kwargs: Any,
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
+    topology = families.dense
     with coordinator_of(topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
     gathers = {"bucket": bucket, "sequential": sequential}

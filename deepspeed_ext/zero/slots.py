@@ -22,12 +22,21 @@ class Slots:
     reduce: MakeReduce = make_reduce
     gather: MakeGather = GatherHop
 
-    def gradient_reshard(self, topology: Topology, reduce_scatter: bool = True) -> GradientReshard:
-        """Make the reductions; ``reduce_scatter`` is DeepSpeed's key of that name."""
+    def gradient_reshard(self, topology: Topology, reduce_scatter: bool = True, prefix: str = "") -> GradientReshard:
+        """Make the reductions.
+
+        Args:
+            topology: process groups of a family's ranks.
+            reduce_scatter: DeepSpeed's key of that name.
+            prefix: of the names of hops, in records and traces.
+        """
         return GradientReshard(
-            make_reduce(topology.intra, "intra", reduce_scatter), self.reduce(topology.inter, "inter", reduce_scatter)
+            make_reduce(topology.intra, f"{prefix}intra", reduce_scatter),
+            self.reduce(topology.inter, f"{prefix}inter", reduce_scatter),
         )
 
-    def parameter_reshard(self, topology: Topology) -> ParameterReshard:
-        """Make the gathers."""
-        return ParameterReshard(GatherHop(topology.intra, "intra"), self.gather(topology.inter, "inter"))
+    def parameter_reshard(self, topology: Topology, prefix: str = "") -> ParameterReshard:
+        """Make the gathers; arguments as above."""
+        return ParameterReshard(
+            GatherHop(topology.intra, f"{prefix}intra"), self.gather(topology.inter, f"{prefix}inter")
+        )

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.layout import Range
-from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.families import Families
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.flat_shards import FlatShard
 from deepspeed_ext.zero.optimizer import ordered_by_streams
@@ -54,10 +54,10 @@ class Stage12Optimizer(Stage12Updates):
 
     Args:
         strategy: one with p = N.
-        topology: process groups of the data-parallel group.
+        families: process groups of the data-parallel group, and of those of experts.
         slots: make the hops.
         overlap_updates: whether a step may end before the parameters have arrived that it has changed.
-        dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
+        dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
         The others are the parent's.
     """
 
@@ -69,14 +69,15 @@ class Stage12Optimizer(Stage12Updates):
         self,
         *args: Any,
         strategy: Strategy,
-        topology: Topology,
+        families: Families,
         slots: Slots,
         overlap_updates: bool = False,
         dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
         self.strategy = strategy
-        self.topology = topology
+        self.families = families
+        self.topology = topology = families.dense
         self._parameter_reshard = slots.parameter_reshard(topology)
         self.whole = WholeUpdates(strategy, topology, self._parameter_reshard)
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)

@@ -35,6 +35,7 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
+from deepspeed_ext.zero.families import Families
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -48,12 +49,12 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
 
     Args:
         strategy: one with p = I or G.
-        topology: process groups of the data-parallel group.
+        families: process groups of the data-parallel group, and of those of experts.
         reductions: those over which gradients travel.
         bucket: elements (of whole parameters) gathered at a time after the step.
         sequential: whether parameters are gathered one by one.
         slots: make the hops.
-        dp_process_group: the data-parallel group, as the engine passes it; ``topology`` replaces it.
+        dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
         The others are the parent's.
     """
 
@@ -69,7 +70,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self,
         *args: Any,
         strategy: Strategy,
-        topology: Topology,
+        families: Families,
         reductions: Topology,
         slots: Slots,
         bucket: int,
@@ -80,7 +81,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         **kwargs: Any,
     ) -> None:
         self.strategy = strategy
-        self.topology = topology
+        self.families = families
+        self.topology = topology = families.dense
         self._gathers = {"bucket": bucket, "sequential": sequential}
         self._parameter_reshard = slots.parameter_reshard(topology)
         self.whole = WholeUpdates(strategy, topology, self._parameter_reshard)
