@@ -168,8 +168,12 @@ class Residuals:
                     if begin < end:
                         at = run.start + begin - first
                         totals[run.buffer, run.row][at : at + end - begin] += values[begin - start : end - start]
-        groups = self._optimizer.topology.sizes.groups
-        return {Span(buffer, row, 0, total.numel()): total / groups for (buffer, row), total in totals.items()}
+        optimizer = self._optimizer
+        groups = {
+            buffer: optimizer.families.topology(optimizer.family_of_buffer(buffer)).sizes.groups
+            for buffer, _ in totals
+        }
+        return {Span(buffer, row, 0, total.numel()): total / groups[buffer] for (buffer, row), total in totals.items()}
 
     def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
         """Return what a rank had not sent: name of a parameter, first element, values."""

@@ -247,7 +247,8 @@ class BucketPlan:
 
 @lru_cache(maxsize=4096)  # training repeats the same buckets
 def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> BucketPlan:
-    """Divide a bucket that holds ``ranges``, one after the other, along the cells of their buffers."""
+    """Divide a bucket that holds ``ranges``, one after the other, along the cells of their buffers, which have as many
+    rows and columns as one another."""
     pieces: list[tuple[int, int, int, int, int, int]] = []  # col, row, buffer, start in cell, numel, offset
     offset = 0
     for buffer, start, numel in ranges:
@@ -255,7 +256,7 @@ def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> B
             pieces.append((piece.col, piece.row, buffer, piece.column, piece.numel, offset))
             offset += piece.numel
     pieces.sort()
-    spans: list[list[Span]] = [[] for _ in range(layouts[0].cols)]
+    spans: list[list[Span]] = [[] for _ in range(layouts[ranges[0].buffer].cols)]
     for col, row, buffer, within, length, _ in pieces:
         last = spans[col][-1] if spans[col] else None
         if last and (last.buffer, last.row, last.start + last.numel) == (buffer, row, within):

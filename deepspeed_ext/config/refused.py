@@ -310,6 +310,7 @@ REFUSED: tuple[Refusal, ...] = (
         "expert_parallel",
         lambda c: getattr(getattr(c, "expert_parallel_config", None), "enabled", False),
         "expert groups are not data-parallel groups",
+        _sharded,
     ),
 )
 
@@ -357,6 +358,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers,
         "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
+        _sharded,
         advice=_plain_with_experts,
     ),
     Unsupported(

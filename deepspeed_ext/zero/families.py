@@ -14,21 +14,31 @@ Note [Families]
     A flat buffer, a sub-group and a bucket on the wire are of one family.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups
 from torch import nn
 
 from deepspeed_ext.comm.process_groups import Topology, get_subtopology
 from deepspeed_ext.deepspeed_types import Engine
 
 DENSE = "dense"
+_Reshard = TypeVar("_Reshard")
 
 
 def family_of(param: nn.Parameter) -> str:
     """Return the name of a parameter's family: ``dense``, or that of DeepSpeed's group of its experts."""
     return str(getattr(param, "group_name")) if is_moe_param(param) else DENSE  # noqa: B009 # DeepSpeed sets it
+
+
+def name_in_all(param: nn.Parameter, name: str) -> str:
+    """Return a name of a parameter that no other one has on any rank: experts have one name on several ranks."""
+    if not is_moe_param(param):
+        return name
+    return f"{name} (expert-parallel rank {groups._get_expert_parallel_rank(family_of(param))})"
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,14 @@ class Families:
         """All names, the dense family's first."""
         return [DENSE, *self.experts]
 
+    def reshards(self, make: Callable[[Topology, str], _Reshard]) -> dict[str, _Reshard]:
+        """Make one reshard for each family.
+
+        Args:
+            make: from a topology, and a prefix of the names of hops.
+        """
+        return {name: make(self.topology(name), "" if name == DENSE else f"{name}_") for name in self.names}
+
     def topology(self, name: str) -> Topology:
         """Return the topology of the family of this name."""
         return self.dense if name == DENSE else self.experts[name]
@@ -66,5 +84,5 @@ def families_of(engine: Engine, dense: Topology, alone: bool) -> Families:
         ValueError: on all ranks, if the ranks with the same experts are spread unevenly over groups.
     """
     used = {family_of(param) for param in engine.module.parameters() if engine.has_moe_layers} - {DENSE}
-    groups = {name: engine.expert_data_parallel_group[name] for name in sorted(used)}
-    return Families(dense, {name: get_subtopology(group, dense, alone) for name, group in groups.items()})
+    ranks = {name: engine.expert_data_parallel_group[name] for name in sorted(used)}
+    return Families(dense, {name: get_subtopology(group, dense, alone) for name, group in ranks.items()})

@@ -58,7 +58,8 @@ class FlatGradients(Gradients):
     Args:
         reshard: hops of the data-parallel group.
         strategy: one with p = N.
-        layouts: of each flat buffer.
+        layouts: of each flat buffer, also of those that are not of this family.
+        buffers: numbers of those that are.
         mean: how sums become means.
         dtype: in which slices are accumulated.
         shard: gives the optimizer's gradients of a flat buffer, 1D, by its number.
@@ -73,6 +74,7 @@ class FlatGradients(Gradients):
         reshard: GradientReshard,
         strategy: Strategy,
         layouts: Sequence[FlatLayout],
+        buffers: Sequence[int],
         mean: Mean,
         dtype: torch.dtype,
         shard: Callable[[int], Tensor],
@@ -85,6 +87,7 @@ class FlatGradients(Gradients):
         arrives = Placement.G if strategy.g == Placement.G else Placement.I
         super().__init__(reshard, strategy.os, arrives, overlap, relayed, completed=reshard.pairwise)
         self.layouts = tuple(layouts)
+        self._buffers = tuple(buffers)
         self._mean = mean
         self._dtype = dtype
         self._shard = shard
@@ -127,14 +130,14 @@ class FlatGradients(Gradients):
     def prepare_crossing(self) -> None:
         """Make what windows need that cross before the boundary, on the current stream."""
         if self._arrives == Placement.I and self._crosses.unattended:
-            for buffer in range(len(self.layouts)):
+            for buffer in self._buffers:
                 self.prepare(buffer)
                 if self._os != Placement.N:
                     self._shard(buffer)
 
     def prepare_all(self) -> None:
         """Make what the boundary needs: of all flat buffers, for ranks may have used different parameters."""
-        for buffer in range(len(self.layouts)):
+        for buffer in self._buffers:
             self._shard(buffer)
             self.prepare(buffer)
 

@@ -52,7 +52,7 @@ class FlatShards(ABC):
 
     Attributes:
         strategy: where model states are.
-        topology: process groups of the data-parallel group.
+        topology: process groups of the data-parallel group, which are those of dense parameters.
         optimizer: the one that steps.
         reduce_bucket_size: DeepSpeed's key of that name: elements.
         get_param_comm_dtype: DeepSpeed's: tells in which dtype the gradient of a parameter travels.

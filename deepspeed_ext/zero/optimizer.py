@@ -25,6 +25,9 @@ from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
+from deepspeed_ext.zero.families import DENSE, Families
+from deepspeed_ext.zero.family_errors import FamilyErrorStates
+from deepspeed_ext.zero.family_gradients import FamilyGradients
 from deepspeed_ext.zero.flat_shards import FlatShards
 from deepspeed_ext.zero.gradients import Gradients
 from deepspeed_ext.zero.muon import Muon
@@ -36,7 +39,7 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
 
     Attributes:
         strategy: where model states are.
-        topology: process groups of the data-parallel group.
+        families: process groups of each family of parameters; see Note [Families] in ``families.py``.
         gradients: on their way to the optimizer's shard.
         complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
             adds what else belongs to them.
@@ -49,9 +52,10 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     overlaps_micro_steps = False
     flush_follows = False
 
-    gradients: Gradients
-    _gradient_reshard: GradientReshard
-    _parameter_reshard: ParameterReshard
+    families: Families
+    gradients: Gradients | FamilyGradients
+    _gradient_reshards: Mapping[str, GradientReshard]  # by family
+    _parameter_reshards: Mapping[str, ParameterReshard]
     whole: WholeUpdates
     _bucket: int  # elements of a full one
     _least_numel: int  # elements that a trained parameter has at least
@@ -165,7 +169,8 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
             self._autocast_scale = None
             self.gradient_scale()
         self.error_state.finish_step(not self.overflow)
-        self._parameter_reshard.finish_step()
+        for reshard in self._parameter_reshards.values():
+            reshard.finish_step()
         return done
 
     def gradients_dropped(self) -> None:
@@ -194,13 +199,19 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
 
     @property
     def error_state(self) -> ErrorState:
-        """What the hop between groups keeps."""
-        return self._gradient_reshard.inter.kept
+        """What the hops between groups keep."""
+        kept = {name: reshard.inter.kept for name, reshard in self._gradient_reshards.items()}
+        return kept[DENSE] if len(kept) == 1 else FamilyErrorStates(kept, self.family_of_buffer)
 
-    def _reduce_by(self, reshard: GradientReshard) -> None:
-        """Take the reductions of this optimizer, once it is made."""
-        self._gradient_reshard = reshard
-        reshard.inter.scale = self.gradient_scale
+    @abstractmethod
+    def family_of_buffer(self, buffer: int) -> str:
+        """Return the family of what a hop between groups is told to be of flat buffer number ``buffer``."""
+
+    def _reduce_by(self, reshards: Mapping[str, GradientReshard]) -> None:
+        """Take the reductions of this optimizer, by family, once it is made."""
+        self._gradient_reshards = reshards
+        for reshard in reshards.values():
+            reshard.inter.scale = self.gradient_scale
 
     def gradient_scale(self) -> float:
         """Return what gradients are multiplied with in this step: by DeepSpeed's loss scale, and by torch's."""
@@ -217,7 +228,8 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
 
     def destroy(self) -> None:
         """Destroy DeepSpeed's optimizer, and forget errors."""
-        self._gradient_reshard.inter.errors = self._gradient_reshard.inter.sums.errors = ErrorState()
+        for reshard in self._gradient_reshards.values():
+            reshard.inter.errors = reshard.inter.sums.errors = ErrorState()
         super().destroy()
 
     # Norm and overflow: decided alike by all that must act alike ######################################

@@ -31,11 +31,12 @@ from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.layout import Range
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import Families
+from deepspeed_ext.zero.family_gradients import FamilyGradients
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.flat_shards import FlatShard
 from deepspeed_ext.zero.optimizer import ordered_by_streams
 from deepspeed_ext.zero.slots import Slots
-from deepspeed_ext.zero.stage12_updates import Stage12Updates
+from deepspeed_ext.zero.stage12_norms import Stage12Norms
 from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
@@ -49,7 +50,7 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class Stage12Optimizer(Stage12Updates):
+class Stage12Optimizer(Stage12Norms):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
@@ -78,10 +79,16 @@ class Stage12Optimizer(Stage12Updates):
         self.strategy = strategy
         self.families = families
         self.topology = topology = families.dense
-        self._parameter_reshard = slots.parameter_reshard(topology)
-        self.whole = WholeUpdates(strategy, topology, self._parameter_reshard)
+        self._parameter_reshards = families.reshards(slots.parameter_reshard)
+        self.whole = WholeUpdates(strategy, topology, self._parameter_reshards.values())
+        if families.experts:
+            kwargs["expert_data_parallel_group"] = {
+                name: experts.shard_group(strategy.os) for name, experts in families.experts.items()
+            }
         super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
-        self._reduce_by(slots.gradient_reshard(topology, self.reduce_scatter))
+        self._reduce_by(
+            families.reshards(lambda ranks, prefix: slots.gradient_reshard(ranks, self.reduce_scatter, prefix))
+        )
         self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         self._offsets = {
@@ -91,20 +98,28 @@ class Stage12Optimizer(Stage12Updates):
         }
         if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-        self.gradients = FlatGradients(
-            self._gradient_reshard,
-            strategy,
+        self.gradients = FamilyGradients(
+            {name: self._gradients_of(name) for name in families.names}, self.family_names
+        )
+        self._make_updates(overlap_updates)
+
+    def _gradients_of(self, family: str) -> FlatGradients:
+        buffers = [buffer for buffer, name in enumerate(self.family_names) if name == family]
+        windows = self._windows([layout.rows for layout in self.layouts], self.reduce_bucket_size)
+        return FlatGradients(
+            self._gradient_reshards[family],
+            self.strategy,
             self.layouts,
+            buffers,
             self._mean(),
             self.gradient_accumulation_dtype,
             self._shard,
-            self._windows(self.layouts[0].rows, self.reduce_bucket_size)[::-1],
+            [window for window in reversed(windows) if window.buffer in buffers],
             self._slice_wire_dtype(),
             self.overlap_comm,
             not self.cpu_offload or self.cpu_offload_pin_memory,
             self._record_offload_copy if self.cpu_offload else lambda: None,
         )
-        self._make_updates(overlap_updates)
 
     # Buckets: N -> g ##############################################################################
 
@@ -247,12 +262,13 @@ class Stage12Optimizer(Stage12Updates):
         with self._reduction_stream():
             self.gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
         self._wait_for_reductions()
-        self.gradients.slices.clear()
+        self.gradients.drop_slices()
         if self.cpu_offload:
             self._wait_for_offload_copies()
-        for group in [] if self._gradient_reshard.inter.keeps_zeros else range(len(self.layouts)):
-            for start, length in self.padding(group):
-                self._shard(group)[start : start + length].zero_()
+        for group, family in enumerate(self.family_names):
+            if not self._gradient_reshards[family].inter.keeps_zeros:
+                for start, length in self.padding(group):
+                    self._shard(group)[start : start + length].zero_()
         if self._last_was_known:
             self.gradients.learn(partial(largest, group=self.topology.world))
         self.complete_gradients()
@@ -291,14 +307,6 @@ class Stage12Optimizer(Stage12Updates):
             self._offload_accumulated_param_ids.update(updated)
             self._measure_host_shards(shard.number for shard in shards)
             self._offload_accumulated_param_ids = used
-
-    # Replicas of the optimizer (os = I or N) decide alike, even if a backend rounds differently in each group ####
-
-    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        """Return the parent's norm over its group, of what the step applies; see ``_global_norm``."""
-        self.muon.apply()
-        parents = super().scaled_global_norm
-        return self._global_norm(lambda: parents(norm_type))
 
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished."""

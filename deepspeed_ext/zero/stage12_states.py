@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.redistribution import Redistribution
-from deepspeed_ext.zero.flat_gradients import FlatGradients
+from deepspeed_ext.zero.family_gradients import FamilyGradients
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, Touched, of_partition, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.regroup import sharded_otherwise
@@ -40,7 +40,7 @@ from deepspeed_ext.zero.updates import Updates
 class Stage12States(StripedPartitions):
     """Such an optimizer, ``Stage12Optimizer``."""
 
-    gradients: FlatGradients
+    gradients: FamilyGradients
     updates: Updates
 
     # In ZeRO's order ################################################################################
@@ -61,7 +61,9 @@ class Stage12States(StripedPartitions):
         weights, paddings = list(self.single_partition_of_fp32_groups), list(self.groups_padding)
         with ExitStack() as stack:
             for group in striped:
-                to_zeros = Redistribution(self.layouts[group], self.zeros_layouts[group], self.dp_process_group)
+                to_zeros = Redistribution(
+                    self.layouts[group], self.zeros_layouts[group], self.real_dp_process_group[group]
+                )
                 held = self.single_partition_of_fp32_groups[group]
                 weights[group] = to_zeros.move(held.detach()).cpu()
                 paddings[group] = self._zeros_padding(group)
@@ -86,7 +88,7 @@ class Stage12States(StripedPartitions):
     def _zeros_padding(self, group: int) -> int:
         """Return how many elements at the end of this rank's partition are padding, in ZeRO's order."""
         chunk = self.zeros_layouts[group].chunk
-        end = (dist.get_rank(group=self.dp_process_group) + 1) * chunk
+        end = (self._shard_number(group) + 1) * chunk
         return max(0, min(chunk, end - self.layouts[group].numel))
 
     def _zeros_mappings(self) -> list[Any]:
@@ -106,7 +108,7 @@ class Stage12States(StripedPartitions):
     def _zeros_touched(self, group: int) -> Iterator[tuple[nn.Parameter, Touched]]:
         """Yield the parameters of which this rank's partition has elements, in ZeRO's order."""
         chunk = self._zeros_chunk(group)
-        begin = dist.get_rank(group=self.dp_process_group) * chunk
+        begin = self._shard_number(group) * chunk
         offsets = zip(self.round_robin_bit16_groups[group], self.round_robin_bit16_offsets[group], strict=True)
         for param, offset in offsets:
             start, end = max(offset, begin), min(offset + param.numel(), begin + chunk)
@@ -120,7 +122,7 @@ class Stage12States(StripedPartitions):
         states = dict(enumerate(base)) if not isinstance(base, dict) else dict(base["state"])
         for group in self._striped:
             layout = self.zeros_layouts[group]
-            from_zeros = Redistribution(layout, self.layouts[group], self.dp_process_group)
+            from_zeros = Redistribution(layout, self.layouts[group], self.real_dp_process_group[group])
             number = group if not isinstance(base, dict) else base["param_groups"][group]["params"][0]
             whole = {layout.chunk, weights[group].numel()}
             _require_one_value_per_element(states.get(number, {}), whole)

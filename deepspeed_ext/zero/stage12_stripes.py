@@ -26,6 +26,7 @@ from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
+from deepspeed_ext.zero.families import DENSE, Families, name_in_all
 from deepspeed_ext.zero.flat_shards import FlatShard, Member
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -57,15 +58,17 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
     Attributes:
         layouts: of each flat buffer.
         zeros_layouts: those that the parent would give them, in whose order checkpoints are.
+        family_names: of each flat buffer the family; see Note [Families] in ``families.py``.
     """
 
     strategy: Strategy
-    topology: Topology
+    families: Families
+    family_names: list[str]
     layouts: list[FlatLayout]
     zeros_layouts: list[FlatLayout]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.layouts, self.zeros_layouts = [], []
+        self.layouts, self.zeros_layouts, self.family_names = [], [], []
         self._stripe_bucket = int(kwargs["reduce_bucket_size"])
         super().__init__(*args, **kwargs)
 
@@ -85,18 +88,29 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         numels = [meta.numel() for meta in self.round_robin_bit16_meta[group]]
         numel = offsets[-1] + numels[-1]
         aligned = fill_up(numel, alignment)
-        self.zeros_layouts.append(FlatLayout.of(aligned, self.strategy.os, self.topology))
+        row = self.optimizer.param_groups[group]
+        self.family_names.append(row["name"] if self.has_moe_layers and self.is_moe_group(row) else DENSE)
+        topology = self.topology_of(group)
+        self.zeros_layouts.append(FlatLayout.of(aligned, self.strategy.os, topology))
         self.layouts.append(self.zeros_layouts[-1])
         # In another order they would not be stretches of the model. And bitsandbytes has scales for blocks of a shard.
         blocks = type(self.optimizer).__module__.startswith("bitsandbytes")
         if not (self.round_robin_gradients or any(paddings) or blocks):
-            starts = stripe_starts(offsets, numels, self._stripe_bucket, self.topology.sizes.ranks)
+            starts = stripe_starts(offsets, numels, self._stripe_bucket, topology.sizes.ranks)
             cells = self.layouts[-1].rows * self.layouts[-1].cols
             if len(starts) > 1 and cells > 1:
-                self.layouts[-1] = FlatLayout.of(numel, self.strategy.os, self.topology, starts)
+                self.layouts[-1] = FlatLayout.of(numel, self.strategy.os, topology, starts)
         if self.is_striped(group):
             paddings[-1] += self.layouts[-1].chunk * cells - numel
         return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, paddings)
+
+    def topology_of(self, group: int) -> Topology:
+        """Return the process groups of the ranks that hold what is in a flat buffer."""
+        return self.families.topology(self.family_names[group])
+
+    def family_of_buffer(self, buffer: int) -> str:
+        """Return the family of what is in a flat buffer; see ``ParoOptimizer``."""
+        return self.family_names[buffer]
 
     def is_striped(self, group: int) -> bool:
         """Whether the partitions of a flat buffer are not the parent's stretches."""
@@ -114,7 +128,7 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
                 yield self.partition_size[group] - self.groups_padding[group], self.groups_padding[group]
             return
         layout = self.layouts[group]
-        ends = {piece.column: piece.column + piece.numel for piece in layout.cells_of(*self._own_cell)}
+        ends = {piece.column: piece.column + piece.numel for piece in layout.cells_of(*self._own_cell(group))}
         for stripe in layout.stripes:
             end = ends.get(stripe.column, stripe.column)
             if end < stripe.column + stripe.width:
@@ -122,7 +136,7 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     def own_piece(self, group: int, param: nn.Parameter) -> Piece | None:
         """Return which elements of the flat buffer this rank's partition has of a parameter, and where."""
-        row, col = self._own_cell
+        row, col = self._own_cell(group)
         return self._pieces[group][id(param)].get(row * self.layouts[group].cols + col)
 
     # What others ask for ############################################################################
@@ -134,10 +148,10 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
             for group, params in enumerate(self.round_robin_bit16_groups)
             for param in params
             for span in crossing_spans_of(
-                self.param_names[param],
+                name_in_all(param, self.param_names[param]),
                 param.numel(),
                 self.layouts[group],
-                dist.get_rank(group=self.topology.intra),
+                dist.get_rank(group=self.topology_of(group).intra),
                 group,
                 self._offsets[self.get_param_id(param)],
             )
@@ -193,11 +207,13 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     # What the parent asks for ######################################################################
 
-    @property
-    def _own_cell(self) -> tuple[int, int]:
-        """Row and column of the chunk whose optimizer states this rank has."""
-        rank = dist.get_rank(group=self.dp_process_group)
-        return divmod(rank, self.topology.sizes.group_size)
+    def _shard_number(self, group: int) -> int:
+        """Return this rank's number among those that share the optimizer states of a flat buffer."""
+        return int(dist.get_rank(group=self.real_dp_process_group[group]))
+
+    def _own_cell(self, group: int) -> tuple[int, int]:
+        """Return row and column of the chunk of a flat buffer whose optimizer states this rank has."""
+        return divmod(self._shard_number(group), self.topology_of(group).sizes.group_size)
 
     @cached_property
     def _pieces(self) -> list[dict[int, dict[int, Piece]]]:
@@ -223,22 +239,22 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         if not self.is_striped(group_id):
             partitions: list[Tensor] = super().get_data_parallel_partitions(tensor, group_id)
             if self.has_own_partition(group_id):
-                rank = dist.get_rank(group=self.dp_process_group)
+                rank = self._shard_number(group_id)
                 partitions[rank] = partitions[rank].clone()
             return partitions
         layout = self.layouts[group_id]
         own = tensor.new_zeros(layout.chunk)
         self._copy_own(tensor, own, group_id)
         partitions = [tensor.new_empty(0) for _ in range(layout.rows * layout.cols)]
-        partitions[dist.get_rank(group=self.dp_process_group)] = own
+        partitions[self._shard_number(group_id)] = own
         return partitions
 
     def own_partition(self, group: int) -> Tensor:
         """Return this rank's partition of a flat buffer, 1D."""
-        return self.parallel_partitioned_bit16_groups[group][dist.get_rank(group=self.dp_process_group)]
+        return self.parallel_partitioned_bit16_groups[group][self._shard_number(group)]
 
     def _copy_own(self, flat: Tensor, own: Tensor, group: int) -> None:
-        for piece in self.layouts[group].cells_of(*self._own_cell):
+        for piece in self.layouts[group].cells_of(*self._own_cell(group)):
             own.narrow(0, piece.column, piece.numel).copy_(flat.narrow(0, piece.start, piece.numel))
 
     def get_partition_info(

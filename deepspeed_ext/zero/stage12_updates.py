@@ -3,7 +3,7 @@
 """Parameters of a stage-1/2 optimizer of ours after a step: os -> N."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from deepspeed import comm as dist
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer, Update
 from deepspeed_ext.comm.packing import aligned, read_here
+from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.stage12_states import Stage12States
 from deepspeed_ext.zero.updates import Updates
@@ -42,7 +43,7 @@ class Stage12Updates(Stage12States):
             overlap: whether a step may end before they have arrived.
         """
         self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
-        ranks = dist.get_world_size(group=self.dp_process_group)
+        ranks = [dist.get_world_size(group=group) for group in self.real_dp_process_group]
         self._update_windows = self._windows(ranks, self.allgather_bucket_size)
         self._codes: dict[Window, Tensor] = {}  # what is sent of each, until it is
         self.updates = Updates(
@@ -51,7 +52,7 @@ class Stage12Updates(Stage12States):
             self._place_window,
             self.overlap_comm,
             overlap and self.strategy.os != Placement.N,
-            self._parameter_reshard.pairwise,
+            all(reshard.pairwise for reshard in self._parameter_reshards.values()),
         )
         self._watching: list[Any] = []  # hooks that hear of parameters that somebody has written
         self._give_partitions_up()
@@ -117,25 +118,37 @@ class Stage12Updates(Stage12States):
             False if the parent's all-gather over its own group does it without staging: in one hop, and as it is, into
             flat buffers of which the partitions are views.
         """
-        sizes, reshard = self.topology.sizes, self._parameter_reshard
-        one_hop = sizes.groups == 1 or (sizes.group_size == 1 and reshard.exact)
-        as_parent = self.strategy.os != Placement.G or one_hop
         if self.strategy.os == Placement.N:
             return False
+        as_parent = self.strategy.os != Placement.G or all(map(self._in_one_hop, self.families.names))
         if as_parent and not self.updates.ahead and not any(map(self.is_striped, range(len(self.layouts)))):
             return False
         self.updates.drain()
         self.whole.begin(self._stepping)
-        if not self.whole.now:
-            codes = reshard.encode([self._update(window) for window in self._update_windows], self.strategy.p)
-            self._codes = dict(zip(self._update_windows, codes, strict=True))
-            del codes
+        for name, reshard in self._parameter_reshards.items():
+            windows = [window for window in self._update_windows if self.family_names[window.buffer] == name]
+            if windows and not self._is_whole(windows[0]):
+                codes = reshard.encode([self._update(window) for window in windows], self.strategy.p)
+                self._codes.update(zip(windows, codes, strict=True))
+                del codes
         self.updates.start()
         return True
 
+    def _in_one_hop(self, family: str) -> bool:
+        """Whether an all-gather over all ranks of a family is one hop, and exact."""
+        sizes = self.families.topology(family).sizes
+        return sizes.groups == 1 or (sizes.group_size == 1 and self._parameter_reshards[family].exact)
+
+    def _reshard_of(self, window: Window) -> ParameterReshard:
+        return self._parameter_reshards[self.family_names[window.buffer]]
+
+    def _is_whole(self, window: Window) -> bool:
+        """Whether a window travels as it is: in this step, or always, where nothing crosses of its family."""
+        return self.whole.now or self._reshard_of(window).differences is None
+
     def _gather_window(self, window: Window) -> Transfer:
-        reshard = self._parameter_reshard
-        if self.whole.now:
+        reshard = self._reshard_of(window)
+        if self._is_whole(window):
             own = self.own_partition(window.buffer).detach().narrow(0, window.start, window.width)
             sent = aligned(own, reshard.multiple)
         else:
@@ -144,7 +157,7 @@ class Stage12Updates(Stage12States):
 
     def _update(self, window: Window) -> Update:
         """Return what this rank sends of a window; the last cells of a buffer may end early."""
-        row, col = self._own_cell
+        row, col = self._own_cell(window.buffer)
         layout, flat = self.layouts[window.buffer], self.bit16_groups_flat[window.buffer].detach()
         own = self.own_partition(window.buffer).detach().narrow(0, window.start, window.width)
         cell, held = row * layout.cols + col, own[:0]
@@ -155,14 +168,14 @@ class Stage12Updates(Stage12States):
 
     def _place_window(self, window: Window, cells: Tensor) -> None:
         layout, flat = self.layouts[window.buffer], self.bit16_groups_flat[window.buffer].detach()
-        if not self.whole.now:
+        if not self._is_whole(window):
             codes = cells.view(layout.cols, layout.rows, -1).transpose(0, 1).flatten(0, 1)
             for numbers, held in layout.held(flat, window.start, window.width):
-                self._parameter_reshard.write(codes[numbers], held)
+                self._reshard_of(window).write(codes[numbers], held)
             return
         layout.place(flat, window.start, cells.view(layout.cols, layout.rows, -1)[..., : window.width])
 
-    def _windows(self, rows: int, most: int) -> list[Window]:
+    def _windows(self, rows: Sequence[int], most: int) -> list[Window]:
         placed = [
             {self._places[id(p)]: (self._offsets[self.get_param_id(p)], p.numel()) for p in params}
             for params in self.bit16_groups

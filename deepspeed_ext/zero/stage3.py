@@ -35,7 +35,7 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.families import Families
+from deepspeed_ext.zero.families import DENSE, Families
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -84,9 +84,9 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.families = families
         self.topology = topology = families.dense
         self._gathers = {"bucket": bucket, "sequential": sequential}
-        self._parameter_reshard = slots.parameter_reshard(topology)
-        self.whole = WholeUpdates(strategy, topology, self._parameter_reshard)
-        self._reduce_by(slots.gradient_reshard(reductions, reduce_scatter))
+        self._parameter_reshards = {DENSE: slots.parameter_reshard(topology)}
+        self.whole = WholeUpdates(strategy, topology, self._parameter_reshards.values())
+        self._reduce_by({DENSE: slots.gradient_reshard(reductions, reduce_scatter)})
         self._overlap = overlap_comm
         self._waiting = False
         super().__init__(
@@ -100,6 +100,10 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
 
+    def family_of_buffer(self, buffer: int) -> str:
+        """Return the family of what a hop is told to be of a flat buffer; see ``ParoOptimizer``."""
+        return DENSE
+
     # Parameters #######################################################################################
 
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
@@ -107,7 +111,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
         self.parameters = partition(
-            kwargs["module"], offload, self.strategy, self.topology, self._parameter_reshard, self._gathers
+            kwargs["module"], offload, self.strategy, self.topology, self._parameter_reshards[DENSE], self._gathers
         )
         self.parameters.changed = self.whole.ask
         return offload
@@ -154,7 +158,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self.parameters.layout,
             self.strategy,
             self.topology.sizes.ranks,
-            self._gradient_reshard,
+            self._gradient_reshards[DENSE],
             self._bucket,
             self._overlap,
             not self.offload_optimizer or self.offload_optimizer_pin_memory,

@@ -16,6 +16,7 @@ Note [Whole updates]
 """
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -75,12 +76,13 @@ class WholeUpdates:
     Args:
         strategy: of which updates cross between groups if p is not G, and os is.
         topology: process groups of the data-parallel group.
-        reshard: by which they travel.
+        reshards: by which they travel: of each family.
     """
 
-    def __init__(self, strategy: Strategy, topology: Topology, reshard: ParameterReshard) -> None:
+    def __init__(self, strategy: Strategy, topology: Topology, reshards: Iterable[ParameterReshard]) -> None:
         crosses = strategy.p < strategy.os == Placement.G
-        self._every = reshard.differences.whole_every if crosses and reshard.differences else None
+        every = [reshard.differences.whole_every for reshard in reshards if crosses and reshard.differences]
+        self._every = min(every, default=None)
         self._topology = topology
         self._since = 0
         self._asked = False

@@ -22,7 +22,7 @@ class Window(NamedTuple):
 
 
 def windows_in_forward_order(
-    layouts: Sequence[FlatLayout], rows: int, most: int, params: Sequence[Mapping[int, tuple[int, int]]]
+    layouts: Sequence[FlatLayout], rows: Sequence[int], most: int, params: Sequence[Mapping[int, tuple[int, int]]]
 ) -> list[Window]:
     """Return windows of all flat buffers, those of the model's first parameters first.
 
@@ -30,16 +30,16 @@ def windows_in_forward_order(
 
     Args:
         layouts: of the flat buffers.
-        rows: of what travels.
+        rows: of what travels of each flat buffer.
         most: elements (of all rows) of a window at most.
         params: of each flat buffer, by their places in the model: start and elements in the buffer.
     """
     windows: list[Window] = []
-    for buffer, (layout, placed) in enumerate(zip(layouts, params, strict=True)):
+    for buffer, (layout, count, placed) in enumerate(zip(layouts, rows, params, strict=True)):
         for number, stripe in enumerate(layout.stripes):
             end = stripe.start + stripe.numel
             members = frozenset(
                 place for place, (start, numel) in placed.items() if numel and stripe.start <= start < end
             )
-            windows += [Window(buffer, *window, members) for window in layout.windows(rows, most, number)]
+            windows += [Window(buffer, *window, members) for window in layout.windows(count, most, number)]
     return sorted(windows, key=lambda window: (min(window.members, default=0), window.buffer, window.start))
