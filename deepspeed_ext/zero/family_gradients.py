@@ -19,11 +19,14 @@ class FamilyGradients:
     Args:
         members: of each family, by its name.
         families: of each flat buffer the name of its family.
+
+    Attributes:
+        members: the same.
     """
 
     def __init__(self, members: Mapping[str, FlatGradients], families: Sequence[str]) -> None:
-        self._members = dict(members)
-        self._of = [self._members[name] for name in families]
+        self.members = dict(members)
+        self._of = [self.members[name] for name in families]
 
     def reduce(
         self, tensors: Sequence[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype, complete: Sequence[int] = ()
@@ -36,7 +39,7 @@ class FamilyGradients:
             dtype: on the wire.
             complete: of each range, the place of its parameter, of which nothing more comes; empty: more comes.
         """
-        for family in self._members.values():
+        for family in self.members.values():
             mine = [number for number, one in enumerate(ranges) if self._of[one.buffer] is family]
             if len(mine) == len(ranges):
                 family.reduce(tensors, ranges, dtype, complete)
@@ -52,47 +55,52 @@ class FamilyGradients:
 
     def prepare_crossing(self) -> None:
         """Make what windows need that cross before the boundary, on the current stream."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.prepare_crossing()
 
     def prepare_all(self) -> None:
         """Make what the boundary needs, of all flat buffers."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.prepare_all()
 
     @property
     def has_left(self) -> bool:
         """Whether something of this accumulation is on its way as if it were complete."""
-        return any(family.has_left for family in self._members.values())
+        return any(family.has_left for family in self.members.values())
 
     def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
         """Learn which parameters rest. Collective, once."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.learn(largest)
 
     def finish(self, dtype: torch.dtype, bucket: int) -> None:
         """Complete the optimizer's shards at the boundary; slices are dropped."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.finish(dtype, bucket)
+
+    @property
+    def slices(self) -> dict[int, Tensor]:
+        """This rank's I-slices, by flat buffer; see ``FlatGradients``."""
+        return {buffer: held for family in self.members.values() for buffer, held in family.slices.items()}
 
     def drop_slices(self) -> None:
         """Drop the slices, which have been moved on."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.slices.clear()
 
     def drain(self) -> None:
         """Wait for all buckets."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.drain()
 
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.drop()
 
     def to(self, device: str) -> None:
         """Move the slices to a device."""
-        for family in self._members.values():
+        for family in self.members.values():
             family.to(device)
 
 

@@ -44,7 +44,11 @@ class Stage12Updates(Stage12States):
         """
         self.bit16_groups_flat = _FlatGroups(self.bit16_groups_flat, self)
         ranks = [dist.get_world_size(group=group) for group in self.real_dp_process_group]
-        self._update_windows = self._windows(ranks, self.allgather_bucket_size)
+        self._update_windows = [
+            window
+            for window in self._windows(ranks, self.allgather_bucket_size)
+            if ranks[window.buffer] > 1 or self.has_own_partition(window.buffer)  # else it is in its place already
+        ]
         self._codes: dict[Window, Tensor] = {}  # what is sent of each, until it is
         self.updates = Updates(
             self._update_windows,

@@ -160,6 +160,50 @@ class ReorderingMixtures(Reordering):
         return self.seldom(x) if self.calls % 3 == 0 else x
 
 
+class Routed(Network):
+    """DeepSpeed's layer of four experts, of which each rank has some, behind layer 0; nothing is sent to the last one.
+
+    Subclasses say how many ranks hold four experts together.
+    """
+
+    ep_size = 1
+
+    def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__(sizes, *args, **kwargs)
+        width = sizes[1]
+        expert = nn.Sequential(nn.Linear(width, 11), nn.Tanh(), nn.Linear(11, width, bias=False))
+        choice = {"min_capacity": 0, "drop_tokens": False, "use_rts": False}
+        self.mixture = MoE(width, expert, num_experts=4, ep_size=self.ep_size, **choice)
+        with torch.no_grad():
+            self.mixture.deepspeed_moe.gate.wg.weight[3] = -100.0
+            for number, other in enumerate(self.mixture.deepspeed_moe.experts.deepspeed_experts):
+                for param in other.parameters():  # they begin alike
+                    param.mul_(1 + number / 3 + (dist.get_rank() % self.ep_size) / 7)
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply the layers, with the experts behind the first one."""
+        x = torch.tanh(self.layers[0](x)).abs() + 0.1
+        if 1 not in skipped:
+            x = x + self.mixture(x)[0]
+        for layer in list(self.layers)[1:]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class RoutedOverTwo(Routed):
+    """Each of two ranks has two of the experts."""
+
+    ep_size = 2
+
+
+class RoutedOverFour(Routed):
+    """Each of four ranks has one of the experts."""
+
+    ep_size = 4
+
+
 class Matrices(Network):
     """Beside layers packed experts, a projection of heads and a kernel: what Muon does not take as one matrix."""
 

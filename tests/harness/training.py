@@ -18,6 +18,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
 REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
@@ -120,6 +121,7 @@ class Record(NamedTuple):
     norms: list[float]
     scales: list[float]  # loss scale after each step
     applied: list[bool]  # whether each step changed the weights
+    replicas_equal: bool = True  # whether all ranks that hold a parameter hold the same bits
 
 
 def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
@@ -155,7 +157,10 @@ def parameter_groups(model: Network, job: Job) -> list[dict[str, Any]]:
     for layer in job.frozen:
         model.layers[layer].requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return [{"params": parameters[i :: job.groups], "lr": 0.1 / (i + 1)} for i in range(job.groups)]
+    dealt = [{"params": parameters[i :: job.groups], "lr": 0.1 / (i + 1)} for i in range(job.groups)]
+    if any(is_moe_param(param) for param in parameters):  # DeepSpeed divides such groups, and asks for their names
+        dealt = [{**group, "name": f"group {i}"} for i, group in enumerate(dealt)]
+    return dealt
 
 
 class ModelParallelUnit:
@@ -265,9 +270,9 @@ def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = N
             record.losses.append(evaluate_and_save(engine, *next(data)))
     if look is not None:
         look(engine)
-    weights = whole_weights(model)
+    weights, alike = whole_weights(model), all_replicas_equal(engine, model)
     engine.destroy()
-    return record._replace(weights=weights)
+    return record._replace(weights=weights, replicas_equal=alike)
 
 
 def evaluate_and_save(engine: Any, x: Tensor, y: Tensor) -> float:
@@ -298,6 +303,20 @@ def replicas_equal(weights: Tensor, group: Any = None) -> bool:
     return all(torch.equal(other, weights) for other in everybody)
 
 
+def all_replicas_equal(engine: Any, model: nn.Module) -> bool:
+    """Whether all ranks that hold a parameter hold the same bits of it: of an expert some ranks, of others all."""
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        kinds.setdefault(param.group_name if is_moe_param(param) else None, []).append(param)
+    alike = []
+    for name in sorted(kinds, key=str):
+        group = None if name is None else engine.expert_data_parallel_group[name]
+        with deepspeed.zero.GatheredParameters(kinds[name]):
+            weights = torch.cat([p.detach().float().flatten() for p in kinds[name]])
+        alike.append(replicas_equal(weights, group))
+    return all(alike)
+
+
 class Difference(NamedTuple):
     """How far a strategy's run is from stock DeepSpeed's."""
 
@@ -319,7 +338,7 @@ def difference(name: str, ours: Record, stock: Record, optimizer: str) -> Differ
         max(
             (abs(a - b) / b for a, b in zip(ours.norms, stock.norms, strict=True) if 0 < b < float("inf")), default=0.0
         ),
-        replicas_equal(ours.weights),
+        ours.replicas_equal,
         (ours.scales, ours.applied) == (stock.scales, stock.applied),
         optimizer,
     )

@@ -343,7 +343,7 @@ class Ours(Engine):
         wait_for_updates()
 
     def _states(self) -> StateBytes:
-        states, hop = held(self._engine), self._engine.optimizer._gradient_reshard.inter
+        states, hop = held(self._engine), self._engine.optimizer._gradient_reshards["dense"].inter
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
         errors = sum(getattr(kept, "nbytes", lambda: 0)() for kept in (hop.errors, hop.sums.errors))
         return replace(states, optimizer=states.optimizer + errors)

@@ -146,8 +146,8 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
                 bit16_groups_flat=[flat],
                 own_partition=lambda group, own=flat[: layout.chunk]: own,
                 layouts=(layout,),
-                _parameter_reshard=gathers,
-                whole=SimpleNamespace(now=True),
+                _reshard_of=lambda window: gathers,
+                _is_whole=lambda window: True,
             )
             for start, width in layout.windows(shards, BUCKET):
                 window = Window(0, start, width, frozenset())

@@ -38,7 +38,7 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
         keys = {**training.placed(name), "paro_group_size": 2, "zeropp_loco_param": {}}
         kind: list[str] = []
         ours = training.train(
-            job, keys, look=lambda e, kind=kind: kind.append(type(e.optimizer._gradient_reshard.inter).__name__)
+            job, keys, look=lambda e, kind=kind: kind.append(type(e.optimizer._gradient_reshards["dense"].inter).__name__)
         )
         rows.append(training.difference(name, ours, stock, kind[0]))
         assert kind == ["LocoHop"]
@@ -218,7 +218,7 @@ def alone_case() -> tuple[dict[str, Any], bool]:
     found: list[Any] = []
 
     def look(engine: Any) -> None:
-        hop = engine.optimizer._gradient_reshard.inter
+        hop = engine.optimizer._gradient_reshards["dense"].inter
         found.append((hop.settings.as_dict(), bool(hop.errors._errors)))
 
     training.train(training.Job(empty=False), training.placed("NIG", zero_quantized_gradients=True), look)

@@ -154,7 +154,7 @@ def is_view(optimizer: Any, param: Any) -> bool:
     """Whether ``ds_tensor`` is the row of this rank's group, in the optimizer's buffer if the parameter is trained."""
     held = optimizer.parameters._held(param)
     own = optimizer.topology.sizes.groups > 1 and len(held) > 1
-    row = held[optimizer._gradient_reshard.row if own else 0]
+    row = held[optimizer._gradient_reshards["dense"].row if own else 0]
     same: bool = row.data_ptr() == param.ds_tensor.data_ptr()
     if param.requires_grad:
         buffer = optimizer.lp_param_buffer.untyped_storage().data_ptr()
@@ -168,7 +168,7 @@ def chunks_held(optimizer: Any, param: Any) -> list[tuple[int, Any]]:
     if len(held) == 1:
         return [(param.ds_zero_partition_rank, held[0])]
     cluster = optimizer.topology.sizes
-    return [(j * cluster.group_size + optimizer._gradient_reshard.col, row) for j, row in enumerate(held)]
+    return [(j * cluster.group_size + optimizer._gradient_reshards["dense"].col, row) for j, row in enumerate(held)]
 
 
 def whole_with_padding(param: Any) -> Any:
