@@ -158,7 +158,7 @@ def parameter_groups(model: Network, job: Job) -> list[dict[str, Any]]:
         model.layers[layer].requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
     dealt = [{"params": parameters[i :: job.groups], "lr": 0.1 / (i + 1)} for i in range(job.groups)]
-    if any(is_moe_param(param) for param in parameters):  # DeepSpeed divides such groups, and asks for their names
+    if any(map(is_moe_param, parameters)) or "expert_parallel" in job.config:  # DeepSpeed divides groups by name then
         dealt = [{**group, "name": f"group {i}"} for i, group in enumerate(dealt)]
     return dealt
 

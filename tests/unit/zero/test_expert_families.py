@@ -56,6 +56,20 @@ def test_parity_with_keys_of_deepspeed(ranks: Any, job: dict[str, Any]) -> None:
     check(run(ranks, 2, {"steps": 3, **job}))
 
 
+@pytest.mark.parametrize("ep, group", [(2, 2), (4, 2)])
+def test_experts_of_autoep(ranks: Any, ep: int, group: int) -> None:
+    check(ranks(4).run(autoep_case, ep, {"accumulation": 2, "steps": 3}, group)[0])
+
+
+def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
+    """Train a model of transformers whose experts DeepSpeed spreads over ``ep`` ranks."""
+    from tests.harness import experts
+
+    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
+    job = {"sizes": SIZES, "network": experts.SmallMixtral, "zero": zero, "config": experts.autoep(ep), **job}
+    return training.compare(Job(**job), group, **kwargs)
+
+
 def test_sixteen_bits(ranks: Any) -> None:
     check(run(ranks, 2, {"dtype": "bf16", "accumulation": 2, "steps": 3}), **BF16)
     job = {"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}

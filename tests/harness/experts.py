@@ -1,0 +1,59 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A small Mixtral for AutoEP, which is called like ``training.Network``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, TOKENS, EXPERTS = 16, 5, 4  # grouped products want rows of whole 16 bytes
+
+
+def autoep(size: int) -> dict[str, Any]:
+    """Keys of a configuration that spread the experts over ``size`` ranks."""
+    return {"expert_parallel": {"enabled": True, "autoep_size": size, "preset_model": "mixtral"}}
+
+
+class SmallMixtral(nn.Module):
+    """Two layers of Mixtral's, of four experts each, between linear ones."""
+
+    def __init__(self, sizes: Sequence[int], *_: Any, **__: Any) -> None:
+        from transformers import MixtralConfig, MixtralModel
+
+        _mend_registry()
+        super().__init__()
+        self.config = MixtralConfig(
+            vocab_size=3,
+            hidden_size=WIDTH,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=EXPERTS,
+            num_experts_per_tok=2,
+            attn_implementation="eager",
+        )
+        self.layers = nn.ModuleList([nn.Linear(sizes[0], TOKENS * WIDTH), nn.Linear(TOKENS * WIDTH, sizes[-1])])
+        self.model = MixtralModel(self.config)
+        self.model.embed_tokens.requires_grad_(False)
+
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Make tokens of each row, and a row of them again."""
+        tokens = torch.tanh(self.layers[0](x)).view(-1, TOKENS, WIDTH)
+        out = self.model(inputs_embeds=tokens, use_cache=False).last_hidden_state
+        return torch.tanh(self.layers[1](out.flatten(1)))
+
+
+def _mend_registry() -> None:
+    """Have transformers' registry of outputs take a default, as any dictionary does: DeepSpeed 0.19.8 gives one, and
+    transformers 5.23 takes none."""
+    from transformers.utils import output_capturing
+
+    def get(self: Any, model: Any, default: Any = None) -> Any:
+        return dict.get(self, str(model.__class__)) or ({} if default is None else default)
+
+    registry = getattr(output_capturing, "_CanRecordRegistry", None)
+    if registry is not None:
+        registry.get = get
