@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.checkpoint import universal
+from deepspeed_ext.checkpoint.experts import expert_files, outside_experts
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import raise_together, smallest, together
@@ -87,6 +88,9 @@ class Check:
             shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
         own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
+        for path in expert_files(self._engine, self._load_dir, self._tag):
+            self._files.inspect(path)
+        own = {name: own[name] for name in outside_experts(self._engine, own)}
         self._compare(file, module, own, shapes, strict, saved.keys())
 
     def _compare(
@@ -99,7 +103,7 @@ class Check:
         names: Iterable[str],
     ) -> None:
         """Compare shapes, and the names of what a module saves with those that a file has."""
-        wanted = module.state_dict().keys()
+        wanted = set(outside_experts(self._engine, module.state_dict()))
         differing = sorted(set(names) ^ wanted) if strict else []
         differing += [name for name in sorted(own.keys() & shapes.keys()) if own[name] != shapes[name]]
         if differing:

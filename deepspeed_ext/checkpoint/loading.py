@@ -68,17 +68,18 @@ def load_checkpoint(
     require_same(f"the place of checkpoint {tag}", present, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
     strict = None if custom_load_fn is not None else load_module_strict
+    kind = UniversalCheck if from_universal else Check
+    check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
     try:
-        kind = UniversalCheck if from_universal else Check
-        check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
-        check.run(strict)
+        with engine.optimizer.numbered_files(engine):
+            check.run(strict)
         folder = Path(load_dir, present)
         found = together(
             lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded", CheckpointError
         )
         if from_universal:
             universal.load_untrained(engine, check.untrained)
-        with _weights_of(engine, present, from_universal):
+        with _weights_of(engine, present, from_universal), engine.optimizer.numbered_files(engine):
             loaded = load(engine, load_dir, present, **rest)
         together(
             engine.optimizer.error_state.forget if found is None else found.load,

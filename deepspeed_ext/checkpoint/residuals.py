@@ -72,7 +72,8 @@ class Residuals:
         if not self._errors.keeps_errors:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
-        models = sorted(folder.glob("*mp_rank_*_model_states.pt"))[:1]
+        experts = set(folder.glob("layer_*_expert_*"))  # each written by another rank
+        models = sorted(set(folder.glob("*mp_rank_*_model_states.pt")) - experts)[:1]
         for path in models:
             self._files.inspect(path)
         self._saved = self._files.headers[str(models[0])] if models else {}

@@ -7,7 +7,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
+from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families
@@ -79,6 +80,13 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     @abstractmethod
     def crossing_spans(self) -> list[CrossingSpan]:
         """Return where each trained parameter's elements are among the gradients of this rank that cross."""
+
+    def numbered_files(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Have an engine save and load, in this context, as many files of optimizer states as it takes for all.
+
+        DeepSpeed's are those of the ranks that share the states of dense parameters, which need not have all experts.
+        """
+        return nullcontext()
 
     @abstractmethod
     def check_states(self, state: Mapping[str, Any]) -> None:

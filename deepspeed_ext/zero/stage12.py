@@ -102,6 +102,7 @@ class Stage12Optimizer(Stage12Norms):
             {name: self._gradients_of(name) for name in families.names}, self.family_names
         )
         self._make_updates(overlap_updates)
+        self._find_filing_ranks()
 
     def _gradients_of(self, family: str) -> FlatGradients:
         buffers = [buffer for buffer, name in enumerate(self.family_names) if name == family]

@@ -3,6 +3,7 @@
 """DeepSpeed's MoE layers under strategies with p = N train what its stages 1 and 2 train; see ``zero/families.py``."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,3 +75,50 @@ def test_sixteen_bits(ranks: Any) -> None:
     check(run(ranks, 2, {"dtype": "bf16", "accumulation": 2, "steps": 3}), **BF16)
     job = {"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}
     check(run(ranks, 2, job, strategies=REPLICATED), weights=2e-3, losses=1e-2, norms=4e-3)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "in few bits"])
+def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, ep: int, compressed: bool) -> None:
+    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed):
+        for name, restored, same_losses, same_weights in rows:
+            assert restored and same_losses and same_weights, (name, restored, same_losses, same_weights)
+
+
+def resume_case(folder: str, ep: int, compressed: bool) -> list[tuple[str, bool, bool, bool]]:
+    """Whether a load brings back this rank's weights and states, and going on is what it was, to the bit."""
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import networks, snapshots
+
+    network = {2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
+    job = Job(sizes=SIZES, network=network, optimizer="Adam", groups=2, zero=SMALL_BUCKETS)
+    rows = []
+    for name in REPLICATED:
+        few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
+        zero = training.placed(name, **few_bits)
+
+        def held(engine: Any, model: Any) -> list[Any]:
+            optimizer = engine.optimizer
+            states = [state[key] for state in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+            kept = optimizer.single_partition_of_fp32_groups
+            return [tensor.detach().clone() for tensor in (*model.parameters(), *kept, *states)]
+
+        engine, model = training.make_engine(job, zero)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2), first=0)
+        engine.save_checkpoint(f"{folder}/{name}")
+        saved = held(engine, model)
+        losses = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+        whole = held(engine, model)
+        engine.destroy()
+
+        engine, model = training.make_engine(job, zero)
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))  # something to be overwritten
+        engine.load_checkpoint(f"{folder}/{name}")
+        restored = all(map(torch.equal, saved, held(engine, model)))
+        again = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+        rows.append((name, restored, again == losses, all(map(torch.equal, whole, held(engine, model)))))
+        engine.destroy()
+        dist.barrier()
+    return rows
