@@ -356,10 +356,20 @@ def _no_matrix(engine: Any, optimizer: Any) -> str:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
+        lambda engine, optimizer: engine.has_moe_layers and engine.pipeline_parallelism,
+        "the model has DeepSpeed MoE layers, of which stages of a pipeline would have different families",
+        advice=lambda strategy, engine: _plain(engine, 1),
+    ),
+    Unsupported(
         lambda engine, optimizer: engine.has_moe_layers,
         "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
         _sharded,
         advice=_plain_with_experts,
+    ),
+    Unsupported(
+        lambda engine, optimizer: engine.has_moe_layers and "muon" in type(optimizer).__name__.lower(),
+        "Muon divides matrices among all data-parallel ranks, and these have different experts",
+        advice=lambda strategy, engine: "Set optimizer.type to another one",
     ),
     Unsupported(
         lambda engine, optimizer: _other_muon(optimizer),

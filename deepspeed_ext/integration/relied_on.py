@@ -30,6 +30,12 @@ RELIED_ON: tuple[Patch, ...] = (
                 "name a file that is missing",
                 "(self, checkpoints_path, tag, mp_placeholder=None, pp_placeholder=None)",
             ),
+            ("_get_non_moe_state_dict", "tell what of a module has files of its own", "(self, full_state_dict)"),
+            (
+                "_get_expert_ckpt_name",
+                "look into a file before it is loaded",
+                "(checkpoints_path, layer_id, expert_id, tag, mpu=None, checkpoint_mp_rank=None)",
+            ),
             ("_get_zero_ckpt_name", "look into a file before it is loaded", "(self, checkpoints_path, tag)"),
             (
                 "_get_rank_zero_ckpt_name",
@@ -131,6 +137,9 @@ RELIED_ON: tuple[Patch, ...] = (
             ("reduce_ready_partitions_and_remove_grads", "put a gradient into a bucket", "(self, param, i)"),
             ("reduce_independent_p_g_buckets_and_remove_grads", "move a full bucket on", "(self, param, i)"),
             ("setup_buckets", "open buckets", "(self)"),
+            ("is_moe_group", "tell the families of flat buffers", "(self, group)"),
+            ("get_grad_norm_direct", "count each expert once", "(self, gradients, params, norm_type=2)"),
+            ("complete_grad_norm_calculation_for_cpu_offload", "count each expert once", "(self, params)"),
             ("get_gradient_for_reduction", "read an accumulated gradient", "(self, param)"),
         ),
     ),

@@ -21,6 +21,12 @@ from deepspeed_ext.loco.updates import LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
 
 EVENTS, UPDATE_EVENTS = "Train/LoCo", "Train/Updates"
+_DENSE = "inter"  # name of the hop between groups for dense parameters; experts have others, with a prefix
+
+
+def _events(kind: str, name: str) -> str:
+    """Return the label of a hop's events: those of experts have their own."""
+    return kind if name == _DENSE else f"{kind}/{name.removesuffix(f'_{_DENSE}')}"
 
 
 def inter_hop(engine: Engine, strategy: Strategy) -> MakeReduce:
@@ -37,8 +43,9 @@ def inter_hop(engine: Engine, strategy: Strategy) -> MakeReduce:
         hop = make(group, name, reduce_scatter)
         require_kernels(get_accelerator().device_name(), hop.collectives.group, UPDATES_KEY)
         hop.sums = sums = QuantizedSums(settings, *_where_errors_are(engine))
-        sums.errors.on_step = _reporter(engine, sums.sent, UPDATE_EVENTS)
-        announce_updates(settings, hop.size, "sums of gradients come back", "what they lack is forgotten")
+        sums.errors.on_step = _reporter(engine, sums.sent, _events(UPDATE_EVENTS, name))
+        if name == _DENSE:
+            announce_updates(settings, hop.size, "sums of gradients come back", "what they lack is forgotten")
         return hop
 
     return make_both
@@ -49,8 +56,9 @@ def _loco_hop(engine: Engine) -> MakeReduce:
 
     def make(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         hop = LocoHop(group, name, settings, *_where_errors_are(engine))
-        announce(settings, hop.size)
-        _report_to(engine, hop)
+        if name == _DENSE:
+            announce(settings, hop.size)
+        _report_to(engine, hop, _events(EVENTS, name))
         return hop
 
     return make
@@ -73,12 +81,13 @@ def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
 
     def make(group: ProcessGroup | None, name: str) -> GatherHop:
         plain = GatherHop(group, name)
-        announce_updates(settings, plain.size, "updated parameters cross as differences", "they cross as they are")
+        if name == _DENSE:
+            announce_updates(settings, plain.size, "updated parameters cross as differences", "they cross as they are")
         if plain.size == 1:
             return plain
         kind = LosslessDifferences if settings.bits == EXACT else QuantizedDifferences
         hop = kind(group, name, settings)
-        hop.on_step = _reporter(engine, hop.sent, UPDATE_EVENTS)
+        hop.on_step = _reporter(engine, hop.sent, _events(UPDATE_EVENTS, name))
         return hop
 
     return make
@@ -138,10 +147,10 @@ def _reporter(engine: Engine, sent: Sampling, events: str) -> Callable[[], None]
     return report
 
 
-def _report_to(engine: Engine, hop: LocoHop) -> None:
+def _report_to(engine: Engine, hop: LocoHop, events: str) -> None:
     """Report to the engine's monitor, and to its timers."""
     hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
-    report = _reporter(engine, hop.sent, EVENTS)
+    report = _reporter(engine, hop.sent, events)
 
     def report_all() -> None:
         report()

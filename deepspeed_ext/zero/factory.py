@@ -59,7 +59,7 @@ def configure_with(
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
     families = families_of(engine, topology, alone=strategy.os == Placement.N)
-    announce(strategy, topology, engine, use_streams(engine._config, strategy))
+    announce(strategy, families, engine, use_streams(engine._config, strategy))
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topology, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
@@ -169,7 +169,7 @@ def use_streams(config: Config, strategy: Strategy) -> list[str]:
     return changed
 
 
-def announce(strategy: Strategy, topology: Topology, engine: Engine, changed: Sequence[str]) -> None:
+def announce(strategy: Strategy, families: Families, engine: Engine, changed: Sequence[str]) -> None:
     """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
 
     At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
@@ -178,6 +178,7 @@ def announce(strategy: Strategy, topology: Topology, engine: Engine, changed: Se
     Args:
         changed: what else was, of DeepSpeed's defaults.
     """
+    topology = families.dense
     chosen = getattr(engine._config, "strategy_was_chosen", False)
     n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
@@ -188,7 +189,8 @@ def announce(strategy: Strategy, topology: Topology, engine: Engine, changed: Se
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
-        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}{hint}"
+        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}"
+        f"{''.join(_of_experts(name, one.sizes) for name, one in families.experts.items())}{hint}"
         f"{defaults}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
@@ -207,6 +209,12 @@ def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
     nothing = ", and nothing crosses between groups that could be compressed" if compressed and m == n else ""
     comes_down_to = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
     return f": {groups}{comes_down_to}{nothing} {size}"
+
+
+def _of_experts(name: str, sizes: GroupSizes) -> str:
+    """Return what to say of the groups of a family of experts."""
+    small = ", so I is N for them" if sizes.group_size == 1 else ""
+    return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
 
 
 def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Engine) -> None:

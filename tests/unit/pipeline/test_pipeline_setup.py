@@ -66,7 +66,7 @@ def test_an_unsupported_optimizer_at_a_plain_stage_gets_advice_that_works(ranks:
         assert "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's" in message, message
     assert ranks(4).run(muon_case, "DeepSpeed's") == [""] * 4
     for message in ranks(4).run(experts_case, 2):
-        assert message.endswith("are not data-parallel. Set zero_optimization.stage to 1."), message
+        assert message.endswith("would have different families. Set zero_optimization.stage to 1."), message
     assert ranks(4).run(experts_case, 1) == [""] * 4
 
 

@@ -125,14 +125,12 @@ NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "I
 @pytest.mark.parametrize(
     "zero, remove, stage, why",
     [
-        (NIG, "paro_strategy and paro_group_size", 2, ""),
         (
             {**IIG, "stage3_leaf_bytes": 99},
             "paro_strategy and paro_group_size and stage3_leaf_bytes",
             1,
             " or 2: DeepSpeed's stage 3 does not support them, either",
         ),
-        ({"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param", 2, ""),
     ],
 )
 def test_models_that_no_strategy_supports(ranks: Any, zero: dict[str, Any], remove: str, stage: int, why: str) -> None:
@@ -145,6 +143,15 @@ def test_models_that_no_strategy_supports(ranks: Any, zero: dict[str, Any], remo
         )
     left = {key: value for key, value in zero.items() if key not in remove.split(" and ")}
     ranks(4).run(unsupported_case, "moe", {**left, "stage": stage})  # what is advised works
+
+
+def test_experts_that_no_strategy_supports(ranks: Any) -> None:
+    for error in ranks(6).run_expect_error(unsupported_case, "moe", {"paro_strategy": "NIG", "paro_group_size": 3}):
+        assert error.type == "ValueError", error
+        assert "the ranks [0, 2, 4], which hold the same experts, are spread unevenly" in error.message, error
+        assert "to a multiple or to a divisor of the expert-parallel size, 2." in error.message, error
+    for error in ranks(4).run_expect_error(unsupported_case, "moe, Muon", NIG):
+        assert "paro_strategy NIG is not supported here: Muon divides matrices among all" in error.message, error
 
 
 def test_a_muon_that_no_strategy_supports_gets_advice_that_works(ranks: Any) -> None:
@@ -218,13 +225,14 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
             self.moe = MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=2)
 
     model: torch.nn.Module = torch.nn.Linear(4, 4)
-    if what == "moe":
+    if what.startswith("moe"):
         model = Expert()
     parameters: Any = list(model.parameters())
     groups = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
     matrices = parameters if what == "a bias" else parameters[:1]
     optimizer: Any = {
         "moe": lambda: torch.optim.Adam(groups),
+        "moe, Muon": lambda: MuonWithAuxAdam([{**group, "use_muon": False} for group in groups]),
         "NorMuon": lambda: type(what, (torch.optim.SGD,), {})(parameters, lr=0.1),
     }.get(what, lambda: MuonWithAuxAdam([{"params": matrices, "use_muon": True}]))()
     config = {

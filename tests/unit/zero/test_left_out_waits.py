@@ -41,6 +41,8 @@ FOUND = {
     "zero/crossing.py:CrossingBucket.pack:follow": ("IGG", "chunks"),
     "zero/gathers.py:Gather.wait:finish": ("GGG", "plain"),
     "zero/gradients.py:Gradients.drain:drain": ("NIG", "plain"),
+    "zero/family_gradients.py:FamilyGradients.drain:drain": ("NIG", "plain"),
+    "zero/family_gradients.py:FamilyGradients.finish:finish": ("NIG", "offload"),
     "zero/flat_gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
     "zero/flat_gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
     "zero/muon.py:Muon.apply:drain": ("IIG", "Muon"),
