@@ -172,8 +172,8 @@ class Routed(Network):
         from deepspeed.moe.layer import MoE
 
         super().__init__(sizes, *args, **kwargs)
-        width = sizes[1]
-        expert = nn.Sequential(nn.Linear(width, 11), nn.Tanh(), nn.Linear(11, width, bias=False))
+        width, inner = sizes[1], sizes[1] + 1
+        expert = nn.Sequential(nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, width, bias=False))
         choice = {"min_capacity": 0, "drop_tokens": False, "use_rts": False}
         self.mixture = MoE(width, expert, num_experts=4, ep_size=self.ep_size, **choice)
         with torch.no_grad():

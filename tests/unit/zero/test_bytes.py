@@ -206,6 +206,61 @@ def bytes_case(
     return sum(numel for numel, _ in numels), sum(numel for numel, trainable in numels if trainable), rows
 
 
+@pytest.mark.parametrize("world, group", [(4, 2), (8, 4)])
+def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, group: int) -> None:
+    *_, alone = ranks(world).run(experts_case, group, ("layers", "gate"))[0]
+    dense, experts, both = ranks(world).run(experts_case, group, ())[0]
+    families = [(dense, GroupSizes(world, group)), (experts, GroupSizes(world // 2, group // 2))]
+    for number, name in enumerate(REPLICATED):
+        due = [
+            STRATEGIES[name].volume(cluster, ModelStates.of(numel, parameter_bytes=WIDTH, gradient_bytes=WIDTH))
+            for numel, cluster in families
+        ]
+        assert alone[number][1] == pytest.approx(due[1].inter, rel=RELATIVE), name
+        for kind in (0, 1):  # tokens, which travel inside groups, are not counted in what is more
+            more = both[number][kind] - alone[number][kind]
+            assert more == pytest.approx((due[0].intra, due[0].inter)[kind], rel=RELATIVE), name
+
+
+def experts_case(group: int, frozen: tuple[str, ...]) -> tuple[int, int, list[Bytes]]:
+    """Dense parameters, those of experts that this rank has, and for each strategy the mean bytes a rank of a step."""
+    from deepspeed import comm as dist
+    from deepspeed.moe.utils import is_moe_param
+
+    from deepspeed_ext.comm.traffic import TrafficMeter
+    from tests.harness import networks, training
+
+    class Network(networks.RoutedOverTwo):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.unused.requires_grad_(False)
+            for name, param in self.named_parameters():
+                if any(f".{part}." in f".{name}" for part in frozen):
+                    param.requires_grad_(False)
+
+    job = training.Job(sizes=(256, 511, 512, 300), empty=False, zero=BUCKETS, network=Network)
+    rows = []
+    for name in REPLICATED:
+        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group})
+        data, meter = training.batches(job), TrafficMeter()
+        for counted in (False, True):
+            dist.barrier()
+            if counted:
+                meter.start()
+            dist.barrier()
+            training.micro_step(engine, job, int(counted), *next(data))
+            engine.step()
+            dist.barrier()
+        meter.stop()
+        dist.barrier()
+        split = meter.split(group)
+        rows.append((split.intra_mean, split.inter_mean))
+        numels = [(p.numel(), is_moe_param(p)) for p in model.parameters() if p is not model.unused]
+        engine.destroy()
+    experts = sum(numel for numel, expert in numels if expert)
+    return sum(numel for numel, _ in numels) - experts, experts, rows
+
+
 @pytest.mark.quick
 def test_records_and_traces_tell_the_hops_apart(ranks: Any) -> None:
     for records, labels in ranks(4).run(logger_case):
