@@ -16,16 +16,33 @@ ADAM_BYTES = 12  # for each parameter: master copy and two moments in fp32
 MUON_BYTES = 8  # for each parameter that Muon trains: master copy and momentum in fp32
 
 
-def count(model: nn.Module, parameter_bytes: int | None = None, gradient_bytes: int = 2) -> ModelStates:
-    """Return the bytes of a model on any device, meta included, sharded by ``zero.Init`` or not, and of Adam's states,
-    or Muon's where DeepSpeed has marked parameters for it (``use_muon``).
+def experts_of_sizes(model: nn.Module) -> dict[int, list[nn.Parameter]]:
+    """Return the parameters that DeepSpeed has marked as experts that this rank has, by their expert-parallel size."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for param in model.parameters():
+        if not getattr(param, "allreduce", True) and hasattr(param, "group_name"):
+            found.setdefault(int(str(param.group_name).rpartition("_")[2]), []).append(param)
+    return found
+
+
+def dense(model: nn.Module) -> list[nn.Parameter]:
+    """Return the other parameters, which all data-parallel ranks have."""
+    experts = {id(param) for some in experts_of_sizes(model).values() for param in some}
+    return [param for param in model.parameters() if id(param) not in experts]
+
+
+def count(
+    parameters: Iterable[nn.Parameter], parameter_bytes: int | None = None, gradient_bytes: int = 2
+) -> ModelStates:
+    """Return the bytes of parameters on any device, meta included, sharded by ``zero.Init`` or not, and of Adam's
+    states, or Muon's where DeepSpeed has marked parameters for it (``use_muon``).
 
     Args:
-        model: what is trained.
+        parameters: of what is trained.
         parameter_bytes: bytes of an element in forward and backward; by default those it has.
         gradient_bytes: bytes of a gradient's element.
     """
-    parameters = list({id(p): p for p in model.parameters()}.values())
+    parameters = list({id(p): p for p in parameters}.values())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(map(numel_of, trained))
     saved = (ADAM_BYTES - MUON_BYTES) * sum(map(numel_of, matrices(trained)))
@@ -42,11 +59,11 @@ def matrices(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in parameters if p.requires_grad and getattr(p, "use_muon", False)]
 
 
-def on_device(engine: Engine, model: nn.Module) -> ModelStates:
-    """Return the bytes that a DeepSpeedEngine keeps of a model on the device: nothing of what is offloaded."""
+def on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates:
+    """Return the bytes that a DeepSpeedEngine keeps of parameters on the device: nothing of what is offloaded."""
     config = engine._config.zero_config
     dtype, sums = engine.get_data_types()
-    states = count(model, 2 if dtype.itemsize == 2 else None, sums.itemsize)
+    states = count(parameters, 2 if dtype.itemsize == 2 else None, sums.itemsize)
     return replace(
         states,
         parameters=0.0 if offloads(config.offload_param) else states.parameters,

@@ -68,6 +68,20 @@ class GroupSizes:
         """k, the number of groups."""
         return self.ranks // self.group_size
 
+    def of_experts(self, size: int) -> "GroupSizes":
+        """Return the sizes of the ranks that have the same experts, where ``size`` neighbors divide all of them.
+
+        Raises:
+            ValueError: groups have different numbers of these ranks.
+        """
+        n, m = self.ranks, self.group_size
+        if n % size or (m % size and size % m):
+            raise ValueError(
+                f"an expert-parallel size must divide the data-parallel ranks, and be a multiple or a divisor of "
+                f"paro_group_size, got {size} with {n} ranks in groups of {m}."
+            )
+        return GroupSizes(n // size, max(1, m // size))
+
     def shards(self, placement: Placement) -> int:
         """Return in how many different shards a state in this placement is."""
         return {Placement.N: 1, Placement.I: self.group_size, Placement.G: self.ranks}[placement]

@@ -20,7 +20,7 @@ from deepspeed_ext.model_bytes import ADAM_BYTES, MUON_BYTES
 from deepspeed_ext.planner import report
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import BUCKET, Model
+from deepspeed_ext.planner.cost import BUCKET, Experts, Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
 
@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--trainable", type=_count, metavar="N", help="of these (default: all)")
     what.add_argument(
         "--largest-layer", type=_count, metavar="N", help="parameters of the largest module, with --params"
+    )
+    what.add_argument(
+        "--expert-params", type=_count, metavar="N", help="of these in experts, with --params and --expert-parallel"
+    )
+    what.add_argument(
+        "--expert-parallel", type=int, metavar="E", help="expert-parallel size: ranks that have all experts together"
     )
     what.add_argument("--dtype", choices=BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
     what.add_argument("--accumulation", type=int, default=1, metavar="S", help="micro-steps of a step (default: 1)")
@@ -129,10 +135,20 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError("expected either --model PKG:FN or --params N.")
     if arguments.trainable is not None and arguments.params is None:
         raise ValueError("--trainable goes with --params; of a --model those count that require a gradient.")
+    if (arguments.expert_params is None) != (arguments.expert_parallel is None):
+        raise ValueError("--expert-params and --expert-parallel go together.")
+    if arguments.expert_params is not None and arguments.params is None:
+        raise ValueError("--expert-params goes with --params; of a --model those count that DeepSpeed has marked.")
+    if arguments.expert_params is not None and (arguments.trainable is not None or arguments.muon is not None):
+        raise ValueError("--expert-params: all parameters are trained, and Muon takes no experts.")
+    if arguments.expert_params is not None and arguments.expert_params >= arguments.params:
+        raise ValueError(f"--expert-params {arguments.expert_params} leaves nothing of --params {arguments.params}.")
     if arguments.trainable is not None and arguments.trainable > arguments.params:
         raise ValueError(f"--trainable {arguments.trainable} is more than --params {arguments.params}.")
     if arguments.largest_layer is not None and arguments.params is None:
         raise ValueError("--largest-layer goes with --params; of a --model it is counted.")
+    if arguments.estimate and arguments.expert_params is not None:
+        raise ValueError("--estimate prints what DeepSpeed's estimators know, no experts. Leave out one of the two.")
     if arguments.estimate and (arguments.trainable is not None or arguments.dtype == "fp32"):
         raise ValueError(
             "--estimate prints what DeepSpeed's estimators know: 16 bits, all parameters trained. Leave out "
@@ -157,6 +173,8 @@ def _check(arguments: argparse.Namespace) -> None:
         "intra_gbps",
         "inter_gbps",
         "memory_gb",
+        "expert_params",
+        "expert_parallel",
     )
     for name in above:
         value = getattr(arguments, name)
@@ -206,16 +224,36 @@ def _model(arguments: argparse.Namespace) -> Model:
             mark_matrices(made)
         return replace(describe(made, parameter_bytes=width, **extra), **extra_of_muon)
     each = MUON_BYTES if muon else ADAM_BYTES
+    apart = arguments.expert_params or 0
     states = ModelStates.of(
-        arguments.params, arguments.trainable, parameter_bytes=width, gradient_bytes=width, optimizer_bytes=each
+        arguments.params - apart,
+        arguments.trainable,
+        parameter_bytes=width,
+        gradient_bytes=width,
+        optimizer_bytes=each,
     )
     layer = float((arguments.largest_layer or 0) * width)
-    fetches = max(1, arguments.params // FETCHED)
-    bucket = full_bucket(BUCKET, round(states.gradients / width))
+    fetches = max(1, (arguments.params - apart) // FETCHED)
+    experts = _experts(apart, arguments.expert_parallel, width) if apart else ()
+    bucket = full_bucket(BUCKET, round((states.gradients + sum(e.states.gradients for e in experts)) / width))
     matrices = states.gradients if muon else 0.0
     return Model(
-        states, width, **extra, fetches=fetches, largest_layer=layer, bucket=bucket, matrices=matrices, **extra_of_muon
+        states,
+        width,
+        **extra,
+        fetches=fetches,
+        largest_layer=layer,
+        bucket=bucket,
+        matrices=matrices,
+        experts=experts,
+        **extra_of_muon,
     )
+
+
+def _experts(params: int, ranks: int, width: int) -> tuple[Experts, ...]:
+    """Return the experts that one of ``ranks`` has."""
+    states = ModelStates.of(params // ranks, parameter_bytes=width, gradient_bytes=width)
+    return (Experts(ranks, states, fetches=max(1, params // ranks // FETCHED)),)
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:

@@ -23,6 +23,7 @@ Note [Plain ZeRO]
     ZeRO-3 prefetches. None are predicted with Muon, for which DeepSpeed's stages move much besides.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -49,11 +50,26 @@ DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of one expert-parallel size: a family of parameters with fewer ranks, of which each has a part.
+
+    Attributes:
+        size: expert-parallel size: so many neighboring ranks have all experts together.
+        states, held, fetches: as of ``Model``, of the experts that one rank has.
+    """
+
+    size: int
+    states: ModelStates
+    held: ModelStates | None = None
+    fetches: int = 1
+
+
+@dataclass(frozen=True)
 class Model:
     """What is trained.
 
     Attributes:
-        states: bytes of the whole, as they are moved.
+        states: bytes of the whole, as they are moved; of dense parameters.
         gradient_bytes: of one gradient, as it is moved.
         accumulation: micro-steps of a step.
         compute: seconds of forward and backward of a micro-step.
@@ -69,6 +85,7 @@ class Model:
         overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters come under the next forward.
         matrices: bytes of what the optimizer's step needs whole, as it is moved: Muon's matrices.
         orthogonalizing: seconds that one rank would take to orthogonalize all of these.
+        experts: of expert parallelism.
     """
 
     states: ModelStates
@@ -85,6 +102,26 @@ class Model:
     overlap_updates: bool = False
     matrices: float = 0.0
     orthogonalizing: float = 0.0
+    experts: tuple[Experts, ...] = ()
+
+    def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
+        """Return each family of parameters as a model, and the sizes of its ranks; dense ones first."""
+        alone = [
+            (
+                sizes.of_experts(one.size),
+                replace(
+                    self,
+                    states=one.states,
+                    held=one.held,
+                    fetches=one.fetches,
+                    largest_layer=0.0,
+                    matrices=0.0,
+                    experts=(),
+                ),
+            )
+            for one in self.experts
+        ]
+        return [(sizes, self), *alone]
 
     @property
     def layers(self) -> int:
@@ -198,14 +235,19 @@ def _prediction(
     parameter_bytes = model.states.updated / trainable if trainable else 1.0
     sharded = strategy.p != Placement.N
     total, moves = Volume(), []
-    phases = strategy.phases(sizes, model.states)
-    for phase, by_layer in zip(phases, (sharded, False, False, False, sharded), strict=True):
-        volume = sent.volume(phase, model.gradient_bytes, parameter_bytes)
-        messages = model.fetches if by_layer else model.buckets
-        total += volume * model.times(phase)
-        hops = rates.of(phase.kind)
-        within, between = hops.intra.seconds(volume.intra, messages), hops.inter.seconds(volume.inter, messages)
-        moves.append(Move(phase.kind, within, between, units=min(messages, model.layers)))
+    families = model.families(sizes)
+    of_all = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
+    for phases, by_layer in zip(of_all, (sharded, False, False, False, sharded), strict=True):
+        within = between = 0.0
+        units, hops = 0, rates.of(phases[0].kind)
+        for phase, (_, family) in zip(phases, families, strict=True):
+            volume = sent.volume(phase, model.gradient_bytes, parameter_bytes)
+            messages = family.fetches if by_layer else family.buckets
+            total += volume * model.times(phase)
+            within += hops.intra.seconds(volume.intra, messages)
+            between += hops.inter.seconds(volume.inter, messages)
+            units += messages
+        moves.append(Move(phases[0].kind, within, between, units=min(units, model.layers)))
     whole_matrices = strategy.exchange(sizes, model.matrices)
     total += whole_matrices
     hops, rounds = rates.gather, min(ROUNDS, model.layers)
@@ -214,7 +256,8 @@ def _prediction(
         for rate, nbytes in ((hops.intra, whole_matrices.intra), (hops.inter, whole_matrices.inter))
     )
     moves.append(Move(Direction.GATHER, within, between, rounds))
-    memory, whole = strategy.memory(sizes, model.held or model.states), strategy.memory(sizes, model.states)
+    memory = _sum_of(strategy.memory(ranks, family.held or family.states) for ranks, family in families)
+    whole = _sum_of(strategy.memory(ranks, family.states) for ranks, family in families)
     host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
     update = UPDATE_TOUCHES * memory.optimizer / rates.memory
     sharing = sizes.group_size if strategy.os == Placement.N else sizes.shards(strategy.os)
@@ -229,9 +272,17 @@ def _prediction(
         model.orthogonalizing / sharing,
     )
     usage = step.usage()
-    transient = _transient(strategy, sizes, model, sent)
+    transient = sum(_transient(strategy, ranks, family, sent) for ranks, family in families)
     few_bits = sent.loco is not None, sent.updates is not None
     return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy)
+
+
+def _sum_of(parts: Iterable[StateBytes]) -> StateBytes:
+    """Return what one rank holds of several families."""
+    listed = list(parts)
+    return StateBytes(
+        *(sum(getattr(one, name) for one in listed) for name in ("parameters", "gradients", "optimizer"))
+    )
 
 
 def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:

@@ -24,7 +24,7 @@ from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, MICRO_STEP, QUANTIZ
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.model_bytes import on_device
+from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import Compression
@@ -88,6 +88,13 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others shard")
     sharded = [row for row in possible if row.p != Placement.N]
+    if experts_of_sizes(model):
+        possible = [row for row in possible if row.p == Placement.N]
+        if not possible:
+            raise ValueError(
+                f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in sharded)}, where "
+                f"parameters are sharded, but the model has DeepSpeed MoE layers. Remove stage 3."
+            )
     if reasons and not sharded:
         raise ValueError(
             f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, where parameters "
@@ -109,7 +116,11 @@ def _described(engine: Engine, model: nn.Module) -> Model:
     kept = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
     return replace(
         found,
-        held=on_device(engine, model),
+        held=on_device(engine, dense(model)),
+        experts=tuple(
+            replace(one, held=on_device(engine, some))
+            for one, some in zip(found.experts, experts_of_sizes(model).values(), strict=True)
+        ),
         regathered=not kept,
         streams=not get_accelerator().is_synchronized_device(),
         overlap=config._param_dict[SECTION].get("overlap_comm"),
@@ -147,17 +158,24 @@ def _orthogonalizing(config: Config, model: nn.Module) -> float:
 
 def _same_everywhere(model: Model) -> Model:
     """Return the most of all ranks: with tensor parallelism they may hold different models."""
-    assert model.held is not None
-    numbers = [*astuple(model.states), *astuple(model.held), model.largest_layer, model.fetches, model.regathered]
-    *states, largest, fetches, regathered, matrices = _reduced([*numbers, model.matrices], dist.ReduceOp.MAX)
+    pairs = [(model.states, model.held), *((one.states, one.held) for one in model.experts)]
+    held = [states for pair in pairs for states in pair if states is not None]
+    numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
+    found = _reduced([*numbers, *(number for states in held for number in astuple(states))], dist.ReduceOp.MAX)
+    largest, fetches, regathered, matrices, *rest = found
+    alike = [ModelStates(*rest[start : start + 4]) for start in range(0, len(rest), 4)]
     return replace(
         model,
-        states=ModelStates(*states[:4]),
-        held=ModelStates(*states[4:]),
+        states=alike[0],
+        held=alike[1],
         largest_layer=largest,
         fetches=int(fetches),
         regathered=bool(regathered),
         matrices=matrices,
+        experts=tuple(
+            replace(one, states=alike[2 * number], held=alike[2 * number + 1])
+            for number, one in enumerate(model.experts, 1)
+        ),
     )
 
 
@@ -215,4 +233,5 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "paro_overlap_updates": model.overlap_updates,
         MICRO_STEP: zero.paro_micro_step_seconds,
         **({"matrices": model.matrices} if model.matrices else {}),  # older decisions have none
+        **({"experts": [asdict(one) for one in model.experts]} if model.experts else {}),
     }

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.model_bytes import count, matrices, nbytes
-from deepspeed_ext.planner.cost import BUCKET, Model
+from deepspeed_ext.model_bytes import count, dense, experts_of_sizes, matrices, nbytes
+from deepspeed_ext.planner.cost import BUCKET, Experts, Model
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
 
@@ -42,7 +42,12 @@ def describe(
     if first is None:
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
     width = gradient_bytes or parameter_bytes or first.element_size()
-    layers, states = list(_layers(model)), count(model, parameter_bytes, width)
+    layers, states = list(_layers(model)), count(dense(model), parameter_bytes, width)
+    experts = tuple(
+        Experts(size, count(some, parameter_bytes, width), fetches=len(list(_layers_with(model, some))))
+        for size, some in experts_of_sizes(model).items()
+    )
+    elements = round((states.gradients + sum(one.states.gradients for one in experts)) / width)
     return Model(
         states,
         width,
@@ -50,8 +55,9 @@ def describe(
         compute,
         fetches=len(layers),
         largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
-        bucket=full_bucket(bucket, round(states.gradients / width)),
+        bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, matrices(model.parameters())))),
+        experts=experts,
     )
 
 
@@ -82,11 +88,14 @@ def micro_step_flops(model: nn.Module, samples: int) -> float:
     """
     named = _language_model(model)
     share = _experts_used(named)
+    ranks = {id(param): size for size, some in experts_of_sizes(model).items() for param in some}
     found, seen = 0.0, set()
     for name, module in model.named_modules():
         for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
             if id(parameter) not in seen:
-                used = numel_of(parameter) * (share if "experts" in name.split(".") else 1.0)
+                # Of expert parallelism a rank has a part of the experts, and the tokens of as many ranks.
+                of_experts = share * ranks.get(id(parameter), 1) if "experts" in name.split(".") else 1.0
+                used = numel_of(parameter) * of_experts
                 found += used * (6 if parameter.requires_grad else 4)
                 seen.add(id(parameter))
     return samples * _tokens(named) * found
@@ -109,6 +118,12 @@ def _experts_used(config: Any) -> float:
     of = next((count for count in counts if isinstance(count, int)), None)
     used = getattr(config, "num_experts_per_tok", None)
     return used / of if of and isinstance(used, int) else 1.0
+
+
+def _layers_with(model: nn.Module, some: list[nn.Parameter]) -> Iterator[nn.Module]:
+    """Return the modules that have one of these parameters by themselves."""
+    wanted = set(map(id, some))
+    return (module for module in model.modules() if any(id(p) in wanted for p in module.parameters(recurse=False)))
 
 
 def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:

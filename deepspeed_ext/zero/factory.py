@@ -24,7 +24,7 @@ from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRA
 from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
-from deepspeed_ext.model_bytes import on_device
+from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
@@ -222,12 +222,20 @@ def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Engine) ->
     available = get_accelerator().total_memory()
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
-    states = on_device(engine, engine.module)
-    needed = strategy.memory(topology.sizes, states).total
+    states, experts = on_device(engine, dense(engine.module)), experts_of_sizes(engine.module)
+    families = [(topology.sizes, states)]
+    families += [(topology.sizes.of_experts(size), on_device(engine, some)) for size, some in experts.items()]
+
+    def total(row: Strategy) -> float:
+        return sum(row.memory(sizes, held).total for sizes, held in families)
+
+    needed = total(strategy)
     if needed <= available:
         return
-    fits = [row.name for row in STRATEGIES.values() if row.memory(topology.sizes, states).total <= available]
-    p, g, os = (part / 1e9 for part in (states.parameters, states.gradients, states.optimizer))
+    fits = [row.name for row in STRATEGIES.values() if total(row) <= available]
+    p, g, os = (
+        sum(getattr(held, part) for _, held in families) / 1e9 for part in ("parameters", "gradients", "optimizer")
+    )
     log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
         f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "

@@ -17,6 +17,7 @@ from scripts.emulation.launching import environment as cpu_environment
 from scripts.emulation.launching import free_port
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
+EXPERTS = ["--expert-params", "5B", "--expert-parallel", "2"]
 NODES = ["--nodes", "4", "--ranks-per-node", "8"]
 
 
@@ -97,6 +98,15 @@ def test_json_and_picture_and_estimate(
         ),
         (["--params", "0", *NODES, *LINKS], "--params must be above 0, got 0"),
         (["--params", "7B", "--trainable", "8B", *NODES, *LINKS], "--trainable 8000000000 is more than --params 7000"),
+        (["--params", "7B", "--expert-params", "5B", *NODES, *LINKS], "--expert-params and --expert-parallel go toge"),
+        (["--model", "a:b", *EXPERTS, *NODES, *LINKS], "--expert-params goes with --params"),
+        (["--params", "4B", *EXPERTS, *NODES, *LINKS], "--expert-params 5000000000 leaves nothing of --params 4000"),
+        (["--params", "7B", *EXPERTS, "--muon", *NODES, *LINKS], "all parameters are trained, and Muon takes no exp"),
+        (["--params", "7B", *EXPERTS, "--estimate", *NODES, *LINKS], "DeepSpeed's estimators know, no experts"),
+        (
+            ["--params", "7B", "--expert-params", "5B", "--expert-parallel", "3", *NODES, *LINKS],
+            "be a multiple or a divisor of paro_group_size, got 3 with",
+        ),
         (["--params", "7B", "--accumulation", "0", *NODES, *LINKS], "--accumulation must be above 0, got 0"),
         (["--params", "7B", "--memory-gb", "-1", *NODES, *LINKS], "--memory-gb must be above 0, got -1.0"),
         (["--params", "7B", "--latency-us", "-1", *NODES, *LINKS], "--latency-us must be at least 0, got -1.0"),

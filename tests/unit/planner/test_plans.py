@@ -10,9 +10,9 @@ import pytest
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.cost import Model, predict
+from deepspeed_ext.planner.cost import Experts, Model, predict
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
-from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates
+from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Volume
 
 pytestmark = pytest.mark.quick
 
@@ -31,6 +31,32 @@ def test_bytes_and_memory_are_those_of_the_formulas(name: str, n: int, m: int, s
     assert found.volume == pytest.approx(row.volume(cluster, STATES, s))
     assert found.memory == row.memory(cluster, STATES)
     assert found.total_memory == pytest.approx(found.memory.total + 4 * 6e8 / cluster.shards(row.os))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n, m, ep, groups", [(64, 8, 4, (16, 2)), (64, 8, 16, (4, 1)), (8, 8, 8, (1, 1))])
+def test_experts_are_counted_among_the_ranks_that_have_them(
+    name: str, n: int, m: int, ep: int, groups: tuple[int, int]
+) -> None:
+    row, cluster, own = STRATEGIES[name], GroupSizes(n, m), ModelStates.of(3 * 10**8)
+    assert cluster.of_experts(ep) == GroupSizes(*groups)
+    rates = Rates.of_links(cluster, m, 100, 10)
+    with_experts = replace(MODEL, experts=(Experts(ep, own),))
+    dense, found = (predict(row, cluster, model, rates) for model in (MODEL, with_experts))
+    experts = row.volume(GroupSizes(*groups), own, 4)
+    assert found.volume == Volume(
+        pytest.approx(dense.volume.intra + experts.intra), pytest.approx(dense.volume.inter + experts.inter)
+    )
+    held = row.memory(GroupSizes(*groups), own)
+    assert found.memory.total == pytest.approx(dense.memory.total + held.total)
+    busy = {part: found.busy[part] - dense.busy[part] for part in ("within", "between")}
+    assert busy["within"] == pytest.approx(rates.gather.intra.seconds(experts.intra))
+    assert busy["between"] == pytest.approx(rates.gather.inter.seconds(experts.inter))
+
+
+def test_groups_with_different_numbers_of_the_same_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="a multiple or a divisor of paro_group_size, got 4 with 24 ranks in groups"):
+        GroupSizes(24, 6).of_experts(4)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
