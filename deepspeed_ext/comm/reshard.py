@@ -201,7 +201,9 @@ class GradientReshard(_Reshard):
         """Return what ``reduce_bucket`` gives on this rank, in order."""
         return [span for span in plan.spans[self.col] if target == Placement.I or span.row == self.row]
 
-    def reduce_cells(self, cells: Tensor, target: Placement, spans: Sequence[tuple[int, int]]) -> Transfer:
+    def reduce_cells(
+        self, cells: Tensor, target: Placement, spans: Sequence[tuple[int, int]], buffer: int = 0
+    ) -> Transfer:
         """Reshard N -> I or N -> G buffers that are sharded each by itself.
 
         Args:
@@ -209,13 +211,14 @@ class GradientReshard(_Reshard):
                 width is a multiple of ``multiple``.
             target: I or G.
             spans: (start, numel) in the rank's shard of what a row holds; behind them is padding.
+            buffer: number of the flat buffer that they are of.
 
         Returns:
             1D: for I this rank's column, ``rows * width`` elements; for G its cell, ``width``.
         """
         cols, rows, width = cells.shape
         splits = [width] * rows if target == Placement.G else None
-        contents = self._contents(rows, spans) if target == Placement.G else ()
+        contents = self._contents(rows, spans, buffer) if target == Placement.G else ()
         return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
 
     def reduce_rows(self, window: Tensor, spans: Sequence[tuple[int, int]], buffer: int = 0) -> Transfer:

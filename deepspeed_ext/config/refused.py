@@ -306,12 +306,6 @@ REFUSED: tuple[Refusal, ...] = (
         "it keeps Muon's momentum from being offloaded to NVMe, which no strategy supports; the momentum is where the "
         "other optimizer states are",
     ),
-    Refusal(
-        "expert_parallel",
-        lambda c: getattr(getattr(c, "expert_parallel_config", None), "enabled", False),
-        "expert groups are not data-parallel groups",
-        _sharded,
-    ),
 )
 
 
@@ -331,6 +325,12 @@ def _plain_with_experts(strategy: Strategy, engine: Any) -> str:
 def _has_compiled_modules(model: Any) -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # whoever has compiled a module has imported it
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
+
+
+def _has_native_mixtures(model: Any) -> bool:
+    """Whether a model has DeepSpeed's MoE layers, and not only what AutoEP has made."""
+    layer = sys.modules.get("deepspeed.moe.layer")
+    return layer is not None and any(isinstance(module, layer.MoE) for module in model.modules())
 
 
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -361,8 +361,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=lambda strategy, engine: _plain(engine, 1),
     ),
     Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers,
-        "the model has DeepSpeed MoE layers, whose experts are not data-parallel",
+        lambda engine, optimizer: engine.has_moe_layers and _has_native_mixtures(engine.module),
+        "the model has DeepSpeed MoE layers, which are not sharded",
         _sharded,
         advice=_plain_with_experts,
     ),

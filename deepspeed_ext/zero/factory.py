@@ -28,7 +28,7 @@ from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.families import Families, families_of
+from deepspeed_ext.zero.families import DENSE, Families, families_of
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
@@ -69,7 +69,7 @@ def configure_with(
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
             stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
-        reductions = _topology_of_reductions(strategy, topology, engine._config.zero_config)
+        reductions = _families_of_reductions(strategy, families, engine._config.zero_config)
         for module, name, make in _replacements(strategy, families, reductions, slots, engine._config.zero_config):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
@@ -89,18 +89,22 @@ def configure_with(
     return configured
 
 
-def _topology_of_reductions(strategy: Strategy, topology: Topology, config: ZeroConfig) -> Topology:
+def _families_of_reductions(strategy: Strategy, families: Families, config: ZeroConfig) -> Families:
     """Return the process groups over which gradients travel: where ranks may reduce at other times than they gather,
     their own, for collectives of one group have one order. Collective over all ranks."""
     at_any_time = config.overlap_comm and Placement.N not in (strategy.p, strategy.os) and strategy.g != Placement.G
     beside_gathers = strategy.p == Placement.G or strategy.g == Placement.N
-    if not (at_any_time and beside_gathers) or is_pairwise(topology.world):
-        return topology
-    return get_topology(topology.world, config.paro_group_size, second=True)
+    if not (at_any_time and beside_gathers) or is_pairwise(families.dense.world):
+        return families
+    seconds = {
+        name: get_topology(families.topology(name).world, families.topology(name).sizes.group_size, second=True)
+        for name in families.names
+    }
+    return Families(seconds.pop(DENSE), seconds)
 
 
 def _replacements(
-    strategy: Strategy, families: Families, reductions: Topology, slots: Slots, config: ZeroConfig
+    strategy: Strategy, families: Families, reductions: Families, slots: Slots, config: ZeroConfig
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
     placed: dict[str, Any] = {"strategy": strategy, "families": families, "slots": slots}
@@ -136,11 +140,10 @@ def _inference(
     **kwargs: Any,
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
-    topology = families.dense
-    with coordinator_of(topology.shard_group(strategy.p)):
+    with coordinator_of(families.dense.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **kwargs)
     gathers = {"bucket": bucket, "sequential": sequential}
-    partition(module, offload, strategy, topology, slots.parameter_reshard(topology), gathers)
+    partition(module, offload, strategy, families, families.reshards(slots.parameter_reshard), gathers)
     return offload
 
 

@@ -28,9 +28,7 @@ from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families
 from deepspeed_ext.zero.family_errors import FamilyErrorStates
-from deepspeed_ext.zero.family_gradients import FamilyGradients
 from deepspeed_ext.zero.flat_shards import FlatShards
-from deepspeed_ext.zero.gradients import Gradients
 from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.whole_updates import WholeUpdates
 
@@ -54,7 +52,7 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     flush_follows = False
 
     families: Families
-    gradients: Gradients | FamilyGradients
+    gradients: Any  # on their way to the optimizer's shard; a stage says of which kind
     _gradient_reshards: Mapping[str, GradientReshard]  # by family
     _parameter_reshards: Mapping[str, ParameterReshard]
     whole: WholeUpdates

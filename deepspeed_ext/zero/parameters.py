@@ -30,6 +30,7 @@ from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
 from deepspeed_ext.leaf.chunks import chunked_modules
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, forget_units, make_units
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.families import Families, family_of
 from deepspeed_ext.zero.gathers import Gather, Held
 from deepspeed_ext.zero.modifier_rank import OWNER, REPLICAS
 from deepspeed_ext.zero.slices import Slices
@@ -64,7 +65,7 @@ class PartitionedParameters(Slices):
     ) -> None:
         super().__init__(params, strategy, topology, reshard, bucket, written)
         self._sequential = sequential
-        self.changed: Callable[[], None] = lambda: None  # called when somebody else than a step has written them
+        self._changed_by_others: Callable[[], None] = lambda: None
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
         self._path = strategy.p, Placement.N
         # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
@@ -119,6 +120,10 @@ class PartitionedParameters(Slices):
 
     def _make_unit(self, params: Sequence[ZeroParameter]) -> Unit:
         return Unit(params, self.all_gather_coalesced, self._gone)
+
+    def on_change(self, changed: Callable[[], None]) -> None:
+        """Have somebody called when somebody else than a step has written parameters."""
+        self._changed_by_others = changed
 
     def _live(self, numel: int) -> None:
         self.live += numel
@@ -200,8 +205,13 @@ class PartitionedParameters(Slices):
         for param in ordered:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"expected a parameter that is not available: {param.ds_summary()}")
+        handles: list[Any] = []
+        others = [param for param in ordered if _owner(param) is not self]
+        if others:  # of another family
+            ordered = [param for param in ordered if _owner(param) is self]
+            handles.append(_owner(others[0]).all_gather_coalesced(others, safe_mode, quantize))
         units = [param for param in ordered if isinstance(param, Unit)]
-        handles: list[Any] = [self._start_unit(unit) for unit in units]
+        handles += [self._start_unit(unit) for unit in units]
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in ordered if not units else [param for param in ordered if not isinstance(param, Unit)]:
             by_dtype.setdefault(get_allgather_dtype(param, param.ds_tensor), []).append(param)
@@ -267,18 +277,23 @@ class PartitionedParameters(Slices):
         partition(param_list=params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if has_been_updated:
             self._written()
-            self.changed()
+            self._changed_by_others()
+
+
+def _owner(param: ZeroParameter | Unit) -> PartitionedParameters:
+    owner: PartitionedParameters = getattr(param.params[0] if isinstance(param, Unit) else param, OWNER)
+    return owner
 
 
 def partition(
     module: nn.Module,
     offload: DeepSpeedZeRoOffload,
     strategy: Strategy,
-    topology: Topology,
-    reshard: ParameterReshard,
+    families: Families,
+    reshards: Mapping[str, ParameterReshard],
     gathers: Mapping[str, Any],
-) -> PartitionedParameters:
-    """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says.
+) -> dict[str, PartitionedParameters]:
+    """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says; those of each family.
 
     Args:
         offload: DeepSpeed's, with a coordinator of ours.
@@ -289,15 +304,18 @@ def partition(
     chunks = [chunk for block in blocks for chunk in block.chunks]
     experts = {id(expert) for chunk in chunks for expert in chunk.experts}
     leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
-    return PartitionedParameters(
-        cast(Iterable[ZeroParameter], module.parameters()),
-        strategy,
-        topology,
-        reshard,
-        leaves=[*leaves, *chunks],
-        written=coordinator.follow,
-        **gathers,
-    )
+    return {
+        name: PartitionedParameters(
+            [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
+            strategy,
+            families.topology(name),
+            reshards[name],
+            leaves=[*leaves, *chunks],
+            written=coordinator.follow,
+            **gathers,
+        )
+        for name in families.names
+    }
 
 
 def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:

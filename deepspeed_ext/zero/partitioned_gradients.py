@@ -54,6 +54,7 @@ class PartitionedGradients(Gradients):
         dtype: on the wire of what mixes parameters: what moves on from I at the boundary.
         by_host: whether an offloaded optimizer's gradients are in memory of the host, beside a device.
         name: gives the name of a parameter.
+        number: of the flat buffer that hops are told of.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PartitionedGradients(Gradients):
         dtype: torch.dtype = torch.float32,
         by_host: bool = False,
         name: Callable[[ZeroParameter], str] = lambda param: str(param.ds_id),
+        number: int = 0,
     ) -> None:
         arrives = strategy.os if strategy.g == Placement.N else strategy.g
         self._kept = strategy.g == Placement.N
@@ -80,6 +82,7 @@ class PartitionedGradients(Gradients):
         self._params = list(params)
         self._layout = layout
         self._ranks = ranks
+        self._number = number
         self._crossing = Crossing(self._params, reshard.rows, bucket, reshard.multiple) if ordered else None
         self._crosses = Schedule(overlap, relayed, completed)  # what ``_crossing`` gives, or units
         self._wire = dtype
@@ -143,7 +146,7 @@ class PartitionedGradients(Gradients):
     def crossing_spans(self, param: ZeroParameter, name: str) -> Iterator[CrossingSpan]:
         """Return where elements of a parameter are among those of this rank that cross between groups."""
         layout, col = self._layout(param), self._reshard.col
-        return crossing_spans_of(name, param.ds_numel, layout, col, start=self._starts[param.ds_id])
+        return crossing_spans_of(name, param.ds_numel, layout, col, self._number, start=self._starts[param.ds_id])
 
     def forget(self) -> None:
         """Drop what has been accumulated."""
@@ -223,7 +226,7 @@ class PartitionedGradients(Gradients):
         cells = [self._pack(params, [gradient for _, gradient in gradients], dtype, sequence_parallel_size)]
         del gradients  # nothing of full size waits for hops that do not need it, what was packed neither
         if self._crossing is None:
-            transfer = self._reshard.reduce_cells(cells.pop(), self._arrives, self._spans(params))
+            transfer = self._reshard.reduce_cells(cells.pop(), self._arrives, self._spans(params), self._number)
         else:
             transfer = self._reshard.reduce_cells(cells.pop(), Placement.I, ())
         return (yield from transfer)
@@ -282,7 +285,7 @@ class PartitionedGradients(Gradients):
                 self._crosses.submit(self._move_on(bucket), deliver, reuses=False)  # pieces are theirs alone
 
     def _move_on(self, bucket: CrossingBucket) -> Transfer:
-        return (yield from self._reshard.reduce_rows(bucket.pack(), self._spans(bucket.params)))
+        return (yield from self._reshard.reduce_rows(bucket.pack(), self._spans(bucket.params), self._number))
 
     def _accumulate(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
         """Add what a reshard of these parameters has brought."""
@@ -361,7 +364,7 @@ class PartitionedGradients(Gradients):
             ]
         for spans in parts:
             pieces = [self.held[:, start : start + numel] for start, numel in spans]
-            transfer = self._reshard.sync_spans(pieces, self._wire, self._os, spans)
+            transfer = self._reshard.sync_spans(pieces, self._wire, self._os, spans, self._number)
             # What is read stays as it is until all is complete.
             self._crosses.submit(transfer, partial(self._take, spans), reuses=False)
 

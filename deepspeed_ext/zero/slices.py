@@ -62,7 +62,7 @@ class Slices:
         self._params = list(params)
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
         self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
-        self._blocks: list[Tensor] = []  # (k, elements and padding) of each sub-group
+        self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
         self._updates = Schedule(overlap=True, relayed=True, background=reshard.pairwise)
@@ -128,19 +128,29 @@ class Slices:
         Returns:
             For each sub-group the flat partition, 1D, which an optimizer step changes: row j of its block.
         """
-        own = self._reshard.row if self.sliced else 0
-        self._blocks, offset, flats = [], 0, []
+        self._blocks, offset, flats = {}, 0, []
         for number, sub_group in enumerate(sub_groups):
-            rows, (width, filled) = len(self._held(sub_group[0])), self._block_width(sub_group)
-            self._blocks.append(buffer.narrow(0, offset, rows * filled).view(rows, filled))
-            flats.append(self._blocks[-1][own, :width])
-            offset += rows * filled
-            self._block_of.update((param.ds_id, number) for param in sub_group)
+            flat, offset = self.make_block(number, buffer, offset, sub_group)
+            flats.append(flat)
         return flats
+
+    def make_block(
+        self, number: int, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]
+    ) -> tuple[Tensor, int]:
+        """Take a part of a flat buffer as the block of a sub-group; return its flat partition, and where it ends."""
+        own = self._reshard.row if self.sliced else 0
+        rows, (width, filled) = len(self._held(sub_group[0])), self._block_width(sub_group)
+        self._blocks[number] = buffer.narrow(0, offset, rows * filled).view(rows, filled)
+        self._block_of.update((param.ds_id, number) for param in sub_group)
+        return self._blocks[number][own, :width], offset + rows * filled
+
+    def is_whole(self, number: int) -> bool:
+        """Whether a sub-group always travels as it is, because its updates are sent so, or none are."""
+        return self._reshard.differences is None
 
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_blocks``."""
-        self._blocks, self._block_of = [], {}
+        self._blocks, self._block_of = {}, {}
         self.forget_changes()
 
     @torch.no_grad()

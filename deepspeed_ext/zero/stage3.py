@@ -30,12 +30,12 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
 from deepspeed_ext.comm.agreement import largest
-from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.families import DENSE, Families
+from deepspeed_ext.zero.families import Families, family_of
+from deepspeed_ext.zero.family_parameters import gradients_of, parameters_of
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -71,7 +71,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         *args: Any,
         strategy: Strategy,
         families: Families,
-        reductions: Topology,
+        reductions: Families,
         slots: Slots,
         bucket: int,
         sequential: bool = False,
@@ -84,9 +84,11 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.families = families
         self.topology = topology = families.dense
         self._gathers = {"bucket": bucket, "sequential": sequential}
-        self._parameter_reshards = {DENSE: slots.parameter_reshard(topology)}
+        self._parameter_reshards = families.reshards(slots.parameter_reshard)
         self.whole = WholeUpdates(strategy, topology, self._parameter_reshards.values())
-        self._reduce_by({DENSE: slots.gradient_reshard(reductions, reduce_scatter)})
+        self._reduce_by(
+            reductions.reshards(lambda ranks, prefix: slots.gradient_reshard(ranks, reduce_scatter, prefix))
+        )
         self._overlap = overlap_comm
         self._waiting = False
         super().__init__(
@@ -100,20 +102,17 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
 
-    def family_of_buffer(self, buffer: int) -> str:
-        """Return the family of what a hop is told to be of a flat buffer; see ``ParoOptimizer``."""
-        return DENSE
-
     # Parameters #######################################################################################
 
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
         """Have DeepSpeed shard the model's parameters and watch its modules; then hold the parameters as p says."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
-        self.parameters = partition(
-            kwargs["module"], offload, self.strategy, self.topology, self._parameter_reshards[DENSE], self._gathers
+        members = partition(
+            kwargs["module"], offload, self.strategy, self.families, self._parameter_reshards, self._gathers
         )
-        self.parameters.changed = self.whole.ask
+        self.parameters = parameters_of(members)
+        self.parameters.on_change(self.whole.ask)
         return offload
 
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
@@ -152,21 +151,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
         self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
-        dtypes = list(self.ipg_buckets)
-        self.gradients = PartitionedGradients(
-            [param for group in self.fp16_groups for param in group],
-            self.parameters.layout,
-            self.strategy,
-            self.topology.sizes.ranks,
-            self._gradient_reshards[DENSE],
-            self._bucket,
-            self._overlap,
-            not self.offload_optimizer or self.offload_optimizer_pin_memory,
-            dtype_of=self.get_param_comm_dtype,
-            dtype=dtypes[0] if len(dtypes) == 1 else torch.float32,  # several with torch.autocast
-            by_host=bool(self.offload_optimizer) and self._gradient_stream is not None,
-            name=lambda param: self.param_names[param],
-        )
+        members = {name: self._gradients_of(name) for name in self.families.names}
+        self.gradients = gradients_of(members)
         if self.gradients.rows == 1 and (self.strategy.g != Placement.N or self.offload_optimizer):
             self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
             return
@@ -181,6 +167,24 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, device))
             self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
 
+    def _gradients_of(self, family: str) -> PartitionedGradients:
+        dtypes = list(self.ipg_buckets)
+        return PartitionedGradients(
+            [param for group in self.fp16_groups for param in group if family_of(param) == family],
+            self.parameters.layout,
+            self.strategy,
+            self.topology.sizes.ranks,
+            self._gradient_reshards[family],
+            self._bucket,
+            self._overlap,
+            not self.offload_optimizer or self.offload_optimizer_pin_memory,
+            dtype_of=self.get_param_comm_dtype,
+            dtype=dtypes[0] if len(dtypes) == 1 else torch.float32,  # several with torch.autocast
+            by_host=bool(self.offload_optimizer) and self._gradient_stream is not None,
+            name=lambda param: self.param_names[param],
+            number=self.families.names.index(family),
+        )
+
     def _drop_shard(self) -> None:
         """Drop the shard: with g = N there is none beside whole gradients."""
         self.averaged_gradients = {}
@@ -190,12 +194,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         """Hold gradients in this tensor, (rows, elements of the shard), and have the parent see its row."""
         self._gradient_shards.update(self.gradients.place(held))
         self.grad_partitions_flat_buffer = self.gradients.shard
-
-    def _show_gradients(self) -> None:
-        """Have the parent's step read them where they are."""
-        self.averaged_gradients = {
-            i: [self._gradient_shards[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
-        }
 
     @property
     def _gradient_shards(self) -> dict[int, Tensor]:
@@ -241,7 +239,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         for param in ready:
             dtype = self.get_param_comm_dtype(param)
             bucket = self.ipg_buckets[dtype]
-            if bucket.elements and bucket.elements + param.ds_numel > self.reduce_bucket_size:
+            another = bucket.process_group is not param.ds_process_group
+            if bucket.elements and (another or bucket.elements + param.ds_numel > self.reduce_bucket_size):
                 self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
             bucket.params.append(param)
             bucket.process_group = param.ds_process_group

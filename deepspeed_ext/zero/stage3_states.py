@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
+from deepspeed_ext.zero.families import name_in_all
+from deepspeed_ext.zero.family_parameters import Parameters, ShardedGradients
 from deepspeed_ext.zero.flat_shards import FlatShard, Member
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, saved_scale, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-from deepspeed_ext.zero.parameters import PartitionedParameters
-from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.regroup import check_groups, regroup, sharded_otherwise
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
@@ -31,8 +31,8 @@ _OF_OPTIMIZER = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_stat
 class Stage3States(ParoOptimizer):
     """Such an optimizer, ``Stage3Optimizer``; DeepSpeed's class comes after it."""
 
-    parameters: PartitionedParameters
-    gradients: PartitionedGradients
+    parameters: Parameters
+    gradients: ShardedGradients
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
     _waiting: bool  # whether a micro-step has ended since gradients moved to os; the same on all ranks
 
@@ -48,19 +48,29 @@ class Stage3States(ParoOptimizer):
     def _finish_for_host(self) -> None:
         """Have the host wait for all buckets if it will read, or write, where they are added."""
 
+    def _show_gradients(self) -> None:
+        """Have the parent's step read them where they are."""
+        self.averaged_gradients = {
+            i: [self._gradient_shards[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
+        }
+
+    def family_of_buffer(self, buffer: int) -> str:
+        """Return the family of what a hop is told to be of a flat buffer; see ``ParoOptimizer``."""
+        return self.families.names[buffer]
+
     def crossing_spans(self) -> list[CrossingSpan]:
         """Return them; see ``ParoOptimizer``."""
         return [
             span
             for group in self.fp16_groups
             for param in group
-            for span in self.gradients.crossing_spans(param, self.param_names[param])
+            for span in self.gradients.crossing_spans(param, name_in_all(param, self.param_names[param]))
         ]
 
     def owned_span(self, param: Any) -> tuple[int, int]:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
         chunk = param.ds_tensor.ds_numel
-        start = min(dist.get_rank(group=self.dp_process_group) * chunk, param.ds_numel)
+        start = min(dist.get_rank(group=param.ds_process_group) * chunk, param.ds_numel)
         return start, min(start + chunk, param.ds_numel)
 
     def owned_gradient(self, param: Any) -> Tensor:
@@ -193,7 +203,7 @@ class Stage3States(ParoOptimizer):
         """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
         if self._stepping and sub_group_id == 0:  # not before the step is known to be applied
             self.whole.begin(stepping=True)
-        if self.whole.now:
+        if self.whole.now or self.parameters.is_whole(sub_group_id):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             held = self.fp16_partitioned_groups_flat[sub_group_id]

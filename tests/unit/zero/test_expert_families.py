@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import training
-from tests.harness.training import BF16, REPLICATED, Difference, Job
+from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job
 
 SIZES = (13, 10, 10, 7)
 SMALL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300}
@@ -62,11 +62,17 @@ def test_experts_of_autoep(ranks: Any, ep: int, group: int) -> None:
     check(ranks(4).run(autoep_case, ep, {"accumulation": 2, "steps": 3}, group)[0])
 
 
+@pytest.mark.parametrize("ep, group", [(1, 2), (2, 2), (4, 2), (2, 4)])
+def test_experts_of_autoep_with_parameters_sharded(ranks: Any, ep: int, group: int) -> None:
+    job = {"accumulation": 2, "steps": 3}
+    check(ranks(4).run(autoep_case, ep, job, group, strategies=PARTITIONED, stage=3)[0], optimizer="Stage3Optimizer")
+
+
 def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
     """Train a model of transformers whose experts DeepSpeed spreads over ``ep`` ranks."""
     from tests.harness import experts
 
-    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000}
+    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
     job = {"sizes": SIZES, "network": experts.SmallMixtral, "zero": zero, "config": experts.autoep(ep), **job}
     return training.compare(Job(**job), group, **kwargs)
 

@@ -118,7 +118,7 @@ def test_locos_line_says_where_nothing_is_compressed(ranks: Any, kernels: bool, 
     assert ("nothing crosses between groups that could be compressed" in warnings[0]) == (group == 4)
 
 
-MOE = "the model has DeepSpeed MoE layers, whose experts are not data-parallel"
+MOE = "the model has DeepSpeed MoE layers, which are not sharded"
 NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
 
 
