@@ -4,7 +4,7 @@
 
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class CheckpointFiles(CheckpointEngine):
         self._inner = inner
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
+        self._left_to_others: Callable[[str], bool] = lambda path: False
         self.written: set[str] = set()  # files of this save by this rank
         self.error: Exception | None = None
         self.headers: dict[str, Mapping[str, Any]] = {}  # path: header, empty of what we have not saved
@@ -64,12 +65,23 @@ class CheckpointFiles(CheckpointEngine):
     # Writing ##########################################################################################
 
     @contextmanager
-    def saving(self, folder: CheckpointFolder, header: Mapping[str, Any]) -> Iterator[None]:
+    def saving(
+        self,
+        folder: CheckpointFolder,
+        header: Mapping[str, Any],
+        left_to_others: Callable[[str], bool] = lambda path: False,
+    ) -> Iterator[None]:
         """Have files of the folder written to its staging folder meanwhile, with a header.
+
+        Args:
+            folder: of the checkpoint.
+            header: what the files of one save have in common.
+            left_to_others: whether another rank writes the same to this path.
 
         A file that cannot be written leaves its reason in ``error``: the rank goes on, since the others wait for it.
         """
         self._folder, self._header, self.written, self.error = folder, header, set(), None
+        self._left_to_others = left_to_others
         try:
             yield
         finally:
@@ -84,6 +96,8 @@ class CheckpointFiles(CheckpointEngine):
                 new.replace(path)
             finally:
                 new.unlink(missing_ok=True)
+            return
+        if self._left_to_others(path):
             return
         if isinstance(state_dict, dict) and not _holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}

@@ -71,7 +71,7 @@ def load_checkpoint(
     kind = UniversalCheck if from_universal else Check
     check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
     try:
-        with engine.optimizer.numbered_files(engine):
+        with engine.optimizer.filing.numbered(engine):
             check.run(strict)
         folder = Path(load_dir, present)
         found = together(
@@ -79,7 +79,7 @@ def load_checkpoint(
         )
         if from_universal:
             universal.load_untrained(engine, check.untrained)
-        with _weights_of(engine, present, from_universal), engine.optimizer.numbered_files(engine):
+        with _weights_of(engine, present, from_universal), engine.optimizer.filing.numbered(engine):
             loaded = load(engine, load_dir, present, **rest)
         together(
             engine.optimizer.error_state.forget if found is None else found.load,

@@ -54,7 +54,8 @@ def save_checkpoint(
     more = {} if exclude_frozen_parameters else _frozen(engine)
     engine.optimizer.send_whole()  # a run that loads it goes on as this one does
     try:
-        with files.saving(folder, _header(engine, Path(save_dir, tag))), engine.optimizer.numbered_files(engine):
+        header, filing = _header(engine, Path(save_dir, tag)), engine.optimizer.filing
+        with files.saving(folder, header, filing.left_to_others), filing.numbered(engine):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
             )

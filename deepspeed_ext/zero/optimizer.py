@@ -7,7 +7,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 from unittest import mock
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
-from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families
 from deepspeed_ext.zero.family_errors import FamilyErrorStates
+from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.flat_shards import FlatShards
 from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.whole_updates import WholeUpdates
@@ -40,6 +40,7 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
         strategy: where model states are.
         families: process groups of each family of parameters; see Note [Families] in ``families.py``.
         gradients: on their way to the optimizer's shard.
+        filing: which ranks write files of optimizer states.
         complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
             adds what else belongs to them.
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
@@ -56,6 +57,7 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     _gradient_reshards: Mapping[str, GradientReshard]  # by family
     _parameter_reshards: Mapping[str, ParameterReshard]
     whole: WholeUpdates
+    filing: Filing
     _bucket: int  # elements of a full one
     _least_numel: int  # elements that a trained parameter has at least
     _stepping = False
@@ -78,13 +80,6 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     @abstractmethod
     def crossing_spans(self) -> list[CrossingSpan]:
         """Return where each trained parameter's elements are among the gradients of this rank that cross."""
-
-    def numbered_files(self, engine: Engine) -> AbstractContextManager[Any]:
-        """Have an engine save and load, in this context, as many files of optimizer states as it takes for all.
-
-        DeepSpeed's are those of the ranks that share the states of dense parameters, which need not have all experts.
-        """
-        return nullcontext()
 
     @abstractmethod
     def check_states(self, state: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ from deepspeed_ext.comm.layout import Range
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import Families
 from deepspeed_ext.zero.family_gradients import FamilyGradients
+from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.flat_shards import FlatShard
 from deepspeed_ext.zero.optimizer import ordered_by_streams
@@ -102,7 +103,8 @@ class Stage12Optimizer(Stage12Norms):
             {name: self._gradients_of(name) for name in families.names}, self.family_names
         )
         self._make_updates(overlap_updates)
-        self._find_filing_ranks()
+        shards = [self._shard_number(group) for group in range(len(self.layouts))]
+        self.filing = Filing(families, strategy, shards)
 
     def _gradients_of(self, family: str) -> FlatGradients:
         buffers = [buffer for buffer, name in enumerate(self.family_names) if name == family]

@@ -8,7 +8,7 @@ by it. So a rank's states are exchanged with those of other ranks where they are
 
 from collections import OrderedDict
 from collections.abc import Container, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -24,16 +24,11 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.utils import groups
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import gathered, largest
-from deepspeed_ext.comm.process_groups import get_topology
+from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.redistribution import Redistribution
-from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.family_gradients import FamilyGradients
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, Touched, of_partition, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
@@ -46,7 +41,6 @@ class Stage12States(StripedPartitions):
     """Such an optimizer, ``Stage12Optimizer``."""
 
     gradients: FamilyGradients
-    _filing: ProcessGroup | None  # ranks that write and read files, where they are not those of ``dp_process_group``
     updates: Updates
 
     # In ZeRO's order ################################################################################
@@ -235,32 +229,6 @@ class Stage12States(StripedPartitions):
         if self._striped and (load_optimizer_states or load_from_fp32_weights):
             states[rank] = self._from_zeros_order(states[rank])
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
-
-    def numbered_files(self, engine: Engine) -> AbstractContextManager[Any]:
-        """See ``ParoOptimizer``."""
-        return self._numbered_files(engine) if self._filing is not None else nullcontext()
-
-    @contextmanager
-    def _numbered_files(self, engine: Engine) -> Iterator[None]:
-        saves = dist.get_rank(group=self._filing) == self.topology.rank
-        with (
-            mock.patch.object(self, "dp_process_group", self._filing),
-            mock.patch.object(engine, "save_zero_checkpoint", saves),
-        ):
-            yield
-
-    def _find_filing_ranks(self) -> None:
-        """Find the first ranks that have all optimizer states together, where those that share the dense ones do not:
-        there are experts, and every group holds all states. Collective over the data-parallel ranks."""
-        self._filing = None
-        if not self.families.experts or self.strategy.os == Placement.G:
-            return
-        held = [self._shard_number(group) for group in range(len(self.layouts))]
-        held += [groups._get_expert_parallel_rank(name) for name in self.families.experts]
-        rows = gathered(held, self.topology.world)
-        divisors = (count for count in range(1, len(rows) + 1) if len(rows) % count == 0)
-        count = next(n for n in divisors if all(row == rows[rank % n] for rank, row in enumerate(rows)))
-        self._filing = get_topology(self.topology.world, count).intra
 
     # To the host and back ###########################################################################
 

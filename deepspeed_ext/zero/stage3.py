@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.utils import combine_grad_norm_groups
@@ -36,6 +37,7 @@ from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.families import Families, family_of
 from deepspeed_ext.zero.family_parameters import gradients_of, parameters_of
+from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
@@ -98,6 +100,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             overlap_comm=overlap_comm,
             **kwargs,
         )
+        self.filing = Filing(families, strategy, [dist.get_rank(group) for group in self.sub_group_process_groups])
         # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))

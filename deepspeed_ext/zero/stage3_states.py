@@ -164,6 +164,10 @@ class Stage3States(ParoOptimizer):
         """
         return _with_momentum_of(state, lambda momentum: unscaled(state, momentum, self.updates_on_host))
 
+    def _get_sub_group_partition_ranks(self, sub_group_id: int) -> list[int]:
+        """Return which ranks share a sub-group, as DeepSpeed's stage 3 notes and compares it with AutoEP."""
+        return self.filing.as_written(super()._get_sub_group_partition_ranks(sub_group_id))
+
     def _sub_group_numels(self) -> list[list[int]]:
         """Return for each parameter group the elements of this rank's sub-groups."""
         numels: list[list[int]] = [[] for _ in self.optimizer.param_groups]

@@ -85,31 +85,42 @@ def test_sixteen_bits(ranks: Any) -> None:
 
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.parametrize("compressed", [False, True], ids=["plain", "in few bits"])
-def test_a_resumed_run_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, ep: int, compressed: bool) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed):
+@pytest.mark.parametrize("kind", ["MoE", "AutoEP"])
+def test_a_resumed_run_is_the_uninterrupted_one(
+    ranks: Any, tmp_path: Path, ep: int, compressed: bool, kind: str
+) -> None:
+    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind):
         for name, restored, same_losses, same_weights in rows:
             assert restored and same_losses and same_weights, (name, restored, same_losses, same_weights)
 
 
-def resume_case(folder: str, ep: int, compressed: bool) -> list[tuple[str, bool, bool, bool]]:
+def resume_case(folder: str, ep: int, compressed: bool, kind: str) -> list[tuple[str, bool, bool, bool]]:
     """Whether a load brings back this rank's weights and states, and going on is what it was, to the bit."""
     import torch
     from deepspeed import comm as dist
 
-    from tests.harness import networks, snapshots
+    from tests.harness import experts, networks, snapshots
 
-    network = {2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
-    job = Job(sizes=SIZES, network=network, optimizer="Adam", groups=2, zero=SMALL_BUCKETS)
+    if kind == "MoE":
+        network = {2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
+        job = Job(sizes=SIZES, network=network, optimizer="Adam", groups=2, zero=SMALL_BUCKETS)
+    else:
+        zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
+        job = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", zero=zero, config=experts.autoep(ep))
+    few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
+    some = {2: ("NII", "NIG", "INI", "IIG", "GGG"), 4: ("NNN", "III", "IGG", "ING")}[ep]  # in files of one or more
     rows = []
-    for name in REPLICATED:
-        few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
+    for name in REPLICATED if kind == "MoE" else some[: 4 if compressed else None]:
         zero = training.placed(name, **few_bits)
 
         def held(engine: Any, model: Any) -> list[Any]:
-            optimizer = engine.optimizer
+            optimizer, params = engine.optimizer, [getattr(p, "ds_tensor", p) for p in model.parameters()]
+            if optimizer.strategy.stage == 3:
+                optimizer.parameters.drain()
             states = [state[key] for state in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-            kept = optimizer.single_partition_of_fp32_groups
-            return [tensor.detach().clone() for tensor in (*model.parameters(), *kept, *states)]
+            stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+            kept = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
+            return [tensor.detach().clone() for tensor in (*params, *kept, *states)]
 
         engine, model = training.make_engine(job, zero)
         snapshots.run(engine, job, snapshots.steps_of(job, 2), first=0)

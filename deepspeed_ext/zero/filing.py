@@ -1,0 +1,75 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks write files of optimizer states, and which file each of them reads.
+
+DeepSpeed's are those of the ranks that share the states of dense parameters, numbered as these are; with os = I or N
+they are the first group, or the first rank, for every group holds all states. Experts may be spread over more ranks
+than that. So the first ranks write that have all states together, and others read the file of one that has theirs.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from deepspeed import comm as dist
+from deepspeed.utils import groups
+from torch.distributed import ProcessGroup
+
+from deepspeed_ext.comm.agreement import gathered
+from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
+from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.families import Families
+
+
+class Filing:
+    """The ranks of one optimizer.
+
+    Args:
+        families: process groups.
+        strategy: where states are.
+        shards: this rank's numbers among those that share states, of each flat shard.
+    """
+
+    def __init__(self, families: Families, strategy: Strategy, shards: Sequence[int]) -> None:
+        self._world_rank = families.dense.rank
+        self._world = families.dense.world
+        self._group: ProcessGroup | None = None
+        if not families.experts or strategy.os == Placement.G:
+            return
+        held = [*shards, *(groups._get_expert_parallel_rank(name) for name in families.experts)]
+        rows = gathered(held, families.dense.world)
+        divisors = (count for count in range(1, len(rows) + 1) if len(rows) % count == 0)
+        count = next(n for n in divisors if all(row == rows[rank % n] for rank, row in enumerate(rows)))
+        self._group = get_topology(families.dense.world, count).intra
+
+    @property
+    def writes(self) -> bool | None:
+        """Whether this rank writes; None where DeepSpeed knows."""
+        return None if self._group is None else dist.get_rank(group=self._group) == self._world_rank
+
+    def as_written(self, ranks: Sequence[int]) -> list[int]:
+        """Return global ranks as the rank that has written this rank's file has them in the place of these."""
+        if self._group is None:
+            return list(ranks)
+        everybody, count = data_parallel_ranks(self._world), dist.get_world_size(group=self._group)
+        return [everybody[everybody.index(rank) % count] for rank in ranks]
+
+    def left_to_others(self, path: str) -> bool:
+        """Whether another rank writes the same file: with experts DeepSpeed's stage 3 has all ranks write the model's,
+        named by their numbers."""
+        return self.writes is False and Path(path).name.startswith("zero_pp_rank_")
+
+    @contextmanager
+    def numbered(self, engine: Engine) -> Iterator[Any]:
+        """Have an engine write and read, in this context, these files."""
+        if self._group is None:
+            yield
+            return
+        with (
+            mock.patch.object(engine.optimizer, "dp_process_group", self._group),
+            mock.patch.object(engine, "save_zero_checkpoint", self.writes),
+        ):
+            yield
