@@ -226,6 +226,13 @@ class UniversalCheck(Check):
     """The checks of a load from a universal checkpoint: each parameter's files, shared out among the ranks."""
 
     def _check(self, strict: bool | None) -> None:
+        experts = self._optimizer.families.experts
+        if experts:
+            raise CheckpointError(
+                f"{self._folder} is a universal checkpoint, from which experts of expert parallelism "
+                f"({', '.join(experts)}) are not divided among ranks with a strategy. Load the checkpoint that was "
+                f"converted, with the strategy, group size and expert-parallel size that saved it."
+            )
         self.untrained = universal.untrained(self._engine, self._folder, self._files.inspect)
         universal.check(self._engine, self._folder, self._files.inspect, self.states, self.untrained)
 

@@ -316,15 +316,15 @@ def _plain(engine: Any, stage: int | str) -> str:
     return f"Remove {keys}, and set {SECTION}.stage to {stage}" if keys else f"Set {SECTION}.stage to 1"
 
 
-def _plain_with_experts(strategy: Strategy, engine: Any) -> str:
-    if strategy.stage < 3:
-        return _plain(engine, strategy.stage)
-    return f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either"
-
-
 def _has_compiled_modules(model: Any) -> bool:
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # whoever has compiled a module has imported it
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
+
+
+def _folded(engine: Any) -> int:
+    """Return the tensor-parallel ranks into which AutoEP has folded experts; 0 for none."""
+    ranks = int(getattr(getattr(engine, "_autoep_folding_spec", None), "tp_size", 1))
+    return ranks if ranks > 1 else 0
 
 
 def _has_native_mixtures(model: Any) -> bool:
@@ -356,6 +356,11 @@ def _no_matrix(engine: Any, optimizer: Any) -> str:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
+        lambda engine, optimizer: _folded(engine),
+        "AutoEP folds experts into {} tensor-parallel ranks, and corrects gradients in DeepSpeed's own reductions",
+        advice=lambda strategy, engine: "Set tensor_parallel.autotp_size to 1",
+    ),
+    Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and engine.pipeline_parallelism,
         "the model has DeepSpeed MoE layers, of which stages of a pipeline would have different families",
         advice=lambda strategy, engine: _plain(engine, 1),
@@ -364,7 +369,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda engine, optimizer: engine.has_moe_layers and _has_native_mixtures(engine.module),
         "the model has DeepSpeed MoE layers, which are not sharded",
         _sharded,
-        advice=_plain_with_experts,
+        lambda strategy, engine: f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either",
     ),
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and "muon" in type(optimizer).__name__.lower(),

@@ -200,6 +200,7 @@ RELIED_ON: tuple[Patch, ...] = (
                 "(self, include=None, device=<OffloadDeviceEnum.cpu: 'cpu'>, pin_memory=True, non_blocking=False)",
             ),
             ("reload_states", "move parameters and gradients as we hold them", "(self, non_blocking=False)"),
+            ("_zero3_partition_group_metadata", "refuse a checkpoint of experts elsewhere", "(self)"),
             ("_get_sub_group_partition_ranks", "read the file of another group with experts", "(self, sub_group_id)"),
             ("_get_norm_groups", "have replicas of the optimizer agree on the norm", "(self)"),
             ("has_overflow", "have replicas of the optimizer agree on overflow", "(self, partition_gradients=True)"),

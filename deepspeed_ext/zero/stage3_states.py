@@ -26,6 +26,7 @@ from deepspeed_ext.zero.regroup import check_groups, regroup, sharded_otherwise
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 _OF_OPTIMIZER = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
+_PLACEMENT = "ds_zero_partition_groups"  # in a state dict with AutoEP: who shares each sub-group
 
 
 class Stage3States(ParoOptimizer):
@@ -135,6 +136,14 @@ class Stage3States(ParoOptimizer):
             raise sharded_otherwise(
                 f"of stage {stage} and sharded over {saved} ranks",
                 f"are of stage 3 and sharded over {self.partition_count}",
+            )
+        placed = state.get(_PLACEMENT)
+        if placed is not None and placed != self._zero3_partition_group_metadata():
+            raise sharded_otherwise(
+                f"of {len(placed)} sub-groups of experts and others, over the ranks "
+                f"{[group['partition_ranks'] for group in placed]}",
+                "are of others, which DeepSpeed refuses with AutoEP (sub_group_size, allgather_bucket_size and "
+                "expert_parallel.autoep_size must be as they were)",
             )
         check_groups(state, self._sub_group_numels())
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm import reshard
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
-from tests.harness import mixtures, networks, pipelines, training
+from tests.harness import experts, mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
 from tests.harness.left_out_waits import sites, under
 from tests.harness.stream_order import Order, device_with_streams
@@ -77,6 +77,8 @@ _PLAIN = replace(_JOB, groups=1, frozen=(), network=None, skipped=((2, 1), (3, 1
 _EVERY = replace(_BF16, accumulation=1, steps=3, network=None, skipped=((1, 1), (2, 0)))
 _MIXTURES = replace(_JOB, network=mixtures.Routed, frozen=(1,))
 _ALL_USED = replace(_MIXTURES, network=mixtures.Mixtures)
+_EXPERTS = replace(_JOB, sizes=(13, 10, 10, 7), network=networks.RoutedOverTwo, frozen=(1,), config=WITHOUT_TIMER)
+_AUTOEP = replace(_EXPERTS, network=experts.SmallMixtral, groups=1, config={**WITHOUT_TIMER, **experts.autoep(2)})
 _PIPE = pipelines.Pipe(steps=2, zero=SMALL, config=WITHOUT_TIMER, groups=2, frozen=(1,))
 BY_HAND = "by hand"
 OPTIONS = {
@@ -114,6 +116,11 @@ OPTIONS = {
         gathering=False,
     ),
     "Muon, offload": Options(("NIG", "NNI", "III", "IGG"), {**_OVERLAP, **_OFFLOAD}, replace(_ADAM, optimizer="Muon")),
+    "experts": Options(REPLICATED, {**_OVERLAP, **_AHEAD}, _EXPERTS, gathering=False),
+    "experts, in few bits": Options(
+        ("NNI", "NIG"), {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}}, _EXPERTS, gathering=False
+    ),
+    "experts, sharded": Options(PARTITIONED, _OVERLAP, _AUTOEP, gathering=False),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
@@ -190,7 +197,10 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
         engine.destroy()
         return
     job = replace(given.job, steps=steps or given.job.steps)
-    if name.startswith("N"):  # ranks must use the same parameters there; not all of them
+    if name.startswith("N") and job.network in (
+        networks.Mixture,
+        mixtures.Routed,
+    ):  # ranks must use the same parameters there; not all of them
         job = replace(job, network=None, skipped=((1, 1), (2, 0)))
     zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
     engine, model = training.make_engine(job, placed(name, **zero, **more))

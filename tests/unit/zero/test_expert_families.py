@@ -77,10 +77,85 @@ def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list
     return training.compare(Job(**job), group, **kwargs)
 
 
+def test_few_bits(ranks: Any, kernels: bool) -> None:
+    """Eight bits are close to what is exact, and four bits of each family are its own."""
+    for name, job in (("MoE", {}), ("AutoEP", {})):
+        for rows in ranks(4).run(few_bits_case, name, job):
+            for row in rows:
+                assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
+
+
+def few_bits_case(kind: str, job: dict[str, Any]) -> list[Difference]:
+    """Differences of runs in few bits from those without."""
+    from tests.harness import experts, networks
+
+    names = ("NNN", "NII", "NIG", "NGG") if kind == "MoE" else ("NIG", "III", "IIG", "ING", "IGG")
+    config = {} if kind == "MoE" else experts.autoep(2)
+    network: Any = networks.RoutedOverTwo if kind == "MoE" else experts.SmallMixtral
+    made = Job(sizes=SIZES, network=network, config=config, accumulation=2, steps=3, **job)
+    bits = {"zeropp_loco_param": {"bits": 8}, "paro_quantized_updates": {"bits": 8}}
+    rows = []
+    for name in names:
+        plain, coded = (training.train(made, training.placed(name, **more)) for more in ({}, bits))
+        rows.append(training.difference(name, coded, plain, ""))
+    return rows
+
+
 def test_sixteen_bits(ranks: Any) -> None:
     check(run(ranks, 2, {"dtype": "bf16", "accumulation": 2, "steps": 3}), **BF16)
     job = {"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}
     check(run(ranks, 2, job, strategies=REPLICATED), weights=2e-3, losses=1e-2, norms=4e-3)
+
+
+def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
+    """Those with os = G; what does not fit is refused before anything is changed."""
+    for rows, refused in ranks(4).run(exchange_case, str(tmp_path)):
+        assert len(rows) == 4 and all(rows.values()), rows
+        assert "is a universal checkpoint, from which experts of expert parallelism (ep_size_2) are not" in refused[0]
+        assert "shard the states otherwise" in refused[1], refused
+        assert "layer_0_expert_" in refused[2] and "is missing" in refused[2], refused
+
+
+def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
+    """Whether going on is the same from a checkpoint of one's own and from another's; errors of bad loads."""
+    from pathlib import Path
+
+    from deepspeed import comm as dist
+
+    from tests.harness import experts, networks, snapshots
+
+    found = {}
+    routed = Job(sizes=SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
+    mixtral = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
+    for job, stage, name in ((routed, "2", "NIG"), (mixtral, "3", "IIG")):
+        for saver, loader in ((stage, name), (name, stage)):
+            engine, _ = training.make_engine(job, training.placed(saver))
+            snapshots.run(engine, job, snapshots.steps_of(job, 2), first=0)
+            engine.save_checkpoint(f"{folder}/{saver}")
+            losses = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+            engine.destroy()
+            engine, _ = training.make_engine(job, training.placed(loader))
+            engine.load_checkpoint(f"{folder}/{saver}")
+            again = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+            found[f"{saver} to {loader}"] = all(abs(a - b) < 1e-6 for a, b in zip(losses, again, strict=True))
+            engine.destroy()
+            dist.barrier()
+    refused = []
+    universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
+    engine, _ = training.make_engine(universal, training.placed("NIG"))
+    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG", tag="global_step2"))
+    engine.destroy()
+    engine, _ = training.make_engine(routed, training.placed("NII"))
+    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
+    engine.destroy()
+    if dist.get_rank() == 0:
+        for path in Path(folder, "NIG", "global_step2").glob("layer_0_expert_*"):
+            path.unlink()
+    dist.barrier()
+    engine, _ = training.make_engine(routed, training.placed("NIG"))
+    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
+    engine.destroy()
+    return found, refused
 
 
 @pytest.mark.parametrize("ep", [2, 4])
