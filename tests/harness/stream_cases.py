@@ -116,11 +116,11 @@ OPTIONS = {
         gathering=False,
     ),
     "Muon, offload": Options(("NIG", "NNI", "III", "IGG"), {**_OVERLAP, **_OFFLOAD}, replace(_ADAM, optimizer="Muon")),
-    "experts": Options(REPLICATED, {**_OVERLAP, **_AHEAD}, _EXPERTS, gathering=False),
+    "experts": Options(("NNN", "NIG", "NGG"), {**_OVERLAP, **_AHEAD}, _EXPERTS, gathering=False),
     "experts, in few bits": Options(
         ("NNI", "NIG"), {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}}, _EXPERTS, gathering=False
     ),
-    "experts, sharded": Options(PARTITIONED, _OVERLAP, _AUTOEP, gathering=False),
+    "experts, sharded": Options(("ING", "III", "IGG", "GGG"), _OVERLAP, _AUTOEP, gathering=False),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
@@ -197,10 +197,8 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
         engine.destroy()
         return
     job = replace(given.job, steps=steps or given.job.steps)
-    if name.startswith("N") and job.network in (
-        networks.Mixture,
-        mixtures.Routed,
-    ):  # ranks must use the same parameters there; not all of them
+    if name.startswith("N") and job.network is not networks.RoutedOverTwo:
+        # Ranks must use the same parameters there; not all of them.
         job = replace(job, network=None, skipped=((1, 1), (2, 0)))
     zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
     engine, model = training.make_engine(job, placed(name, **zero, **more))
