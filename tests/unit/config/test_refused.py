@@ -153,7 +153,6 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         (in_zero("elastic_checkpoint"), {"elastic_checkpoint": True}, {}),
         ("compile.deepcompile", {}, {"compile": {"deepcompile": True}}),
         (in_zero("save_muon_momentum_buffer_in_memory"), {"save_muon_momentum_buffer_in_memory": True}, {}),
-        ("expert_parallel", {}, {"expert_parallel": {"enabled": True}}),
     )
 ] + [
     (NIG | {"offload_param": CPU}, {}, cannot(in_zero("offload_param"), "NIG")),
