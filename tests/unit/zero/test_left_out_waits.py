@@ -43,6 +43,8 @@ FOUND = {
     "zero/gradients.py:Gradients.drain:drain": ("NIG", "plain"),
     "zero/family_gradients.py:FamilyGradients.drain:drain": ("NIG", "plain"),
     "zero/family_gradients.py:FamilyGradients.finish:finish": ("NIG", "offload"),
+    "zero/family_parameters.py:FamilyPartitionedGradients.drain:drain": ("IGG", "experts, sharded"),
+    "zero/family_parameters.py:FamilyPartitionedGradients.finish:finish": ("III", "experts, sharded"),
     "zero/flat_gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
     "zero/flat_gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
     "zero/muon.py:Muon.apply:drain": ("IIG", "Muon"),
@@ -92,6 +94,8 @@ _HOST = "on a CPU nothing moves to the host"
 _THREAD = "for a thread of the host, where the device has no streams"
 # By call: why no case can find it.
 UNFOUND = {
+    "zero/family_parameters.py:FamilyParameters.complete:complete": "in no case experts are saved",
+    "zero/family_parameters.py:FamilyParameters.drain:drain": _ARRIVED,
     "comm/background.py:Background.wait:wait": _THREAD,
     "comm/background.py:Job.wait:wait": _THREAD,
     "comm/pairwise.py:Handles.wait:wait": _GLOO,
