@@ -43,7 +43,6 @@ FOUND = {
     "zero/gradients.py:Gradients.drain:drain": ("NIG", "plain"),
     "zero/family_gradients.py:FamilyGradients.drain:drain": ("NIG", "plain"),
     "zero/family_gradients.py:FamilyGradients.finish:finish": ("NIG", "offload"),
-    "zero/family_parameters.py:FamilyPartitionedGradients.drain:drain": ("IGG", "experts, sharded"),
     "zero/family_parameters.py:FamilyPartitionedGradients.finish:finish": ("III", "experts, sharded"),
     "zero/flat_gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
     "zero/flat_gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
@@ -95,7 +94,8 @@ _THREAD = "for a thread of the host, where the device has no streams"
 # By call: why no case can find it.
 UNFOUND = {
     "zero/family_parameters.py:FamilyParameters.complete:complete": "in no case experts are saved",
-    "zero/family_parameters.py:FamilyParameters.drain:drain": _ARRIVED,
+    "zero/family_parameters.py:FamilyParameters.drain:drain": _LATER,
+    "zero/family_parameters.py:FamilyPartitionedGradients.drain:drain": "in no case states of experts are offloaded",
     "comm/background.py:Background.wait:wait": _THREAD,
     "comm/background.py:Job.wait:wait": _THREAD,
     "comm/pairwise.py:Handles.wait:wait": _GLOO,
