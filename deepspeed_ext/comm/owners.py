@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
+ROUNDS = 8  # in which what goes to owners is divided; an owner has more, if what it takes is small
+
 
 class Cells(NamedTuple):
     """How elements are divided: rank r has those from ``origin + r * width`` to where the next one's begin."""

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from deepspeed_ext.comm.owners import ROUNDS
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.planner.step import LAYERS, Move, Moves, Overlap, Step
@@ -45,7 +46,6 @@ from deepspeed_ext.strategy import (
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
 PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}  # what a strategy is without groups
-ROUNDS = 8  # in which matrices go to their owners
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
 
 

@@ -45,14 +45,13 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.owners import Stretch, assign, rounds
+from deepspeed_ext.comm.owners import ROUNDS, Stretch, assign, rounds
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.flat_shards import FlatShard, FlatShards, Member
 from deepspeed_ext.zero.matrices import Matrices, matrices_of
 
 MOMENTUM = "momentum_buffer"  # DeepSpeed's name of the state
-_ROUNDS = 8  # of which an owner has more, if its matrices are that small
 
 
 class _Part(NamedTuple):
@@ -278,7 +277,7 @@ class Muon:
         elements = [0] * ranks
         for owner, stretch in zip(owners, stretches, strict=True):
             elements[owner] += stretch.numel
-        most = min(self._of.reduce_bucket_size, -(-max(elements) // _ROUNDS))
+        most = min(self._of.reduce_bucket_size, -(-max(elements) // ROUNDS))
         for numbers in rounds(stretches, owners, most):
             by_owner = sorted(numbers, key=lambda number: (owners[number], number))
             some = [(*found[number], stretches[number], owners[number]) for number in by_owner]

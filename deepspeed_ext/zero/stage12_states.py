@@ -49,7 +49,8 @@ class Stage12States(StripedPartitions):
         """Return DeepSpeed's, in ZeRO's order. Collective over the ranks that share the optimizer's states, if flat
         buffers have stripes; what is exchanged is on the host then."""
         with self._in_zeros_order():
-            return {**super().state_dict(), MOMENTUM_SCALE: 1.0}
+            saved = dict(super().state_dict())
+        return {**saved, MOMENTUM_SCALE: 1.0} if uses_muon(self.optimizer) else saved
 
     @contextmanager
     def _in_zeros_order(self) -> Iterator[None]:

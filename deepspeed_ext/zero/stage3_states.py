@@ -162,6 +162,8 @@ class Stage3States(ParoOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's, with momentum as its stage 3 has it; see Note [Momentum of DeepSpeed's stages]."""
+        if not uses_muon(self.optimizer):
+            return dict(super().state_dict())
         scale = 1.0 if self.updates_on_host else saved_scale(float(self.loss_scale))
         saved = {**super().state_dict(), MOMENTUM_SCALE: scale}
         return saved if scale == 1 else _with_momentum_of(saved, lambda momentum: (momentum * scale).cpu())

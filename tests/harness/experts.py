@@ -17,7 +17,9 @@ def autoep(size: int) -> dict[str, Any]:
 
 
 class SmallMixtral(nn.Module):
-    """Two layers of Mixtral's, of four experts each, between linear ones."""
+    """Two layers of Mixtral's, of four experts each, between linear ones; subclasses have other widths."""
+
+    width, inner = WIDTH, 24
 
     def __init__(self, sizes: Sequence[int], *_: Any, **__: Any) -> None:
         from transformers import MixtralConfig, MixtralModel
@@ -26,8 +28,8 @@ class SmallMixtral(nn.Module):
         super().__init__()
         self.config = MixtralConfig(
             vocab_size=3,
-            hidden_size=WIDTH,
-            intermediate_size=24,
+            hidden_size=self.width,
+            intermediate_size=self.inner,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=1,
@@ -35,13 +37,14 @@ class SmallMixtral(nn.Module):
             num_experts_per_tok=2,
             attn_implementation="eager",
         )
-        self.layers = nn.ModuleList([nn.Linear(sizes[0], TOKENS * WIDTH), nn.Linear(TOKENS * WIDTH, sizes[-1])])
+        wide = TOKENS * self.width
+        self.layers = nn.ModuleList([nn.Linear(sizes[0], wide), nn.Linear(wide, sizes[-1])])
         self.model = MixtralModel(self.config)
         self.model.embed_tokens.requires_grad_(False)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """Make tokens of each row, and a row of them again."""
-        tokens = torch.tanh(self.layers[0](x)).view(-1, TOKENS, WIDTH)
+        tokens = torch.tanh(self.layers[0](x)).view(-1, TOKENS, self.width)
         out = self.model(inputs_embeds=tokens, use_cache=False).last_hidden_state
         return torch.tanh(self.layers[1](out.flatten(1)))
 

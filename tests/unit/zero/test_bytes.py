@@ -24,6 +24,7 @@ RELATIVE, ABSOLUTE = 0.01, 1000  # of what is due; bytes where nothing is (barri
 # to the next: because it is small, prefetched, or soon used again, as the last layer, with which backward begins. With
 # these keys it releases each when the module that owns it has run.
 TWICE = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+SHARDED_EXPERTS = ("ING", "III", "IIG", "IGG", "GGG")
 HELD = (*REPLICATED, *(name for name in PARTITIONED if name[0] == "I"))  # parameters, between steps
 
 Bytes = tuple[float, float]  # within the group, between groups
@@ -220,6 +221,56 @@ def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, gro
         for kind in (0, 1):  # tokens, which travel inside groups, are not counted in what is more
             more = both[number][kind] - alone[number][kind]
             assert more == pytest.approx((due[0].intra, due[0].inter)[kind], rel=RELATIVE), name
+
+
+def test_sharded_experts_are_gathered_among_the_ranks_that_have_them(ranks: Any) -> None:
+    dense, trained, experts, rows = ranks(4).run(autoep_case, 2)[0]
+    width = {"parameter_bytes": WIDTH, "gradient_bytes": WIDTH}
+    families = [
+        (GroupSizes(4, 2), ModelStates.of(dense, trained, **width)),
+        (GroupSizes(2, 1), ModelStates.of(experts, **width)),
+    ]
+    for name, (intra, inter) in zip(SHARDED_EXPERTS, rows, strict=True):
+        due = [STRATEGIES[name].volume(*family) for family in families]
+        assert inter == pytest.approx(sum(volume.inter for volume in due), rel=RELATIVE), name
+        tokens = 150_000  # to experts and back, in forward and backward
+        assert intra == pytest.approx(sum(volume.intra for volume in due), rel=RELATIVE, abs=tokens), name
+
+
+def autoep_case(group: int) -> tuple[int, int, int, list[Bytes]]:
+    """Dense parameters, those of them that are trained, those of experts that this rank has; bytes as above."""
+    from deepspeed import comm as dist
+    from deepspeed.moe.utils import is_moe_param
+
+    from deepspeed_ext.comm.traffic import TrafficMeter
+    from tests.harness import experts, training
+
+    class Network(experts.SmallMixtral):
+        width, inner = 160, 320
+
+    job = training.Job(sizes=(256, 511, 300), zero=BUCKETS, network=Network, config=experts.autoep(2))
+    rows = []
+    for name in SHARDED_EXPERTS:
+        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group, **TWICE})
+        data, meter = training.batches(job), TrafficMeter()
+        for number in range(3):  # the record of the modules is compared in the second forward
+            dist.barrier()
+            if number == 2:
+                meter.start()
+            dist.barrier()
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+            engine.optimizer.parameters.drain()
+            dist.barrier()
+        meter.stop()
+        dist.barrier()
+        split = meter.split(group)
+        rows.append((split.intra_mean, split.inter_mean))
+        numels = [(p.ds_numel, p.requires_grad, is_moe_param(p)) for p in model.parameters() if p.ds_numel > 48]
+        engine.destroy()
+    own = sum(numel for numel, _, expert in numels if expert)
+    dense = [(numel, trained) for numel, trained, expert in numels if not expert]
+    return sum(numel for numel, _ in dense), sum(numel for numel, trained in dense if trained), own, rows
 
 
 def experts_case(group: int, frozen: tuple[str, ...]) -> tuple[int, int, list[Bytes]]:
