@@ -25,7 +25,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.hops import ReduceHop, Transfer
 from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
@@ -212,6 +212,31 @@ class PartitionedGradients(Gradients):
         deliver = partial(self._arrive, last and self._leaves_early) if self._crossing is None else self._crossing.add
         self._schedule.submit(self._move(gradients, dtype, sequence_parallel_size), partial(deliver, params))
         self._cross()
+
+    @property
+    def intra(self) -> ReduceHop:
+        """The hop inside the group."""
+        return self._reshard.intra
+
+    def reduce_part(self, params: Sequence[ZeroParameter], transfer: Transfer, complete: bool, last: bool) -> None:
+        """Move a part of parameters on; with the one that completes them, add them where they arrive.
+
+        Args:
+            params: of which it is a part.
+            transfer: brings with ``complete`` what ``move_sums`` does.
+            complete: whether it is the last part.
+            last: whether it is of the last micro-batch.
+        """
+        self._begin()
+        deliver = partial(self._arrive, last and self._leaves_early) if self._crossing is None else self._crossing.add
+        self._schedule.submit(transfer, partial(deliver, params) if complete else lambda _: None)
+        self._cross()
+
+    def move_sums(self, params: Sequence[ZeroParameter], sums: Tensor) -> Transfer:
+        """Move parameters' I-slices, (rows, elements of their chunks), to where a bucket arrives."""
+        if self._crossing is None and self._arrives == Placement.G:
+            return (yield from self._reshard.reduce_rows(sums, self._spans(params), self._number))
+        return sums.view(-1)
 
     def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
         """Add what has arrived; where a backward's last bucket brings what a unit lacks, it crosses from here."""

@@ -32,9 +32,11 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
+from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.families import Families, family_of
+from deepspeed_ext.zero.expert_windows import WindowGradients
+from deepspeed_ext.zero.families import DENSE, Families, family_of
 from deepspeed_ext.zero.family_parameters import gradients_of, parameters_of
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
@@ -153,6 +155,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
         members = {name: self._gradients_of(name) for name in self.families.names}
         self.gradients = gradients_of(members)
+        self._windows = WindowGradients(self, members[DENSE])
         if self.gradients.rows == 1 and (self.strategy.g != Placement.N or self.offload_optimizer):
             self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
             return
@@ -247,6 +250,12 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             bucket.elements += param.ds_numel
             self._reduce_if_full(dtype)
 
+    def reduce_window(
+        self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
+    ) -> None:
+        """Reduce the gradients of a window of packed experts."""
+        self._windows.reduce(module, number, gradients, last)
+
     def _reduce_if_full(self, dtype: torch.dtype) -> None:
         if self._is_full(self.ipg_buckets[dtype]):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
@@ -280,6 +289,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     def independent_gradient_partition_epilogue(self) -> None:
         """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         end_of_backward(self)
+        self._windows.end_of_backward()
         for dtype in sort_dtypes(self.ipg_buckets):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
         with ordered_by_streams():
