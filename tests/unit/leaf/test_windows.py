@@ -137,3 +137,75 @@ def least(name: str) -> int:
     from deepspeed_ext.leaf.setup import _least_bytes
 
     return max(_least_bytes(module) for module in make_model(name).modules())
+
+
+# An expert of ``mixtures.Packed`` has 273 parameters, which take 3,276 bytes as a unit.
+WINDOWS = {"stage3_leaf_bytes": 2 * 3276}
+BY_HAND = {"stage": 3, "leaf_module": {"classes": ["PackedMixture"]}}
+OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
+
+
+def job_of(network: str = "Packed", **more: Any) -> Any:
+    """A job with Adam: it would show a missing or doubled gradient of any parameter."""
+    from tests.harness import mixtures
+    from tests.harness.training import Job
+
+    defaults = {"optimizer": "Adam", "empty": False, "zero": NONE_PERSISTS, "steps": 2, "accumulation": 2}
+    return Job(**{"network": getattr(mixtures, network), **defaults, **more})
+
+
+def strategies_case(
+    names: Sequence[str], network: str, more: dict[str, Any], size: int = 2, zero: dict[str, Any] | None = None
+) -> list[Any]:
+    """Strategies against stock with the mixture as a leaf module."""
+    from tests.harness import training
+
+    variants = [training.placed(name, size, **WINDOWS, **(zero or {})) for name in names]
+    return training.against(job_of(network, **more), variants, BY_HAND)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "world, size, names",
+    [
+        (4, 2, ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")),
+        (3, 3, ("IIG", "GGG")),
+        (4, 1, ("IIG", "GGG", "GNG")),
+    ],
+    ids=["2x2", "1x3", "4x1"],
+)
+def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
+    from tests.harness.training import check
+
+    check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
+
+
+@pytest.mark.parametrize(
+    "network, more, zero",
+    [
+        ("Packed", {"clipping": 0.05, "steps": 3}, {}),
+        ("Packed", {"zero": {**NONE_PERSISTS, **OVERLAP}}, {}),
+        ("Packed", {"zero": {**NONE_PERSISTS, "reduce_scatter": False}}, {}),
+        ("Packed", {"zero": {**NONE_PERSISTS, "stage3_param_persistence_threshold": 200}}, {}),
+        ("Packed", {"boundary": "step"}, {}),
+        ("Packed", {"zero_init": "config"}, {}),
+        ("Packed", {"checkpointing": True}, {}),
+        ("Packed", {"checkpointing": False}, {}),
+        ("PackedLooped", {}, {}),
+        ("PackedFrozen", {}, {}),
+    ],
+    ids=lambda more: str(more).replace("'", "")[:50],
+)
+def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any], zero: dict[str, Any]) -> None:
+    from tests.harness.training import check
+
+    check(ranks(4).run(strategies_case, ("IIG", "GGG"), network, more, 2, zero)[0], losses=1e-5)  # of about 10
+
+
+@pytest.mark.parametrize("dtype, digits", [("bf16", 8), ("fp16", 11)])
+def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
+    more = {"dtype": dtype, "optimizer": "SGD", "overflow": [(3, 1)] if dtype == "fp16" else [], "steps": 3}
+    for row in ranks(4).run(strategies_case, ("IIG", "GGG"), "Packed", more)[0]:
+        # Windows are summed in another order: a token's two experts, and what goes back to the router.
+        assert row.weights <= 2.0 ** (1 - digits) and row.losses <= 10 * 2.0 ** (1 - digits), row
+        assert row.replicas_equal and row.same_decisions, row
