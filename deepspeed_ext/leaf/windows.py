@@ -72,7 +72,9 @@ class _Pass(torch.autograd.Function):
     """A pass of a module with windows; see Note [Windows]."""
 
     @staticmethod
-    def forward(ctx: Any, windows: "WindowedModule", anchor: Tensor, hidden: Tensor, index: Tensor, shares: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, windows: "WindowedModule", anchor: Tensor, hidden: Tensor, index: Tensor, shares: Tensor
+    ) -> Tensor:
         ctx.windows, ctx.over = windows, False
         ctx.save_for_backward(hidden, index, shares)
         device = hidden.device.type
@@ -102,12 +104,17 @@ class WindowedModule:
         module: whose own parameters are the experts', and whose forward takes hidden states (tokens, width), the
             experts of each token (tokens, k) and their shares (tokens, k).
         windows: the experts of each, in order; together all of them.
+
+    Attributes:
+        params: the packed parameters.
     """
 
     def __init__(self, module: nn.Module, windows: Sequence[Sequence[int]]) -> None:
         self.module = module
         self.windows = [tuple(window) for window in windows]
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
+        # Kept: in a forward ZeRO-3 would gather one that is looked up.
+        self.params: list[Any] = list(module.parameters(recurse=False))
         self.fetch: Callable[[WindowedModule, int], Fetch]  # set with the parameters
         self.begin: Callable[[WindowedModule], None] = lambda one: None  # of a pass, and its end
         self.end: Callable[[WindowedModule], None] = lambda one: None
@@ -122,11 +129,6 @@ class WindowedModule:
 
     def __deepcopy__(self, memo: object) -> "WindowedModule":
         return self  # of the engine, as hooks are
-
-    @property
-    def params(self) -> list[Any]:
-        """The packed parameters."""
-        return [self.module._parameters[name] for name in self.names]
 
     def __call__(self, hidden_states: Tensor, index: Tensor, shares: Tensor) -> Tensor:
         """Run the module.

@@ -69,7 +69,9 @@ def _pieces(
 class _Window:
     """A window on its way."""
 
-    def __init__(self, owner: "WindowGathers", schedule: Schedule, started: Started, pieces: list[list[_Piece]]) -> None:
+    def __init__(
+        self, owner: "WindowGathers", schedule: Schedule, started: Started, pieces: list[list[_Piece]]
+    ) -> None:
         self._owner = owner
         self._schedule = schedule
         self._started: Started | None = started
@@ -156,9 +158,10 @@ class WindowGathers:
         dtype = get_allgather_dtype(params[0], params[0].ds_tensor)
         device = get_accelerator().current_device_name()
         mine = [held[p.param][p.row][p.start : p.start + p.numel] for p in pieces[collectives.rank]]
-        sent = torch.cat([piece.to(device=device, dtype=dtype, non_blocking=True) for piece in mine] or [
-            torch.empty(0, dtype=dtype, device=device)
-        ])
+        sent = torch.cat(
+            [piece.to(device=device, dtype=dtype, non_blocking=True) for piece in mine]
+            or [torch.empty(0, dtype=dtype, device=device)]
+        )
         if collectives.size == 1:
             return sent
         splits = [sum(piece.numel for piece in some) for some in pieces]
@@ -228,9 +231,7 @@ class WindowGradients:
                 at = torch.tensor(window, device=gradient.device)
                 param.grad.index_add_(0, at, gradient.to(param.grad.dtype))
 
-    def _reduce(
-        self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], complete: bool
-    ) -> None:
+    def _reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], complete: bool) -> None:
         optimizer = self._optimizer
         params = [param for param in module.params if param.requires_grad]
         flats = [grad for param, grad in zip(module.params, gradients, strict=True) if param.requires_grad]
@@ -247,7 +248,9 @@ class WindowGradients:
                 width = sum(layout.chunk for layout in layouts)
                 self._sums[id(module)] = torch.zeros(layouts[0].rows, width, dtype=dtype, device=device)
             sums = self._sums[id(module)]
-            scale = optimizer.topology.sizes.ranks / (1 if optimizer.reduce_scatter else optimizer.sequence_parallel_size)
+            scale = optimizer.topology.sizes.ranks / (
+                1 if optimizer.reduce_scatter else optimizer.sequence_parallel_size
+            )
             transfer = self._move(held, flats, self._plans[key], layouts, sums, scale)
             if complete:
                 transfer = _then(transfer, partial(held.move_sums, params, sums))
@@ -271,15 +274,17 @@ class WindowGradients:
         splits = [sum(piece.numel for piece in some) for some in pieces]
         order = [piece for some in pieces for piece in some]
         if all(flat is None for flat in flats):
-            packed = sums.new_zeros(sum(splits))
+            packed = torch.zeros(sum(splits), dtype=sums.dtype, device=sums.device)
         else:
-            zero = sums.new_zeros(1)
-            packed = torch.cat([
-                zero.expand(p.numel)
-                if flats[p.param] is None
-                else cast(Tensor, flats[p.param]).reshape(-1)[p.offset : p.offset + p.numel].to(sums.dtype)
-                for p in order
-            ])
+            zero = torch.zeros(1, dtype=sums.dtype, device=sums.device)
+            packed = torch.cat(
+                [
+                    zero.expand(p.numel)
+                    if flats[p.param] is None
+                    else cast(Tensor, flats[p.param]).reshape(-1)[p.offset : p.offset + p.numel].to(sums.dtype)
+                    for p in order
+                ]
+            )
         packed.div_(scale)
         part = yield from hop.reduce_scatter(packed, splits)
         if not get_accelerator().is_synchronized_device():

@@ -3,6 +3,7 @@
 """Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +210,159 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
         # Windows are summed in another order: a token's two experts, and what goes back to the router.
         assert row.weights <= 2.0 ** (1 - digits) and row.losses <= 10 * 2.0 ** (1 - digits), row
         assert row.replicas_equal and row.same_decisions, row
+
+
+def test_what_is_gathered_at_a_time_and_what_travels(ranks: Any) -> None:
+    for strategy, most, predicted, two, (intra, inter), (intra_stock, inter_stock) in ranks(4).run(measured_case)[0]:
+        assert two == most == predicted, (strategy, most, predicted)
+        assert inter == pytest.approx(inter_stock, rel=0.01, abs=3000), strategy
+        assert intra == pytest.approx(intra_stock, rel=0.03, abs=3000), strategy
+
+
+def measured_case() -> list[Any]:
+    """For strategies: elements gathered at a time, predicted, and of two windows; bytes received with and without."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.traffic import TrafficMeter
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose
+    from tests.harness import mixtures, training
+
+    tight = {**NONE_PERSISTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    rows = []
+    for strategy in ("IIG", "IGG", "GGG"):
+        most, traffic = [], []
+        for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
+            engine, model = training.make_engine(job_of(zero=tight), training.placed(strategy, **keys))
+            data = training.batches(job_of())
+            meter = TrafficMeter()
+            for step in range(6):
+                if step == 2:
+                    dist.barrier()
+                    meter.start()
+                x, y = next(data)
+                engine.backward(((engine(x) - y) ** 2).mean())
+                engine.step()
+            dist.barrier()
+            meter.stop()
+            counted = meter.split(2)
+            traffic.append((counted.intra_mean, counted.inter_mean))
+            most.append(engine.optimizer.parameters.most_live)
+            engine.destroy()
+        plain = mixtures.Packed((13, 7))
+        found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
+        predicted = leaf_report.predicted_live(found, plain, leaf_report.Live(10**9, 0, 0, 0))
+        rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
+    return rows
+
+
+@pytest.mark.parametrize("strategy", ["IIG", "GGG"])
+def test_checkpoints_know_no_windows(ranks: Any, tmp_path: Path, strategy: str) -> None:
+    for resumed, into, out_of in ranks(4).run(checkpoint_case, str(tmp_path), strategy):
+        assert resumed == [] and into == {} and out_of == {}
+
+
+def checkpoint_case(folder: str, strategy: str) -> Any:
+    """Which losses differ after a resume; what differs after a load into windows, and out of them."""
+    from tests.harness import snapshots, training
+
+    job, plain = job_of(accumulation=1), training.placed(strategy, leaf_module={"classes": ["PackedMixture"]})
+    windows = training.placed(strategy, **WINDOWS)
+    differences, losses = [], []
+    for number, (source, target) in enumerate(((windows, windows), (plain, windows), (windows, plain))):
+        engine, model = training.make_engine(job, source)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        engine.save_checkpoint(f"{folder}/{number}")
+        saved = snapshots.snapshot(engine, model, job)
+        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
+        engine.destroy()
+        engine, model = training.make_engine(job, target)
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.load_checkpoint(f"{folder}/{number}")
+        differences.append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
+        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
+        engine.destroy()
+    return [pair for pair in zip(*losses[:2], strict=True) if pair[0] != pair[1]], *differences[1:]
+
+
+def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
+    for same, off_by, gathered, gradient in ranks(2).run(access_case):
+        assert same and off_by <= 1e-6 and gathered and gradient <= 1e-5
+
+
+def access_case() -> tuple[bool, float, bool, float]:
+    """Whether windows generate what stock does; evaluation's difference; whether a gathered parameter is whole and
+    a change of it is used; the difference of a gradient."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_grad
+
+    ids = torch.arange(6).view(1, 6)
+    seen: list[Any] = []
+
+    def look(engine: Any) -> None:
+        weight = engine.module.model.layers[0].mlp.experts.down_proj
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            whole = tuple(weight.shape)
+            weight.data.mul_(1.5)
+        engine.eval()
+        with torch.no_grad():
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss.item()
+            tokens = engine.module.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+        engine.train()
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        seen.append((loss, tokens, whole, safe_get_full_grad(weight)))
+        engine.step()
+
+    train("Qwen3Moe", {"stage": 3}, look=look)
+    train("Qwen3Moe", {"stage": 3, "stage3_leaf_bytes": least("Qwen3Moe")}, look=look)
+    (loss, tokens, shape, gradient), (our_loss, our_tokens, our_shape, ours) = seen
+    difference = ((gradient - ours).abs().max() / gradient.abs().max()).item()
+    return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference
+
+
+def test_what_is_refused_or_stays_together(ranks: Any) -> None:
+    too_small, kinds = ranks(1).run(refused_case)[0]
+    assert "one of the 7 packed experts of layers.0.mixture.experts needs 3,276, got 3,000" in too_small, too_small
+    assert kinds["PackedExperts"] == ("windowed", "4 windows of at most 2 experts")
+    assert kinds["Unknown"] == ("fine", "its packed experts stay together: its forward takes (x), not hidden states")
+    assert kinds["Lent"] == ("fine", "its packed experts stay together: it shares parameters with other modules")
+
+
+def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
+    """The error of a budget below one expert; what becomes of packed experts, and the beginning of why."""
+    from torch import Tensor, nn
+
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose
+    from tests.harness import mixtures, training
+
+    class UnknownExperts(mixtures.PackedExperts):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x
+
+    class Block(nn.Module):
+        def __init__(self, experts: nn.Module, lent: bool) -> None:
+            super().__init__()
+            self.experts = experts
+            self.head = nn.Linear(2, 2)
+            if lent:
+                self.head.weight = experts.down_proj  # type: ignore[assignment]
+
+    message = ""
+    try:
+        training.make_engine(job_of(), {"stage": 3, "stage3_leaf_bytes": 3000})
+    except ValueError as error:
+        message = str(error)
+    kinds = {}
+    models = (mixtures.Packed((13, 7)), UnknownExperts(10, 7), Block(mixtures.PackedExperts(10, 7), True))
+    for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):
+        inside = model if label != "Unknown" else Block(model, False)
+        found = choose(inside, Settings(6552, 0, 10**9))
+        one = next(row for row in leaf_report.summaries(found) if "Experts" in row.cls)
+        kinds[label] = one.kind, one.why
+    return message, {
+        "PackedExperts": (kinds["PackedExperts"][0], kinds["PackedExperts"][1].split(";")[0]),
+        "Unknown": (kinds["Unknown"][0], kinds["Unknown"][1].split(", indices")[0]),
+        "Lent": kinds["Lent"],
+    }
