@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.leaf.chunks import set_chunks, unset_chunks
-from deepspeed_ext.leaf.windows import set_windows, unset_windows, why_no_windows, windows_of
+from deepspeed_ext.leaf.windows import experts_in, set_windows, unset_windows, why_no_windows, windows_of
 
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
 _OURS = "paro_leaf"  # that the flag is ours
@@ -278,7 +278,7 @@ def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]
 
 def expert_bytes(module: nn.Module) -> int:
     """Return the bytes of one expert of a module with packed ones, as a unit; 0 if they cannot be taken apart."""
-    return unit_bytes(module.parameters(recurse=False)) // int(module.num_experts) if can_have_windows(module) else 0
+    return unit_bytes(module.parameters(recurse=False)) // experts_in(module) if can_have_windows(module) else 0
 
 
 def can_have_windows(module: nn.Module) -> bool:
@@ -295,7 +295,7 @@ def _windows(tree: _Tree, row: Found, budget: int) -> tuple[list[list[int]], str
     why = why or tree.entered_elsewhere(row.module)
     if why or not can_have_windows(row.module):
         return [], f"its packed experts stay together: {why or 'it is not named as experts'}"
-    return windows_of(int(row.module.num_experts), expert_bytes(row.module), budget), (
+    return windows_of(experts_in(row.module), expert_bytes(row.module), budget), (
         f"{row.bytes:,} bytes are more than the budget"
     )
 

@@ -86,7 +86,7 @@ class _Pass(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, index, shares = ctx.saved_tensors
         ctx.over = True
@@ -139,9 +139,9 @@ class WindowedModule:
         if hidden_states.dim() != 2 or index.dim() != 2 or index.shape != shares.shape:
             raise ValueError(
                 f"{type(self.module).__name__} is fetched in windows of experts, which needs hidden states of shape "
-                f"(tokens, width), and experts and their shares of shape (tokens, k); got {tuple(hidden_states.shape)}, "
-                f"{tuple(index.shape)} and {tuple(shares.shape)}. Raise zero_optimization.stage3_leaf_bytes until the "
-                f"module fits."
+                f"(tokens, width), and experts and their shares of shape (tokens, k); got "
+                f"{tuple(hidden_states.shape)}, {tuple(index.shape)} and {tuple(shares.shape)}. Raise "
+                f"zero_optimization.stage3_leaf_bytes until the module fits."
             )
         trained = any(param.requires_grad for param in self.params)
         if not torch.is_grad_enabled() or not (trained or hidden_states.requires_grad or shares.requires_grad):
@@ -154,7 +154,7 @@ class WindowedModule:
         """Return the module's output, and with ``keep`` what its backward needs."""
         out = torch.zeros_like(hidden, requires_grad=False)
         parts = self._parts(index)
-        for number, part in self._in_order(parts, forward=True):
+        for _, part in self._in_order(parts, forward=True):
             if len(part.tokens):
                 with torch.set_grad_enabled(keep):
                     output = self._compute(part, hidden, shares, keep)
@@ -278,12 +278,18 @@ class WindowedModule:
         return any(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
+def experts_in(module: nn.Module) -> int:
+    """Return the number of experts that a module says it has; 0 if it says nothing."""
+    experts = getattr(module, "num_experts", 0)
+    return experts if isinstance(experts, int) else 0
+
+
 def why_no_windows(module: nn.Module) -> str | None:
     """Return why a module's packed experts cannot be fetched in windows, "" if they can; None if it has none."""
     params = list(module.parameters(recurse=False))
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
-    experts = getattr(module, "num_experts", None)
-    if not isinstance(experts, int) or experts < 2 or not any(len(s) == 3 and s[0] == experts for s in shapes):
+    experts = experts_in(module)
+    if experts < 2 or not any(len(s) == 3 and s[0] == experts for s in shapes):
         return None
     if any(len(shape) not in (2, 3) or shape[0] != experts for shape in shapes):
         return f"not every parameter is of its {experts} experts"

@@ -4,8 +4,9 @@
 
 Note [Windows of slices]
     A window is some stretches of each parameter, and ZeRO's chunks divide a parameter without regard to experts. So
-    ranks hold unequal pieces of a window. Inside a group they send each other exactly these, by an all-to-all of unequal
-    parts; gradients come back by a reduction of the same unequal parts. Everything that persists stays as ZeRO has it.
+    ranks hold unequal pieces of a window. Inside a group they send each other exactly these, by an all-to-all of
+    unequal parts; gradients come back by a reduction of the same unequal parts. Everything that persists stays as
+    ZeRO has it.
 
     Between groups moves the I-slice as a whole, as it would without windows: with p = G it is gathered once for each
     pass of the module, with g = G it is reduced once all its windows are in it. Where groups have one rank and p = G
