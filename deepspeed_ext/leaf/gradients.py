@@ -314,6 +314,8 @@ class LeafGradients:
         """Reduce all that waits: the same modules on all ranks, in one order."""
         for block in self._blocks:
             block.finish()
+        for one in self._windowed:
+            one.end_of_backward(one)
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
         in_buckets = self._in_buckets()

@@ -120,6 +120,7 @@ class WindowedModule:
         self.end: Callable[[WindowedModule], None] = lambda one: None
         self.reduce: Callable[[WindowedModule, int, Sequence[Tensor | None], bool], None]  # set with an optimizer
         self.backward_begins: Callable[[], None] = lambda: None
+        self.end_of_backward: Callable[[WindowedModule], None] = lambda one: None
         self.forget: Callable[[WindowedModule], None] = lambda one: None
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         experts = sum(len(window) for window in self.windows)

@@ -183,9 +183,8 @@ class WindowGradients:
     def __init__(self, optimizer: Any, held: PartitionedGradients) -> None:
         self._optimizer = optimizer
         self._held = held
-        self._modules = windowed_modules(optimizer.module)
-        for module in self._modules:
-            module.forget = self.forget
+        for module in windowed_modules(optimizer.module):
+            module.forget, module.end_of_backward = self.forget, self.end_of_backward
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
         self._plans: dict[tuple[int, int], list[list[_Piece]]] = {}
 
@@ -196,9 +195,9 @@ class WindowGradients:
         else:
             self._reduce(module, number, gradients, last and not number)
         if last and not number:
-            self.finish(module)
+            self._hand_over(module)
 
-    def finish(self, module: WindowedModule) -> None:
+    def _hand_over(self, module: WindowedModule) -> None:
         """Hand over what is complete and kept whole, if anything is."""
         self._sums.pop(id(module), None)
         if self._optimizer._coalesce_grad_reduction:
@@ -207,12 +206,11 @@ class WindowGradients:
             if param.grad is not None and self._optimizer.strategy.g == Placement.N:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
 
-    def end_of_backward(self) -> None:
+    def end_of_backward(self, module: WindowedModule) -> None:
         """Hand over what waits for a pass that did not come."""
-        for module in self._modules:
-            if id(module) in self._sums:
-                self._reduce(module, 0, [None] * len(module.params), True)
-            self.finish(module)
+        if id(module) in self._sums:
+            self._reduce(module, 0, [None] * len(module.params), True)
+        self._hand_over(module)
 
     def forget(self, module: WindowedModule) -> None:
         """Drop what a backward that was given up has left."""
@@ -255,7 +253,7 @@ class WindowGradients:
             transfer = self._move(held, flats, self._plans[key], layouts, sums, scale)
             if complete:
                 transfer = _then(transfer, partial(held.move_sums, params, sums))
-            held.reduce_part(params, transfer, complete, optimizer._is_last_backward)
+            held.submit(params, transfer, optimizer._is_last_backward, complete)
             if not get_accelerator().is_synchronized_device():
                 for gradient in flats:
                     if gradient is not None:

@@ -207,29 +207,18 @@ class PartitionedGradients(Gradients):
             sequence_parallel_size: ranks that count as one in the mean.
             last: whether they are of the last micro-batch.
         """
-        self._begin()
-        params = [param for param, _ in gradients]
-        deliver = partial(self._arrive, last and self._leaves_early) if self._crossing is None else self._crossing.add
-        self._schedule.submit(self._move(gradients, dtype, sequence_parallel_size), partial(deliver, params))
-        self._cross()
+        self.submit([param for param, _ in gradients], self._move(gradients, dtype, sequence_parallel_size), last)
 
     @property
     def intra(self) -> ReduceHop:
         """The hop inside the group."""
         return self._reshard.intra
 
-    def reduce_part(self, params: Sequence[ZeroParameter], transfer: Transfer, complete: bool, last: bool) -> None:
-        """Move a part of parameters on; with the one that completes them, add them where they arrive.
-
-        Args:
-            params: of which it is a part.
-            transfer: brings with ``complete`` what ``move_sums`` does.
-            complete: whether it is the last part.
-            last: whether it is of the last micro-batch.
-        """
+    def submit(self, params: Sequence[ZeroParameter], transfer: Transfer, last: bool, adds: bool = True) -> None:
+        """Start a transfer of gradients, or of a part of them, which with ``adds`` brings what is added for them."""
         self._begin()
         deliver = partial(self._arrive, last and self._leaves_early) if self._crossing is None else self._crossing.add
-        self._schedule.submit(transfer, partial(deliver, params) if complete else lambda _: None)
+        self._schedule.submit(transfer, partial(deliver, params) if adds else lambda _: None)
         self._cross()
 
     def move_sums(self, params: Sequence[ZeroParameter], sums: Tensor) -> Transfer:

@@ -32,7 +32,6 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
-from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.expert_windows import WindowGradients
@@ -232,9 +231,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             return
         ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
         if self.strategy.g == Placement.N:
-            for param in ready:
-                if param.grad is not None:
-                    self.reduce_ready_partitions_and_remove_grads(param)
+            for param in (param for param in ready if param.grad is not None):
+                self.reduce_ready_partitions_and_remove_grads(param)
             return
         ready = list(zero_gradients(ready))  # all written before the stream of reductions waits for that
         if self._gradient_stream is not None:
@@ -250,11 +248,9 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             bucket.elements += param.ds_numel
             self._reduce_if_full(dtype)
 
-    def reduce_window(
-        self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
-    ) -> None:
-        """Reduce the gradients of a window of packed experts."""
-        self._windows.reduce(module, number, gradients, last)
+    def reduce_window(self, *window: Any) -> None:
+        """Reduce the gradients of a window of packed experts; see ``LeafReducer``."""
+        self._windows.reduce(*window)
 
     def _reduce_if_full(self, dtype: torch.dtype) -> None:
         if self._is_full(self.ipg_buckets[dtype]):
@@ -289,7 +285,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     def independent_gradient_partition_epilogue(self) -> None:
         """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         end_of_backward(self)
-        self._windows.end_of_backward()
         for dtype in sort_dtypes(self.ipg_buckets):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
         with ordered_by_streams():
