@@ -55,8 +55,8 @@ class ParameterReshard(_Reshard):
 
     def __init__(self, intra: GatherHop, inter: GatherHop) -> None:
         super().__init__(intra, inter)
-        self._intra = intra
-        self._inter = inter
+        self.intra = intra
+        self.inter = inter
         self.exact = intra.exact and inter.exact
         self.differences = inter if isinstance(inter, UpdateHop) else None
 
@@ -73,9 +73,9 @@ class ParameterReshard(_Reshard):
             1D: for I ``rows * width`` elements, for N ``cols * rows * width``, in that order.
         """
         if source == Placement.G > target:
-            shard = yield from self._inter.all_gather(shard)
+            shard = yield from self.inter.all_gather(shard)
         if source > target == Placement.N:
-            shard = yield from self._intra.all_gather(shard, out)
+            shard = yield from self.intra.all_gather(shard, out)
         return shard
 
     def hops(self, source: Placement, target: Placement) -> int:
@@ -90,7 +90,7 @@ class ParameterReshard(_Reshard):
         Args:
             rows: (rows, width), contiguous.
         """
-        return self._inter.all_gather(rows[self.row], out=rows.view(-1))
+        return self.inter.all_gather(rows[self.row], out=rows.view(-1))
 
     def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
         """Reshard G -> I in place what each group has encoded of its own row.
@@ -99,7 +99,7 @@ class ParameterReshard(_Reshard):
             code: of this rank's row, from ``encode``.
             rows: (rows, width), rows without gaps; written, this rank's own, too.
         """
-        arrived = yield from self._inter.all_gather(read_here(code))
+        arrived = yield from self.inter.all_gather(read_here(code))
         self.write(arrived.view(self.rows, -1), rows)
         return rows
 
@@ -110,7 +110,7 @@ class ParameterReshard(_Reshard):
             target: where they go; N or I.
         """
         assert self.differences is not None
-        hops = (self._inter, self._intra) if target == Placement.N else (self._inter,)
+        hops = (self.inter, self.intra) if target == Placement.N else (self.inter,)
         groups = [hop.collectives.group for hop in hops]
         return self.differences.encode(updates, lambda numbers: functools.reduce(largest, groups, numbers))
 
@@ -133,7 +133,7 @@ class ParameterReshard(_Reshard):
         Returns:
             1D of ``rows * width`` elements.
         """
-        return all_gather(self._inter.collectives, shard)
+        return all_gather(self.inter.collectives, shard)
 
 
 class _BucketParts(NamedTuple):
@@ -159,7 +159,7 @@ class GradientReshard(_Reshard):
 
     def __init__(self, intra: ReduceHop, inter: ReduceHop) -> None:
         super().__init__(intra, inter)
-        self._intra = intra
+        self.intra = intra
         self.inter = inter
         self._parts: WeakKeyDictionary[BucketPlan, dict[Placement, _BucketParts]] = WeakKeyDictionary()
 
@@ -288,7 +288,7 @@ class GradientReshard(_Reshard):
         Returns:
             (cols, numel of ``sums``).
         """
-        gathered = yield from self._intra.gather_sums(aligned(sums, self.multiple))
+        gathered = yield from self.intra.gather_sums(aligned(sums, self.multiple))
         return gathered.view(self.cols, -1)[:, : sums.numel()]
 
     def _reduce(
@@ -306,7 +306,7 @@ class GradientReshard(_Reshard):
             1D: the sum of this rank's part, or of its row of that part.
         """
         # One name for all: what a hop has consumed is freed while the next is on the wire.
-        packed = yield from self._intra.reduce_scatter(packed, splits)
+        packed = yield from self.intra.reduce_scatter(packed, splits)
         if rows is not None:
             packed = yield from self.inter.reduce_scatter(packed[: sum(rows)], rows, contents)
         return packed
@@ -331,7 +331,7 @@ class GradientReshard(_Reshard):
         if target == Placement.I:
             splits = [[sum(rows)] for rows in splits]
         filled = [[fill_up(split, self.multiple) for split in rows] for rows in splits]
-        lengths = self._intra.lengths([sum(rows) for rows in filled])
+        lengths = self.intra.lengths([sum(rows) for rows in filled])
         pieces: list[tuple[int, int]] = []
         sources = iter(plan.sources)
         for rows, filled_rows, length in zip(splits, filled, lengths, strict=True):

@@ -32,6 +32,7 @@ from torch.autograd.graph import Node
 
 from deepspeed_ext.deepspeed_types import LeafOptimizer, ZeroParameter
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, chunked_modules
+from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 
 _ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
 
@@ -42,6 +43,19 @@ class LeafReducer(ABC):
     @abstractmethod
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put the gradients of a leaf module, which are complete, into buckets."""
+
+    @abstractmethod
+    def reduce_window(
+        self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
+    ) -> None:
+        """Take the gradients of a window of packed experts, None for those that were not used.
+
+        Args:
+            module: whose experts they are.
+            number: of the window; 0 is the last one backward.
+            gradients: of each of its parameters.
+            last: whether the backward that runs will not come to the module again.
+        """
 
 
 class _Call:
@@ -223,6 +237,11 @@ class LeafGradients:
             for chunk in block.chunks:
                 known = (optimizer.leaf_parameters.get(expert, ()) for expert in chunk.experts)
                 self._trained[chunk] = [param for params in known for param in params]
+        self._windowed = windowed_modules(optimizer.module)
+        experts.update(id(one.module) for one in self._windowed)
+        for one in self._windowed:
+            one.backward_begins = self.backward_has_begun
+            one.reduce = self._reduce_window
         leaves = {module: params for module, params in optimizer.leaf_parameters.items() if id(module) not in experts}
         self._leaves = [_Leaf(self, module, params) for module, params in leaves.items()]
         optimizer._leaf_module_hooks = [hook for leaf in self._leaves for hook in leaf.hooks]
@@ -236,10 +255,19 @@ class LeafGradients:
 
     def reduce(self, params: Sequence[ZeroParameter]) -> None:
         """Hand the gradients of a module over, as the hook of a parameter does."""
+        self._hand_over(functools.partial(self._optimizer.reduce_leaf, params))
+
+    def _reduce_window(
+        self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
+    ) -> None:
+        assert isinstance(self._optimizer, LeafReducer)
+        self._hand_over(functools.partial(self._optimizer.reduce_window, module, number, gradients, last))
+
+    def _hand_over(self, reduce: Callable[[], None]) -> None:
         optimizer = self._optimizer
         refresh = optimizer.should_refresh_expected_hook_count()
         optimizer.reenter_backward_if_needed()
-        optimizer.reduce_leaf(params)
+        reduce()
         expected = optimizer._max_expected_hooks_seen
         if refresh and torch._C._current_graph_task_id() != -1:
             expected = count_used_parameters_in_backward(self._others) + len(self._leaves)
@@ -286,6 +314,8 @@ class LeafGradients:
         """Reduce all that waits: the same modules on all ranks, in one order."""
         for block in self._blocks:
             block.finish()
+        for one in self._windowed:
+            one.end_of_backward(one)
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
         in_buckets = self._in_buckets()

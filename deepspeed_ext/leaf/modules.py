@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.leaf.chunks import set_chunks, unset_chunks
+from deepspeed_ext.leaf.windows import experts_in, set_windows, unset_windows, why_no_windows, windows_of
 
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
 _OURS = "paro_leaf"  # that the flag is ours
@@ -42,6 +43,7 @@ class LeafKind(Enum):
 
     UNIT = "coarse"  # fetched as one
     CHUNKED = "chunked"  # its experts are fetched some at a time; what else is in it as usual
+    WINDOWED = "windowed"  # its packed experts are fetched some at a time
     FINE = "fine"  # its own parameters are fetched when it is entered
     INSIDE = "inside"  # of a unit
 
@@ -72,6 +74,7 @@ class Found:
         bytes: as a unit.
         why: why it is not a unit; empty if it is one.
         chunks: experts that are fetched together.
+        windows: packed experts that are fetched together, by number.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Found:
     kind: LeafKind
     why: str = ""
     chunks: list[list[nn.Module]] = field(default_factory=list)
+    windows: list[list[int]] = field(default_factory=list)
 
 
 def numel_of(param: Tensor) -> int:
@@ -225,6 +229,9 @@ def choose(model: nn.Module, settings: Settings) -> list[Found]:
             if row.kind == LeafKind.FINE and settings.budget is not None and is_mixture(module):
                 row.chunks = _chunks(tree, module, settings.budget)
                 row.kind = LeafKind.CHUNKED if row.chunks else row.kind
+            if row.kind == LeafKind.FINE and settings.budget is not None:
+                row.windows, why = _windows(tree, row, settings.budget)
+                row.kind, row.why = (LeafKind.WINDOWED if row.windows else row.kind), why or row.why
         experts = {id(expert) for chunk in row.chunks for expert in chunk}
         for child_name, child in module.named_children():
             into = row.kind in (LeafKind.UNIT, LeafKind.INSIDE) or any(id(m) in experts for m in child.children())
@@ -269,19 +276,51 @@ def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]
     return chunks
 
 
+def expert_bytes(module: nn.Module) -> int:
+    """Return the bytes of one expert of a module with packed ones, as a unit; 0 if they cannot be taken apart."""
+    return unit_bytes(module.parameters(recurse=False)) // experts_in(module) if can_have_windows(module) else 0
+
+
+def can_have_windows(module: nn.Module) -> bool:
+    """Whether a module's experts are packed, and can be fetched in windows."""
+    return bool(_EXPERTS.search(type(module).__name__)) and why_no_windows(module) == ""
+
+
+def _windows(tree: _Tree, row: Found, budget: int) -> tuple[list[list[int]], str]:
+    """Return the windows of a module whose packed experts do not fit the budget, and why; none if it has no such
+    experts, and why not, if it looks as if it had."""
+    why = why_no_windows(row.module)
+    if why is None or row.bytes <= budget:
+        return [], ""
+    why = why or tree.entered_elsewhere(row.module)
+    if why or not can_have_windows(row.module):
+        return [], f"its packed experts stay together: {why or 'it is not named as experts'}"
+    return windows_of(experts_in(row.module), expert_bytes(row.module), budget), (
+        f"{row.bytes:,} bytes are more than the budget"
+    )
+
+
 def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
     """Flag the chosen modules and the experts of chunks for DeepSpeed, and return the units."""
     found = list(found)
     units = [row.module for row in found if row.kind == LeafKind.UNIT]
     experts = [expert for row in found for chunk in row.chunks for expert in chunk]
-    for module in (*units, *experts):
+    windowed = [row for row in found if row.windows]
+    for module in (*units, *experts, *(row.module for row in windowed)):
         if not getattr(module, _LEAF, False):
             setattr(module, _LEAF, True)
             setattr(module, _OURS, True)
     for row in found:
         if row.chunks:
             set_chunks(row.module, row.chunks)
+    for row in windowed:
+        set_windows(row.module, row.windows)
     return units
+
+
+def _unset(module: nn.Module) -> bool:
+    """Undo what is set on one module, and return whether there was anything."""
+    return unset_chunks(module) | unset_windows(module) | bool(module.__dict__.pop(_OURS, False))
 
 
 def unset_leaves(model: nn.Module) -> None:
@@ -290,7 +329,7 @@ def unset_leaves(model: nn.Module) -> None:
     What DeepSpeed leaves on modules and parameters goes as well: another engine would take parameters for those of
     leaf modules, and call the one that has made the autograd functions.
     """
-    ours = [module for module in model.modules() if unset_chunks(module) | module.__dict__.pop(_OURS, False)]
+    ours = [module for module in model.modules() if _unset(module)]
     for module in ours:
         module.__dict__.pop(_LEAF, None)
     if not ours:

@@ -10,7 +10,12 @@ from torch import nn
 
 from deepspeed_ext.leaf.modules import HOOKS, Found, LeafKind, Settings, numel_of
 
-_FETCHED = {LeafKind.UNIT.value: "as one", LeafKind.CHUNKED.value: "in {}", LeafKind.FINE.value: "one by one: {}"}
+_FETCHED = {
+    LeafKind.UNIT.value: "as one",
+    LeafKind.CHUNKED.value: "in {}",
+    LeafKind.WINDOWED.value: "in {}",
+    LeafKind.FINE.value: "one by one: {}",
+}
 
 
 class ClassSummary(NamedTuple):
@@ -43,6 +48,8 @@ def summaries(found: Sequence[Found]) -> list[ClassSummary]:
             why = "" if one.kind == LeafKind.UNIT else one.why
             if one.chunks:
                 why = f"{len(one.chunks)} chunks of experts; {one.why}"
+            if one.windows:
+                why = f"{len(one.windows)} windows of at most {len(one.windows[0])} experts; {one.why}"
             alike.setdefault((type(one.module).__name__, one.kind.value, _general(why)), []).append(one)
     table = []
     for (cls, kind, why), some in alike.items():
@@ -59,7 +66,7 @@ def _general(why: str) -> str:
 def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
     """Return the hooks on modules before and after: DeepSpeed has four on each module that is not inside a leaf."""
     modules = sum(1 for _ in model.modules())
-    coarse = [one.module for one in found if one.kind == LeafKind.UNIT]
+    coarse = [one.module for one in found if one.kind in (LeafKind.UNIT, LeafKind.WINDOWED)]
     coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
     inside = sum(sum(1 for _ in module.modules()) - 1 for module in coarse)
     return HOOKS * modules, HOOKS * (modules - inside)
@@ -72,7 +79,8 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
     kept because it is used again within the reuse distance, whole units again.
     """
     total = sum(numel_of(p) for p in model.parameters())
-    small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence)
+    packed = {id(p) for one in found if one.windows for p in one.module.parameters()}  # they do not persist
+    small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence and id(p) not in packed)
     fetched = [one.numel for one in found if one.kind == LeafKind.UNIT]
     for one in found:
         if one.kind == LeafKind.FINE:
@@ -80,6 +88,9 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
         elif one.kind == LeafKind.CHUNKED:  # a chunk stays while what is beside the experts comes and goes
             chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in one.chunks]
             fetched.append(max(chunks) + one.numel - sum(chunks))
+        elif one.kind == LeafKind.WINDOWED:  # one that is used, and the next
+            window = one.numel // sum(map(len, one.windows)) * len(one.windows[0])
+            fetched.append(min(one.numel, 2 * window))
     largest = max(fetched, default=0)
     ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
     kept = live.reuse + largest if live.reuse else 0

@@ -19,8 +19,10 @@ from deepspeed_ext.leaf.modules import (
     Found,
     LeafKind,
     Settings,
+    can_have_windows,
     choose,
     default_budget,
+    expert_bytes,
     experts_of,
     set_leaves,
     unit_bytes,
@@ -86,11 +88,17 @@ def _set_up(
 
 def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
     """Refuse a budget that is smaller than what one module holds itself, which is fetched at once."""
-    name, module = max(model.named_modules(), key=lambda item: unit_bytes(item[1].parameters(recurse=False)))
+    name, module = max(model.named_modules(), key=lambda item: _least_bytes(item[1]))
     own = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
-    needed = sum(own.values())
+    needed = _least_bytes(module)
     if budget >= needed:
         return
+    if can_have_windows(module):
+        raise ValueError(
+            f"{SECTION}.{LEAF_BYTES} must be at least the bytes of one expert, gathered and with its gradient: one of "
+            f"the {module.num_experts} packed experts of {name} needs {needed:,}, got {budget:,}. Raise it, or set it "
+            f"to true for the budget that {SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
+        )
     largest = max(own, key=lambda key: own[key])
     others = f"; with the others of {name or 'the model'} {needed:,}" if len(own) > 1 else ""
     raise ValueError(
@@ -98,6 +106,11 @@ def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
         f"{largest} needs {own[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
         f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
     )
+
+
+def _least_bytes(module: nn.Module) -> int:
+    """Return the bytes of what a module holds itself that must be fetched at once: of packed experts one."""
+    return expert_bytes(module) or unit_bytes(module.parameters(recurse=False))
 
 
 def _drop_defaults(zero_config: ZeroConfig, model: nn.Module) -> None:
@@ -128,13 +141,14 @@ def _warn(found: list[Found], settings: Settings) -> None:
             f"{SECTION}.{LEAF_BYTES} true chooses without a number."
         )
     budget = settings.budget
-    own = [one for one in found if one.kind != LeafKind.INSIDE and budget and _own_bytes(one) > budget]
+    alone = [one for one in found if one.kind not in (LeafKind.INSIDE, LeafKind.WINDOWED)]
+    own = [one for one in alone if budget and _own_bytes(one) > budget]
     if own and budget:
         first = max(own, key=_own_bytes)
         logger.warning(
             f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, "
             f"{type(first.module).__name__} {first.name} for one ({_own_bytes(first):,} bytes, budget {budget:,}): "
-            f"they are fetched at once all the same. Packed experts cannot be divided into chunks."
+            f"they are fetched at once all the same ({first.why})."
         )
     split = [one for one in found if one.kind == LeafKind.FINE and experts_of(one.module)]
     if split:

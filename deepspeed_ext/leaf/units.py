@@ -155,6 +155,11 @@ def make_units(
     return units
 
 
+def fetch_nothing(module: nn.Module) -> None:
+    """Have the coordinator fetch no parameters of a leaf module, whose own code does."""
+    module.__dict__[_ENTRIES] = ()
+
+
 def forget_units(leaves: Iterable[nn.Module], units: Iterable[Unit]) -> None:
     """Undo ``make_units``."""
     for unit in units:

@@ -31,6 +31,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
+from deepspeed_ext.leaf.windows import WindowedModule
 
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
@@ -48,6 +49,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._gathering_group = group
         self._blocks: dict[int, ChunkedModule] = {}  # by id of the module
         self._chunk_of: dict[int, tuple[ChunkedModule, int]] = {}  # of an expert, by its id
+        self._windowed: list[WindowedModule] = []
         super().__init__(*args, **kwargs)
 
     def watch(self, blocks: Sequence[ChunkedModule]) -> None:
@@ -57,6 +59,10 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             self._blocks[id(block.module)] = block
             for number, chunk in enumerate(block.chunks):
                 self._chunk_of.update((id(expert), (block, number)) for expert in chunk.experts)
+
+    def watch_windows(self, windowed: Sequence[WindowedModule]) -> None:
+        """Know of modules that fetch their experts in windows; see ``windows.py``."""
+        self._windowed = list(windowed)
 
     def trace_prologue(self, sub_module: nn.Module) -> None:
         """Check the module against the record; experts of chunks are not in it, their chunks are."""
@@ -117,6 +123,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         if torch._C._current_graph_task_id() == -1:
             for block in self._blocks.values():
                 block.abandon()
+            for one in self._windowed:
+                one.forget(one)
         with _comparing_within(self._gathering_group):
             super().reset_step()
         self.follow()

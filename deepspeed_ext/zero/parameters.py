@@ -28,9 +28,11 @@ from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
 from deepspeed_ext.leaf.chunks import chunked_modules
-from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, forget_units, make_units
+from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, fetch_nothing, forget_units, make_units
+from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import Families, family_of
+from deepspeed_ext.zero.expert_windows import WindowGathers
+from deepspeed_ext.zero.families import DENSE, Families, family_of
 from deepspeed_ext.zero.gathers import Gather, Held
 from deepspeed_ext.zero.modifier_rank import OWNER, REPLICAS
 from deepspeed_ext.zero.slices import Slices
@@ -111,6 +113,12 @@ class PartitionedParameters(Slices):
             param.all_gather = functools.partial(self._all_gather, param)
             param.all_gather_coalesced = self.all_gather_coalesced
             param.partition = functools.partial(self._partition, param, partition)
+
+    def fetch_windows(self, windowed: Sequence[WindowedModule]) -> None:
+        """Fetch the packed experts of these modules in windows."""
+        windows = WindowGathers(self, self._gathers, self._live, self._gone)
+        for one in windowed:
+            windows.watch(one)
 
     def _kind(self, param: ZeroParameter) -> Any:
         """Return the kind of a parameter: those of one kind may be in one unit."""
@@ -303,8 +311,12 @@ def partition(
     coordinator.watch(blocks)
     chunks = [chunk for block in blocks for chunk in block.chunks]
     experts = {id(expert) for chunk in chunks for expert in chunk.experts}
+    windowed = windowed_modules(module)
+    coordinator.watch_windows(windowed)
+    _let_go(windowed, offload)
+    experts.update(id(one.module) for one in windowed)
     leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
-    return {
+    members = {
         name: PartitionedParameters(
             [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
             strategy,
@@ -316,6 +328,18 @@ def partition(
         )
         for name in families.names
     }
+    members[DENSE].fetch_windows(windowed)
+    return members
+
+
+def _let_go(windowed: Sequence[WindowedModule], offload: DeepSpeedZeRoOffload) -> None:
+    """Have packed parameters that are fetched in windows not persist: small ones are part of a window as well."""
+    packed = {id(param) for one in windowed for param in one.params}
+    offload.persistent_parameters = [p for p in offload.persistent_parameters if id(p) not in packed]
+    for one in windowed:
+        fetch_nothing(one.module)
+        for param in one.params:
+            param.ds_persist = False
 
 
 def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:

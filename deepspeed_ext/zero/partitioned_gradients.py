@@ -25,7 +25,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.hops import ReduceHop, Transfer
 from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
@@ -207,11 +207,25 @@ class PartitionedGradients(Gradients):
             sequence_parallel_size: ranks that count as one in the mean.
             last: whether they are of the last micro-batch.
         """
+        self.submit([param for param, _ in gradients], self._move(gradients, dtype, sequence_parallel_size), last)
+
+    @property
+    def intra(self) -> ReduceHop:
+        """The hop inside the group."""
+        return self._reshard.intra
+
+    def submit(self, params: Sequence[ZeroParameter], transfer: Transfer, last: bool, adds: bool = True) -> None:
+        """Start a transfer of gradients, or of a part of them, which with ``adds`` brings what is added for them."""
         self._begin()
-        params = [param for param, _ in gradients]
         deliver = partial(self._arrive, last and self._leaves_early) if self._crossing is None else self._crossing.add
-        self._schedule.submit(self._move(gradients, dtype, sequence_parallel_size), partial(deliver, params))
+        self._schedule.submit(transfer, partial(deliver, params) if adds else lambda _: None)
         self._cross()
+
+    def move_sums(self, params: Sequence[ZeroParameter], sums: Tensor) -> Transfer:
+        """Move parameters' I-slices, (rows, elements of their chunks), to where a bucket arrives."""
+        if self._crossing is None and self._arrives == Placement.G:
+            return (yield from self._reshard.reduce_rows(sums, self._spans(params), self._number))
+        return sums.view(-1)
 
     def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
         """Add what has arrived; where a backward's last bucket brings what a unit lacks, it crosses from here."""

@@ -35,7 +35,8 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.families import Families, family_of
+from deepspeed_ext.zero.expert_windows import WindowGradients
+from deepspeed_ext.zero.families import DENSE, Families, family_of
 from deepspeed_ext.zero.family_parameters import gradients_of, parameters_of
 from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
@@ -156,6 +157,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
         members = {name: self._gradients_of(name) for name in self.families.names}
         self.gradients = gradients_of(members)
+        self._windows = WindowGradients(self, members[DENSE])
         if self.gradients.rows == 1 and (self.strategy.g != Placement.N or self.offload_optimizer):
             self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
             return
@@ -232,9 +234,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             return
         ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
         if self.strategy.g == Placement.N:
-            for param in ready:
-                if param.grad is not None:
-                    self.reduce_ready_partitions_and_remove_grads(param)
+            for param in (param for param in ready if param.grad is not None):
+                self.reduce_ready_partitions_and_remove_grads(param)
             return
         ready = list(zero_gradients(ready))  # all written before the stream of reductions waits for that
         if self._gradient_stream is not None:
@@ -249,6 +250,10 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             bucket.process_group = param.ds_process_group
             bucket.elements += param.ds_numel
             self._reduce_if_full(dtype)
+
+    def reduce_window(self, *window: Any) -> None:
+        """Reduce the gradients of a window of packed experts; see ``LeafReducer``."""
+        self._windows.reduce(*window)
 
     def _reduce_if_full(self, dtype: torch.dtype) -> None:
         if self._is_full(self.ipg_buckets[dtype]):

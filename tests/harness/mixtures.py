@@ -325,3 +325,68 @@ class Deep(Mixtures):
     """Six layers."""
 
     layer_count = 6
+
+
+class PackedExperts(nn.Module):
+    """Experts in 3-D parameters, with biases, as transformers has them."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up_proj = nn.Parameter(torch.randn(experts, width + 3, width) / 3)
+        self.up_proj_bias = nn.Parameter(torch.randn(experts, width + 3) / 3)
+        self.down_proj = nn.Parameter(torch.randn(experts, width, width + 3) / 3)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """A loop over the experts that have tokens."""
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, k = torch.where(top_k_index == expert)
+            inner = self.act_fn(hidden_states[tokens] @ self.up_proj[expert].T + self.up_proj_bias[expert])
+            given = (inner @ self.down_proj[expert].T) * top_k_weights[tokens, k, None]
+            out = out.index_add(0, tokens, given.to(out.dtype))
+        return out
+
+
+class PackedMixture(nn.Module):
+    """A router, which has each token go to two experts, and packed experts."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = PackedExperts(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The weighted sum of two experts; a rank leaves one out."""
+        weights = torch.softmax(self.router(x), -1)
+        left_out = torch.arange(weights.shape[-1], device=x.device) == dist.get_rank() % weights.shape[-1]
+        shares, index = weights.masked_fill(left_out, 0.0).topk(2, -1)
+        out: Tensor = self.experts(x, index, shares)
+        return out
+
+
+class Packed(Mixtures):
+    """Layers with seven packed experts."""
+
+    experts = 7
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for layer in self.layers:
+            layer.mixture = PackedMixture(WIDTH, self.experts)  # type: ignore[assignment]
+
+
+class PackedLooped(Packed):
+    """Layers are applied twice."""
+
+    loops = 2
+
+
+class PackedFrozen(Packed):
+    """The experts of the first layer are not trained, nor one parameter of the second."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers[0].mixture.experts.requires_grad_(False)  # type: ignore[union-attr]
+        self.layers[1].mixture.experts.up_proj_bias.requires_grad_(False)  # type: ignore[union-attr]

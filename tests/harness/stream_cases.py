@@ -94,6 +94,9 @@ OPTIONS = {
     "chunks": Options(
         ("INI", "IIG", "GNG", "GGG"), {"stage3_leaf_bytes": 12_000}, replace(_MIXTURES, network=mixtures.Mixtures)
     ),
+    "windows": Options(
+        ("INI", "IIG", "GNG", "GGG"), {"stage3_leaf_bytes": 6552}, replace(_MIXTURES, network=mixtures.Packed), False
+    ),
     "LoCo": Options(ALL, {**_OVERLAP, "zeropp_loco_param": {}}),
     "LoCo, reset": Options(BOTH_STAGES, {"zeropp_loco_param": {"reset_T": 1}}, replace(_BF16, steps=3)),
     "offload": Options(ALL, {**_OVERLAP, **_OFFLOAD}, _ADAM),

@@ -21,6 +21,7 @@ SETS = {
     "no buffers": 5,
     "units": 5,
     "chunks": 4,
+    "windows": 4,
     "LoCo": 14,
     "LoCo, reset": 5,
     "offload": 14,

@@ -1,0 +1,342 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that are packed into 3-D parameters, fetched a window of whole experts at a time.
+
+Note [Windows]
+    A mixture whose experts are packed (transformers 5) is the sum of what its experts give to the tokens that chose
+    them. So a pass of the module is a loop over windows of experts: each runs the module's own forward, whatever
+    implementation is selected, on the tokens of its experts alone, by a substitute of the module whose parameters are
+    those of the window. While a window computes the next one is on its way. Forward goes from the first window to the
+    last, backward from the last to the first, on all ranks, used or not: ranks may use different experts.
+
+    To autograd a pass is one node. In it each window has a graph of its own, whose weights have their storage freed
+    until the backward of the window, which fetches them again. So nothing depends on the order in which autograd
+    would run experts. Where a checkpoint without reentry is around the module, what a graph saves would be
+    the checkpoint's to give back, window by window: there the node saves its inputs only, and the backward of a
+    window runs its forward once more.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+_WINDOWS = "paro_windows"  # attribute of a module: its windows
+_PARALLEL = "_is_expert_parallel"
+
+
+class Fetch(Protocol):
+    """A window on its way."""
+
+    def wait(self, weights: Sequence[Tensor]) -> None:
+        """Write it to its parameters, (experts of the window, ...) each."""
+
+    def release(self) -> None:
+        """Hear that it is not used any more."""
+
+
+class _Part:
+    """What a pass keeps of a window: its tokens, its weights without their storage, and its graph.
+
+    Attributes:
+        tokens: 1D, int64: for each use of an expert the token.
+        places: 1D, int64: the same, in the flattened choices.
+        experts: (uses, 1), int64: number in the window.
+        output: None where no token came, or nothing is kept.
+    """
+
+    def __init__(self, tokens: Tensor, places: Tensor, experts: Tensor) -> None:
+        self.tokens, self.places, self.experts = tokens, places, experts
+        self.weights: list[Tensor] = []
+        self.hidden: Tensor | None = None
+        self.shares: Tensor | None = None
+        self.output: Tensor | None = None
+
+
+class _Context(torch.autograd.function.FunctionCtx):
+    """What autograd keeps of a pass."""
+
+    windows: "WindowedModule"
+    parts: list[_Part] | None
+    over: bool
+    cast: tuple[str, bool, torch.dtype]
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _Pass(torch.autograd.Function):
+    """A pass of a module with windows; see Note [Windows]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, windows: "WindowedModule", anchor: Tensor, hidden: Tensor, index: Tensor, shares: Tensor
+    ) -> Tensor:
+        ctx.windows, ctx.over = windows, False
+        ctx.save_for_backward(hidden, index, shares)
+        device = hidden.device.type
+        ctx.cast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        keep = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        out, parts = windows.run(hidden, index, shares, keep)
+        ctx.parts = parts if keep else None
+        windows.passes.add(ctx)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, index, shares = ctx.saved_tensors
+        ctx.over = True
+        with torch.autocast(ctx.cast[0], ctx.cast[2], ctx.cast[1], cache_enabled=False):
+            parts, ctx.parts = ctx.parts, None
+            wanted = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
+            into = ctx.windows.run_backward(gradient, hidden, index, shares, parts, wanted)
+        return None, None, into[0], None, into[1]
+
+
+class WindowedModule:
+    """A module with packed experts in windows. See Note [Windows].
+
+    Args:
+        module: whose own parameters are the experts', and whose forward takes hidden states (tokens, width), the
+            experts of each token (tokens, k) and their shares (tokens, k).
+        windows: the experts of each, in order; together all of them.
+
+    Attributes:
+        params: the packed parameters.
+    """
+
+    def __init__(self, module: nn.Module, windows: Sequence[Sequence[int]]) -> None:
+        self.module = module
+        self.windows = [tuple(window) for window in windows]
+        self.names = [name for name, _ in module.named_parameters(recurse=False)]
+        # Kept: in a forward ZeRO-3 would gather one that is looked up.
+        self.params: list[Any] = list(module.parameters(recurse=False))
+        self.fetch: Callable[[WindowedModule, int], Fetch]  # set with the parameters
+        self.begin: Callable[[WindowedModule], None] = lambda one: None  # of a pass, and its end
+        self.end: Callable[[WindowedModule], None] = lambda one: None
+        self.reduce: Callable[[WindowedModule, int, Sequence[Tensor | None], bool], None]  # set with an optimizer
+        self.backward_begins: Callable[[], None] = lambda: None
+        self.end_of_backward: Callable[[WindowedModule], None] = lambda one: None
+        self.forget: Callable[[WindowedModule], None] = lambda one: None
+        self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
+        experts = sum(len(window) for window in self.windows)
+        places = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
+        # Behind the experts: what is of no expert here.
+        self._table = torch.tensor([places.get(e, (len(self.windows), 0)) for e in range(experts + 1)]).T.contiguous()
+
+    def __deepcopy__(self, memo: object) -> "WindowedModule":
+        return self  # of the engine, as hooks are
+
+    def __call__(self, hidden_states: Tensor, index: Tensor, shares: Tensor) -> Tensor:
+        """Run the module.
+
+        Raises:
+            ValueError: the arguments are not of the shapes that are known.
+        """
+        if hidden_states.dim() != 2 or index.dim() != 2 or index.shape != shares.shape:
+            raise ValueError(
+                f"{type(self.module).__name__} is fetched in windows of experts, which needs hidden states of shape "
+                f"(tokens, width), and experts and their shares of shape (tokens, k); got "
+                f"{tuple(hidden_states.shape)}, {tuple(index.shape)} and {tuple(shares.shape)}. Raise "
+                f"zero_optimization.stage3_leaf_bytes until the module fits."
+            )
+        trained = any(param.requires_grad for param in self.params)
+        if not torch.is_grad_enabled() or not (trained or hidden_states.requires_grad or shares.requires_grad):
+            with torch.no_grad():
+                return self.run(hidden_states, index, shares, False)[0]
+        anchor = torch.empty(0, requires_grad=trained)
+        return cast(Tensor, _Pass.apply(self, anchor, hidden_states, index, shares))
+
+    def run(self, hidden: Tensor, index: Tensor, shares: Tensor, keep: bool) -> tuple[Tensor, list[_Part]]:
+        """Return the module's output, and with ``keep`` what its backward needs."""
+        out = torch.zeros_like(hidden, requires_grad=False)
+        parts = self._parts(index)
+        for _, part in self._in_order(parts, forward=True):
+            if len(part.tokens):
+                with torch.set_grad_enabled(keep):
+                    output = self._compute(part, hidden, shares, keep)
+                out.index_add_(0, part.tokens, output.detach().to(out.dtype))
+            self._drop(part)
+        return out, parts
+
+    def run_backward(
+        self,
+        gradient: Tensor,
+        hidden: Tensor,
+        index: Tensor,
+        shares: Tensor,
+        parts: list[_Part] | None,
+        wanted: tuple[bool, bool],
+    ) -> list[Tensor | None]:
+        """Run the windows backward, and hand over their gradients; return those of hidden states and shares."""
+        self.backward_begins()
+        again = parts is None
+        parts = self._parts(index) if parts is None else parts
+        into = [torch.zeros_like(one) if want else None for one, want in zip((hidden, shares), wanted, strict=True)]
+        last = not self._to_come()
+        for number, part in self._in_order(parts, forward=False):
+            gradients: list[Tensor | None] = [None] * len(part.weights)
+            if len(part.tokens):
+                if again:
+                    with torch.enable_grad():
+                        self._compute(part, hidden.requires_grad_(wanted[0]), shares.requires_grad_(wanted[1]), True)
+                gradients = self._differentiate(part, gradient, into)
+            self._drop(part)
+            part.weights.clear()
+            if any(param.requires_grad for param in self.params):
+                self.reduce(self, number, gradients, last)
+        return into
+
+    def _differentiate(self, part: _Part, gradient: Tensor, into: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of a window's weights, and add those of its inputs."""
+        assert part.output is not None and part.hidden is not None and part.shares is not None
+        every = [part.hidden, part.shares, *part.weights]
+        wanted = [one for one in every if one.requires_grad]
+        found = iter(torch.autograd.grad(part.output, wanted, gradient[part.tokens], allow_unused=True))
+        part.output = None
+        results = [next(found) if one.requires_grad else None for one in every]
+        if into[0] is not None and results[0] is not None:
+            into[0].index_add_(0, part.tokens, results[0])
+        if into[1] is not None and results[1] is not None:
+            into[1].view(-1)[part.places] = results[1].view(-1)
+        part.hidden = part.shares = None
+        return results[2:]
+
+    def _compute(self, part: _Part, hidden: Tensor, shares: Tensor, keep: bool) -> Tensor:
+        """Run the module's forward on the tokens of a window."""
+        part.hidden = hidden.detach()[part.tokens].requires_grad_(keep and hidden.requires_grad)
+        part.shares = shares.detach().reshape(-1)[part.places, None].requires_grad_(keep and shares.requires_grad)
+        substitute = object.__new__(type(self.module))
+        substitute.__dict__.update(self.module.__dict__)
+        for ours in ("forward", _WINDOWS):
+            substitute.__dict__.pop(ours, None)
+        substitute.__dict__["_parameters"] = dict(zip(self.names, part.weights, strict=True))
+        substitute.__dict__["num_experts"] = len(part.weights[0])
+        if _PARALLEL in substitute.__dict__:
+            substitute.__dict__[_PARALLEL] = False  # what belongs to no expert is gone
+        # What a hook outside would save in the place of a window's tensors does not come back by windows.
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            output: Tensor = type(self.module).forward(substitute, part.hidden, part.experts, part.shares)
+        if keep and output.requires_grad:
+            part.output = output
+        return output
+
+    def _in_order(self, parts: Sequence[_Part], forward: bool) -> Any:
+        """Give each window with its weights fetched, the next one on its way."""
+        numbers = list(range(len(parts)))[:: 1 if forward else -1]
+        self.begin(self)
+        try:
+            ahead: Fetch | None = self.fetch(self, numbers[0])
+            for place, number in enumerate(numbers):
+                current, ahead = cast(Fetch, ahead), None
+                if place + 1 < len(numbers):
+                    ahead = self.fetch(self, numbers[place + 1])
+                self._fill(parts[number], number)
+                current.wait([weight.data for weight in parts[number].weights])
+                yield number, parts[number]
+                current.release()
+        finally:
+            self.end(self)
+
+    def _fill(self, part: _Part, number: int) -> None:
+        """Have a window's weights have storage."""
+        if part.weights:
+            for weight in part.weights:
+                weight.untyped_storage().resize_(weight.numel() * weight.element_size())
+            return
+        for param in self.params:
+            shape = (len(self.windows[number]), *getattr(param, "ds_shape", param.shape)[1:])
+            weight = torch.empty(shape, dtype=param.dtype, device=part.tokens.device)
+            part.weights.append(weight.requires_grad_(param.requires_grad))
+
+    @staticmethod
+    def _drop(part: _Part) -> None:
+        for weight in part.weights:
+            weight.untyped_storage().resize_(0)
+
+    def _parts(self, index: Tensor) -> list[_Part]:
+        """Return which tokens go to which window."""
+        if self._table.device != index.device:
+            self._table = self._table.to(index.device)
+        flat = index.reshape(-1).clamp(0, self._table.shape[1] - 1)
+        window, expert = self._table[:, flat]
+        order = torch.argsort(window, stable=True)
+        counts = torch.bincount(window, minlength=len(self.windows) + 1).tolist()[: len(self.windows)]
+        parts, start = [], 0
+        for count in counts:
+            places = order[start : start + count]
+            parts.append(_Part(places // index.shape[1], places, expert[places, None]))
+            start += count
+        return parts
+
+    def _to_come(self) -> bool:
+        """Whether the backward that runs now will come to the module again."""
+        nodes = [cast(Node, one) for one in self.passes if not one.over]
+        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+
+
+def experts_in(module: nn.Module) -> int:
+    """Return the number of experts that a module says it has; 0 if it says nothing."""
+    experts = getattr(module, "num_experts", 0)
+    return experts if isinstance(experts, int) else 0
+
+
+def why_no_windows(module: nn.Module) -> str | None:
+    """Return why a module's packed experts cannot be fetched in windows, "" if they can; None if it has none."""
+    params = list(module.parameters(recurse=False))
+    shapes = [getattr(param, "ds_shape", param.shape) for param in params]
+    experts = experts_in(module)
+    if experts < 2 or not any(len(s) == 3 and s[0] == experts for s in shapes):
+        return None
+    if any(len(shape) not in (2, 3) or shape[0] != experts for shape in shapes):
+        return f"not every parameter is of its {experts} experts"
+    if len({(param.dtype, param.device) for param in params}) > 1:
+        return "its parameters have several dtypes or devices"
+    if not all(getattr(param, "allreduce", True) for param in params):
+        return "its experts are divided among ranks already"
+    if any(True for child in module.children() for _ in child.parameters()):
+        return "modules inside have parameters, too"
+    if "forward" in module.__dict__:
+        return "its forward has been replaced"
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    known = len(names) == 3 and names[0] == "hidden_states" and "ind" in names[1] and "weight" in names[2]
+    if not known:
+        return f"its forward takes ({', '.join(names)}), not hidden states, indices of experts and their weights"
+    return ""
+
+
+def windows_of(experts: int, bytes_each: int, budget: int) -> list[list[int]]:
+    """Return windows of experts that fit the budget: strided, so that each is on all ranks; none if none fits."""
+    most = budget // bytes_each
+    count = -(-experts // most) if most else 0
+    return [list(range(number, experts, count)) for number in range(count)]
+
+
+def set_windows(module: nn.Module, windows: Sequence[Sequence[int]]) -> None:
+    """Have a module's packed experts fetched in these windows."""
+    windowed = WindowedModule(module, windows)
+    module.__dict__[_WINDOWS] = windowed
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        return windowed(*(given[name] for name in names))
+
+    module.__dict__["forward"] = forward
+
+
+def unset_windows(module: nn.Module) -> bool:
+    """Undo ``set_windows``, and return whether there was anything to undo."""
+    if module.__dict__.pop(_WINDOWS, None) is None:
+        return False
+    del module.__dict__["forward"]
+    return True
+
+
+def windowed_modules(model: nn.Module) -> list[WindowedModule]:
+    """Return the modules of a model whose experts are fetched in windows, in its order."""
+    return [module.__dict__[_WINDOWS] for module in model.modules() if _WINDOWS in module.__dict__]

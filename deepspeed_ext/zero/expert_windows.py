@@ -1,0 +1,303 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of packed experts: gathered out of what ranks hold, and their gradients reduced into it.
+
+Note [Windows of slices]
+    A window is some stretches of each parameter, and ZeRO's chunks divide a parameter without regard to experts. So
+    ranks hold unequal pieces of a window. Inside a group they send each other exactly these, by an all-to-all of
+    unequal parts; gradients come back by a reduction of the same unequal parts. Everything that persists stays as
+    ZeRO has it.
+
+    Between groups moves the I-slice as a whole, as it would without windows: with p = G it is gathered once for each
+    pass of the module, with g = G it is reduced once all its windows are in it. Where groups have one rank and p = G
+    a slice would be the whole parameter: there windows are gathered between groups.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
+from torch import Tensor
+
+from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.packing import joined_and_aligned
+from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
+from deepspeed_ext.zero.slices import Slices
+
+
+class _Piece(NamedTuple):
+    """Elements of a window that one rank holds."""
+
+    param: int
+    row: int
+    start: int  # in the rank's chunk
+    offset: int  # in the window of the parameter
+    numel: int
+
+
+def _pieces(
+    layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], between: bool = False
+) -> list[list[_Piece]]:
+    """Return the pieces of a window that each rank of a group holds, in the order in which it sends them.
+
+    Args:
+        layouts: of the parameters.
+        experts: in each of them.
+        window: some of these.
+        between: whether the group is that between groups, each of one rank.
+    """
+    layout = layouts[0]
+    held: list[list[_Piece]] = [[] for _ in range(layout.rows if between else layout.cols)]
+    for number, layout in enumerate(layouts):
+        each = layout.numel // experts
+        for place, expert in enumerate(window):
+            for piece in layout.pieces(expert * each, each):
+                offset = place * each + piece.start - expert * each
+                row = 0 if between else piece.row
+                held[piece.row if between else piece.col].append(
+                    _Piece(number, row, piece.column, offset, piece.numel)
+                )
+    return held
+
+
+class _Window:
+    """A window on its way."""
+
+    def __init__(
+        self, owner: "WindowGathers", schedule: Schedule, started: Started, pieces: list[list[_Piece]]
+    ) -> None:
+        self._owner = owner
+        self._schedule = schedule
+        self._started: Started | None = started
+        self._pieces = pieces
+        self._numel = sum(piece.numel for some in pieces for piece in some)
+
+    def wait(self, weights: Sequence[Tensor]) -> None:
+        """Write it to its parameters."""
+        assert self._started is not None
+        flat, self._started = self._schedule.finish(self._started), None
+        start = 0
+        for piece in (piece for some in self._pieces for piece in some):
+            target = weights[piece.param].view(-1)[piece.offset : piece.offset + piece.numel]
+            target.copy_(flat[start : start + piece.numel])
+            start += piece.numel
+
+    def release(self) -> None:
+        """Count it no more."""
+        self._owner.gone(self._numel)
+
+
+class WindowGathers:
+    """Gathers windows of the parameters that ranks hold. See Note [Windows of slices].
+
+    Args:
+        slices: what is held, with the schedule of its gathers for use.
+    """
+
+    def __init__(self, slices: Slices, schedule: Schedule, live: Any, gone: Any) -> None:
+        self._slices = slices
+        self._schedule = schedule
+        self._live = live
+        self.gone = gone
+        self._whole = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
+        self._between = self._whole and slices.topology.sizes.group_size == 1
+        self._gathered: dict[int, list[tuple[Started | None, list[Tensor]]]] = {}  # id of the module: passes
+        self._plans: dict[tuple[int, int], list[list[_Piece]]] = {}
+
+    def watch(self, module: WindowedModule) -> None:
+        """Fetch the windows of this module."""
+        module.fetch, module.begin, module.end = self._fetch, self._begin, self._end
+
+    def _begin(self, module: WindowedModule) -> None:
+        """With p = G, start to gather the I-slices between groups, once for a pass."""
+        started = None
+        if self._whole and not self._between:
+            started = self._schedule.start(self._gather_slices(module))
+        self._gathered.setdefault(id(module), []).append((started, []))
+
+    def _end(self, module: WindowedModule) -> None:
+        self._gathered[id(module)].pop()
+
+    def _gather_slices(self, module: WindowedModule) -> Transfer:
+        dtype = get_allgather_dtype(module.params[0], module.params[0].ds_tensor)
+        device = get_accelerator().current_device_name()
+        pieces = [param.ds_tensor.to(device=device, dtype=dtype, non_blocking=True) for param in module.params]
+        shard = joined_and_aligned(pieces, self._slices._reshard.multiple)
+        return (yield from self._slices._reshard.gather(shard, Placement.G, Placement.I))
+
+    def _fetch(self, module: WindowedModule, number: int) -> _Window:
+        passes = self._gathered[id(module)]
+        started, rows = passes[-1]
+        if started is not None:
+            flat = self._schedule.finish(started)
+            numels = [param.ds_tensor.ds_numel for param in module.params]
+            slices = flat.view(self._slices.topology.sizes.groups, -1)[:, : sum(numels)].split(numels, dim=1)
+            rows = list(slices)
+            passes[-1] = None, rows
+        key = id(module), number
+        if key not in self._plans:
+            layouts = [self._slices.layout(param) for param in module.params]
+            experts = sum(len(window) for window in module.windows)
+            self._plans[key] = _pieces(layouts, experts, module.windows[number], self._between)
+        pieces = self._plans[key]
+        transfer = self._send(module, pieces, rows)
+        self._live(sum(piece.numel for some in pieces for piece in some))
+        return _Window(self, self._schedule, self._schedule.start(transfer), pieces)
+
+    def _send(self, module: WindowedModule, pieces: list[list[_Piece]], rows: list[Tensor]) -> Transfer:
+        reshard, params = self._slices._reshard, module.params
+        collectives = (reshard.inter if self._between else reshard.intra).collectives
+        self._slices._wait_for_updates(params)
+        held: list[Sequence[Tensor]] = [list(one) for one in rows] or [self._slices._held(param) for param in params]
+        dtype = get_allgather_dtype(params[0], params[0].ds_tensor)
+        device = get_accelerator().current_device_name()
+        mine = [held[p.param][p.row][p.start : p.start + p.numel] for p in pieces[collectives.rank]]
+        sent = torch.cat(
+            [piece.to(device=device, dtype=dtype, non_blocking=True) for piece in mine]
+            or [torch.empty(0, dtype=dtype, device=device)]
+        )
+        if collectives.size == 1:
+            return sent
+        splits = [sum(piece.numel for piece in some) for some in pieces]
+        received = torch.empty(sum(splits), dtype=dtype, device=device)
+        copies = sent.repeat(collectives.size)
+        yield collectives.all_to_all(received, copies, [sent.numel()] * collectives.size, "all_gather", splits)
+        return received
+
+
+class WindowGradients:
+    """Reduces windows' gradients. See Note [Windows of slices].
+
+    Args:
+        optimizer: of a strategy.
+        held: what its gradients are added to.
+    """
+
+    def __init__(self, optimizer: Any, held: PartitionedGradients) -> None:
+        self._optimizer = optimizer
+        self._held = held
+        for module in windowed_modules(optimizer.module):
+            module.forget, module.end_of_backward = self.forget, self.end_of_backward
+        self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
+        self._plans: dict[tuple[int, int], list[list[_Piece]]] = {}
+
+    def reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool) -> None:
+        """Take the gradients of a window; with the first of the last pass of a backward they are complete."""
+        if self._optimizer.strategy.g == Placement.N or self._optimizer._coalesce_grad_reduction:
+            self._keep(module, number, gradients)
+        else:
+            self._reduce(module, number, gradients, last and not number)
+        if last and not number:
+            self._hand_over(module)
+
+    def _hand_over(self, module: WindowedModule) -> None:
+        """Hand over what is complete and kept whole, if anything is."""
+        self._sums.pop(id(module), None)
+        if self._optimizer._coalesce_grad_reduction:
+            return
+        for param in module.params:
+            if param.grad is not None and self._optimizer.strategy.g == Placement.N:
+                self._optimizer.reduce_ready_partitions_and_remove_grads(param)
+
+    def end_of_backward(self, module: WindowedModule) -> None:
+        """Hand over what waits for a pass that did not come."""
+        if id(module) in self._sums:
+            self._reduce(module, 0, [None] * len(module.params), True)
+        self._hand_over(module)
+
+    def forget(self, module: WindowedModule) -> None:
+        """Drop what a backward that was given up has left."""
+        self._sums.pop(id(module), None)
+
+    def _keep(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add to whole gradients."""
+        window = module.windows[number]
+        for param, gradient in zip(module.params, gradients, strict=True):
+            if not param.requires_grad:
+                continue
+            if param.grad is None:
+                whole = torch.zeros(param.ds_shape, dtype=param.dtype, device=get_accelerator().current_device_name())
+                data, param.data = param.data, whole  # it is released, and has no shape
+                param.grad, param.data = whole, data
+            if gradient is not None:
+                at = torch.tensor(window, device=gradient.device)
+                param.grad.index_add_(0, at, gradient.to(param.grad.dtype))
+
+    def _reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], complete: bool) -> None:
+        optimizer = self._optimizer
+        params = [param for param in module.params if param.requires_grad]
+        flats = [grad for param, grad in zip(module.params, gradients, strict=True) if param.requires_grad]
+        key = id(module), number
+        layouts = [optimizer.parameters.layout(param) for param in params]
+        if key not in self._plans:
+            experts = sum(len(window) for window in module.windows)
+            self._plans[key] = _pieces(layouts, experts, module.windows[number])
+        held = self._held
+        with optimizer._reduction_stream():
+            dtype = optimizer.get_param_comm_dtype(params[0])
+            if id(module) not in self._sums:
+                device = get_accelerator().current_device_name()
+                width = sum(layout.chunk for layout in layouts)
+                self._sums[id(module)] = torch.zeros(layouts[0].rows, width, dtype=dtype, device=device)
+            sums = self._sums[id(module)]
+            scale = optimizer.topology.sizes.ranks / (
+                1 if optimizer.reduce_scatter else optimizer.sequence_parallel_size
+            )
+            transfer = self._move(held, flats, self._plans[key], layouts, sums, scale)
+            if complete:
+                transfer = _then(transfer, partial(held.move_sums, params, sums))
+            held.submit(params, transfer, optimizer._is_last_backward, complete)
+            if not get_accelerator().is_synchronized_device():
+                for gradient in flats:
+                    if gradient is not None:
+                        gradient.record_stream(get_accelerator().current_stream())
+
+    @staticmethod
+    def _move(
+        held: PartitionedGradients,
+        flats: Sequence[Tensor | None],
+        pieces: list[list[_Piece]],
+        layouts: Sequence[FlatLayout],
+        sums: Tensor,
+        scale: float,
+    ) -> Transfer:
+        """N -> I of a window, added to the sums of its module."""
+        hop = held.intra
+        splits = [sum(piece.numel for piece in some) for some in pieces]
+        order = [piece for some in pieces for piece in some]
+        if all(flat is None for flat in flats):
+            packed = torch.zeros(sum(splits), dtype=sums.dtype, device=sums.device)
+        else:
+            zero = torch.zeros(1, dtype=sums.dtype, device=sums.device)
+            packed = torch.cat(
+                [
+                    zero.expand(p.numel)
+                    if flats[p.param] is None
+                    else cast(Tensor, flats[p.param]).reshape(-1)[p.offset : p.offset + p.numel].to(sums.dtype)
+                    for p in order
+                ]
+            )
+        packed.div_(scale)
+        part = yield from hop.reduce_scatter(packed, splits)
+        if not get_accelerator().is_synchronized_device():
+            sums.record_stream(get_accelerator().current_stream())
+        starts = [sum(layout.chunk for layout in layouts[:number]) for number in range(len(layouts))]
+        at = 0
+        for p in pieces[hop.rank]:
+            first = starts[p.param] + p.start
+            sums[p.row, first : first + p.numel].add_(part[at : at + p.numel])
+            at += p.numel
+        return sums
+
+
+def _then(first: Transfer, second: Any) -> Transfer:
+    """One transfer after the other."""
+    yield from first
+    return (yield from second())

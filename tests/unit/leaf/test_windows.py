@@ -1,0 +1,376 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+    "output_router_logits": False,
+}
+FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": SMALL | FIVE,
+    "Qwen3Moe": SMALL | QWEN,
+    "DeepseekV3": {key: value for key, value in SMALL.items() if key != "head_dim"}
+    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    | {"moe_intermediate_size": 8, "n_shared_experts": 1},
+    "Olmoe": SMALL | {"num_experts": 5, "num_experts_per_tok": 2},
+    "GptOss": SMALL | FIVE | {"sliding_window": 8},
+}
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+NONE_PERSISTS = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
+
+
+def make_model(name: str, implementation: str = "eager", dtype: Any = None, **more: Any) -> Any:
+    """A causal language model, of random weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{name}Config")(**(MODELS[name] | more))
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    return model if dtype is None else model.to(dtype)
+
+
+def two_experts(name: str, **more: Any) -> int:
+    """The budget of two of a model's experts."""
+    from deepspeed_ext.leaf.modules import expert_bytes
+
+    return 2 * max(expert_bytes(module) for module in make_model(name, **more).modules())
+
+
+def train(
+    name: str,
+    zero: dict[str, Any],
+    steps: int = 3,
+    accumulation: int = 1,
+    config: dict[str, Any] | None = None,
+    implementation: str = "eager",
+    prepare: Callable[[Any], None] = lambda model: None,
+    look: Callable[[Any], Any] = lambda engine: None,
+    before: Callable[[Any], None] = lambda engine: None,
+) -> tuple[list[float], Any, Any]:
+    """Train: losses of micro-steps, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import training
+
+    model = make_model(name, implementation)
+    prepare(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+    leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
+    section = {**NONE_PERSISTS, "leaf_module": {"classes": leaves}, **zero}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "zero_optimization": section,
+            "zero_allow_untested_optimizer": True,
+            **(config or {}),
+        },
+    )
+    before(engine)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for _ in range(steps * accumulation):
+        ids = torch.randint(MODELS[name]["vocab_size"], (1, 2 + 3 * dist.get_rank()), generator=generator)
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    seen = look(engine)
+    weights = training.whole_weights(model)
+    engine.destroy()
+    return losses, weights, seen
+
+
+def off(found: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any]) -> tuple[float, float]:
+    """How far losses are off, and weights, relative to the largest."""
+    losses = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
+    return losses, ((found[1] - expected[1]).abs().max() / expected[1].abs().max()).item()
+
+
+def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
+    """The windows of each module that has some."""
+    from deepspeed_ext.leaf.windows import windowed_modules
+
+    return [one.windows for one in windowed_modules(engine.module)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_and_implementation(ranks: Any, name: str) -> None:
+    for implementation, losses, weights, windows in ranks(2).run(architecture_case, name)[0]:
+        assert losses <= 2e-5 and weights <= 1e-5, (implementation, losses, weights)
+        assert windows and all(len(some) >= 3 for some in windows), (implementation, windows)
+
+
+def architecture_case(name: str) -> list[tuple[str, float, float, Any]]:
+    """With a budget of two experts: how far from stock, and the windows."""
+    stock = train(name, {"stage": 3})
+    rows = []
+    for implementation in IMPLEMENTATIONS:
+        keys = {"stage": 3, "stage3_leaf_bytes": max(two_experts(name), least(name))}
+        found = train(name, keys, implementation=implementation, look=windows_in)
+        rows.append((implementation, *off(found, stock), found[2]))
+    return rows
+
+
+def least(name: str) -> int:
+    """The least budget of a model."""
+    from deepspeed_ext.leaf.setup import _least_bytes
+
+    return max(_least_bytes(module) for module in make_model(name).modules())
+
+
+# An expert of ``mixtures.Packed`` has 273 parameters, which take 3,276 bytes as a unit.
+WINDOWS = {"stage3_leaf_bytes": 2 * 3276}
+BY_HAND = {"stage": 3, "leaf_module": {"classes": ["PackedMixture"]}}
+OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
+
+
+def job_of(network: str = "Packed", **more: Any) -> Any:
+    """A job with Adam: it would show a missing or doubled gradient of any parameter."""
+    from tests.harness import mixtures
+    from tests.harness.training import Job
+
+    defaults = {"optimizer": "Adam", "empty": False, "zero": NONE_PERSISTS, "steps": 2, "accumulation": 2}
+    return Job(**{"network": getattr(mixtures, network), **defaults, **more})
+
+
+def strategies_case(
+    names: Sequence[str], network: str, more: dict[str, Any], size: int = 2, zero: dict[str, Any] | None = None
+) -> list[Any]:
+    """Strategies against stock with the mixture as a leaf module."""
+    from tests.harness import training
+
+    variants = [training.placed(name, size, **WINDOWS, **(zero or {})) for name in names]
+    return training.against(job_of(network, **more), variants, BY_HAND)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "world, size, names",
+    [
+        (4, 2, ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")),
+        (3, 3, ("IIG", "GGG")),
+        (4, 1, ("IIG", "GGG", "GNG")),
+    ],
+    ids=["2x2", "1x3", "4x1"],
+)
+def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
+    from tests.harness.training import check
+
+    check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
+
+
+@pytest.mark.parametrize(
+    "network, more, zero",
+    [
+        ("Packed", {"clipping": 0.05, "steps": 3}, {}),
+        ("Packed", {"zero": {**NONE_PERSISTS, **OVERLAP}}, {}),
+        ("Packed", {"zero": {**NONE_PERSISTS, "reduce_scatter": False}}, {}),
+        ("Packed", {"zero": {**NONE_PERSISTS, "stage3_param_persistence_threshold": 200}}, {}),
+        ("Packed", {"boundary": "step"}, {}),
+        ("Packed", {"zero_init": "config"}, {}),
+        ("Packed", {"checkpointing": True}, {}),
+        ("Packed", {"checkpointing": False}, {}),
+        ("PackedLooped", {}, {}),
+        ("PackedFrozen", {}, {}),
+    ],
+    ids=lambda more: str(more).replace("'", "")[:50],
+)
+def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any], zero: dict[str, Any]) -> None:
+    from tests.harness.training import check
+
+    check(ranks(4).run(strategies_case, ("IIG", "GGG"), network, more, 2, zero)[0], losses=1e-5)  # of about 10
+
+
+@pytest.mark.parametrize("dtype, digits", [("bf16", 8), ("fp16", 11)])
+def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
+    more = {"dtype": dtype, "optimizer": "SGD", "overflow": [(3, 1)] if dtype == "fp16" else [], "steps": 3}
+    for row in ranks(4).run(strategies_case, ("IIG", "GGG"), "Packed", more)[0]:
+        # Windows are summed in another order: a token's two experts, and what goes back to the router.
+        assert max(row.weights, row.norms) <= 2.0 ** (1 - digits) and row.losses <= 10 * 2.0 ** (1 - digits), row
+        assert row.replicas_equal and row.same_decisions, row
+
+
+def test_what_is_gathered_at_a_time_and_what_travels(ranks: Any) -> None:
+    for rows in ranks(4).run(measured_case):
+        for strategy, most, predicted, two, ours, whole in rows:
+            assert two == most == predicted, (strategy, most, predicted)
+            assert ours["inter"] == whole["inter"], strategy
+            # A piece of a window is not padded, as a chunk is.
+            assert ours["intra"] == pytest.approx(whole["intra"], rel=0.02), strategy
+
+
+def measured_case() -> list[Any]:
+    """For strategies: elements gathered at a time, predicted, and of two windows; bytes that this rank receives in
+    two steps with windows, and without."""
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm import collectives
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose
+    from tests.harness import mixtures, training
+
+    tight = {**NONE_PERSISTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    start = collectives.pairwise_all_to_all
+    counted: dict[str, int] = {}
+
+    def count(group: Any, received: Sequence[Any], sent: Sequence[Any], name: str) -> Any:
+        own, hop = dist.get_rank(group=group), name.split("_")[0]
+        arriving = sum(part.numel() * part.element_size() for at, part in enumerate(received) if at != own)
+        counted[hop] = counted.get(hop, 0) + arriving
+        return start(group, received, sent, name)
+
+    rows = []
+    for strategy in ("IIG", "IGG", "GGG"):
+        most, traffic = [], []
+        for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
+            engine, _ = training.make_engine(job_of(zero=tight), training.placed(strategy, **keys))
+            counted.clear()
+            with mock.patch.object(collectives, "pairwise_all_to_all", count):
+                for x, y in (batch for batch, _ in zip(training.batches(job_of()), range(4), strict=False)):
+                    engine.backward(((engine(x) - y) ** 2).mean())
+                    engine.step()
+                engine.optimizer.parameters.drain()
+            traffic.append(dict(counted))
+            most.append(engine.optimizer.parameters.most_live)
+            engine.destroy()
+        plain = mixtures.Packed((13, 7))
+        found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
+        predicted = leaf_report.predicted_live(found, plain, leaf_report.Live(10**9, 0, 0, 0))
+        rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
+    return rows
+
+
+@pytest.mark.parametrize("strategy", ["IIG", "GGG"])
+def test_checkpoints_know_no_windows(ranks: Any, tmp_path: Path, strategy: str) -> None:
+    for resumed, into, out_of in ranks(4).run(checkpoint_case, str(tmp_path), strategy):
+        assert resumed == [] and into == {} and out_of == {}
+
+
+def checkpoint_case(folder: str, strategy: str) -> Any:
+    """Which losses differ after a resume; what differs after a load into windows, and out of them."""
+    from tests.harness import snapshots, training
+
+    job, plain = job_of(accumulation=1), training.placed(strategy, leaf_module={"classes": ["PackedMixture"]})
+    windows = training.placed(strategy, **WINDOWS)
+    differences, losses = [], []
+    for number, (source, target) in enumerate(((windows, windows), (plain, windows), (windows, plain))):
+        engine, model = training.make_engine(job, source)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        engine.save_checkpoint(f"{folder}/{number}")
+        saved = snapshots.snapshot(engine, model, job)
+        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
+        engine.destroy()
+        engine, model = training.make_engine(job, target)
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.load_checkpoint(f"{folder}/{number}")
+        differences.append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
+        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
+        engine.destroy()
+    return [pair for pair in zip(*losses[:2], strict=True) if pair[0] != pair[1]], *differences[1:]
+
+
+def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
+    for same, off_by, gathered, gradient in ranks(2).run(access_case):
+        assert same and off_by <= 1e-6 and gathered and gradient <= 1e-5
+
+
+def access_case() -> tuple[bool, float, bool, float]:
+    """Whether windows generate what stock does; evaluation's difference; whether a gathered parameter is whole and
+    a change of it is used; the difference of a gradient."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_grad
+
+    ids = torch.arange(6).view(1, 6)
+    seen: list[Any] = []
+
+    def look(engine: Any) -> None:
+        weight = engine.module.model.layers[0].mlp.experts.down_proj
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            whole = tuple(weight.shape)
+            weight.data.mul_(1.5)
+        engine.eval()
+        with torch.no_grad():
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss.item()
+            tokens = engine.module.generate(ids, max_new_tokens=4, do_sample=False).tolist()
+        engine.train()
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        seen.append((loss, tokens, whole, safe_get_full_grad(weight)))
+        engine.step()
+
+    train("Qwen3Moe", {"stage": 3}, look=look)
+    train("Qwen3Moe", {"stage": 3, "stage3_leaf_bytes": least("Qwen3Moe")}, look=look)
+    (loss, tokens, shape, gradient), (our_loss, our_tokens, our_shape, ours) = seen
+    difference = ((gradient - ours).abs().max() / gradient.abs().max()).item()
+    return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference
+
+
+def test_what_is_refused_or_stays_together(ranks: Any) -> None:
+    too_small, kinds = ranks(1).run(refused_case)[0]
+    assert "one of the 7 packed experts of layers.0.mixture.experts needs 3,276, got 3,000" in too_small, too_small
+    assert kinds["PackedExperts"] == ("windowed", "4 windows of at most 2 experts")
+    assert kinds["Unknown"] == ("fine", "its packed experts stay together: its forward takes (x), not hidden states")
+    assert kinds["Lent"] == ("fine", "its packed experts stay together: it shares parameters with other modules")
+
+
+def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
+    """The error of a budget below one expert; what becomes of packed experts, and the beginning of why."""
+    from torch import Tensor, nn
+
+    from deepspeed_ext.leaf import report as leaf_report
+    from deepspeed_ext.leaf.modules import Settings, choose
+    from tests.harness import mixtures, training
+
+    class UnknownExperts(mixtures.PackedExperts):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x
+
+    class Block(nn.Module):
+        def __init__(self, experts: nn.Module, lent: bool) -> None:
+            super().__init__()
+            self.experts = experts
+            self.head = nn.Linear(2, 2)
+            if lent:
+                self.head.weight = experts.down_proj  # type: ignore[assignment]
+
+    message = ""
+    try:
+        training.make_engine(job_of(), {"stage": 3, "stage3_leaf_bytes": 3000})
+    except ValueError as error:
+        message = str(error)
+    kinds = {}
+    models = (mixtures.Packed((13, 7)), UnknownExperts(10, 7), Block(mixtures.PackedExperts(10, 7), True))
+    for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):
+        inside = model if label != "Unknown" else Block(model, False)
+        found = choose(inside, Settings(6552, 0, 10**9))
+        one = next(row for row in leaf_report.summaries(found) if "Experts" in row.cls)
+        kinds[label] = one.kind, one.why
+    return message, {
+        "PackedExperts": (kinds["PackedExperts"][0], kinds["PackedExperts"][1].split(";")[0]),
+        "Unknown": (kinds["Unknown"][0], kinds["Unknown"][1].split(", indices")[0]),
+        "Lent": kinds["Lent"],
+    }
