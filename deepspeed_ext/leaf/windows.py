@@ -16,6 +16,7 @@ Note [Windows]
     window runs its forward once more.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
@@ -279,6 +280,22 @@ class WindowedModule:
         return any(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
+class _Forward:
+    """The forward of a module with windows, called as the module's own. A copy of the module has its own."""
+
+    def __init__(self, windowed: WindowedModule) -> None:
+        self._windowed = windowed
+        self._names = list(inspect.signature(type(windowed.module).forward).parameters)[1:]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        return self._windowed(*(given[name] for name in self._names))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Tensor]:
+        copied = memo.get(id(self._windowed.module))  # the attributes of a module are copied behind it
+        return self if copied is None else functools.partial(type(copied).forward, copied)
+
+
 def experts_in(module: nn.Module) -> int:
     """Return the number of experts that a module says it has; 0 if it says nothing."""
     experts = getattr(module, "num_experts", 0)
@@ -318,22 +335,15 @@ def windows_of(experts: int, bytes_each: int, budget: int) -> list[list[int]]:
 
 def set_windows(module: nn.Module, windows: Sequence[Sequence[int]]) -> None:
     """Have a module's packed experts fetched in these windows."""
-    windowed = WindowedModule(module, windows)
-    module.__dict__[_WINDOWS] = windowed
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        return windowed(*(given[name] for name in names))
-
-    module.__dict__["forward"] = forward
+    module.__dict__[_WINDOWS] = windowed = WindowedModule(module, windows)
+    module.__dict__["forward"] = _Forward(windowed)
 
 
 def unset_windows(module: nn.Module) -> bool:
     """Undo ``set_windows``, and return whether there was anything to undo."""
     if module.__dict__.pop(_WINDOWS, None) is None:
         return False
-    del module.__dict__["forward"]
+    module.__dict__.pop("forward", None)
     return True
 
 

@@ -62,7 +62,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     """
 
     # The parent's.
-    sub_group_size: int
     persistent_parameters: list[ZeroParameter]
     grad_partitions_flat_buffer: Any  # a tensor, or None before it is made anew
     inf_or_nan_tracker: Tensor
@@ -118,16 +117,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self.parameters = parameters_of(members)
         self.parameters.on_change(self.whole.ask)
         return offload
-
-    def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
-        """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
-        configured = self.sub_group_size
-        if self.parameters.sliced:
-            self.sub_group_size = min(configured, max(1, self._gathers["bucket"] // self.topology.sizes.ranks))
-        try:
-            return super()._create_fp16_sub_groups(params_group)
-        finally:
-            self.sub_group_size = configured
 
     def _get_parameter_partitions(self) -> list[Tensor]:
         """Return what goes into the flat parameter buffer: all rows of slices."""

@@ -32,6 +32,8 @@ _PLACEMENT = "ds_zero_partition_groups"  # in a state dict with AutoEP: who shar
 class Stage3States(ParoOptimizer):
     """Such an optimizer, ``Stage3Optimizer``; DeepSpeed's class comes after it."""
 
+    sub_group_size: int  # the parent's
+    _gathers: dict[str, Any]  # bucket, sequential: as of ``PartitionedParameters``
     parameters: Parameters
     gradients: ShardedGradients
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
@@ -48,6 +50,16 @@ class Stage3States(ParoOptimizer):
     @abstractmethod
     def _finish_for_host(self) -> None:
         """Have the host wait for all buckets if it will read, or write, where they are added."""
+
+    def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
+        """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
+        configured = self.sub_group_size
+        if self.parameters.sliced:
+            self.sub_group_size = min(configured, max(1, self._gathers["bucket"] // self.topology.sizes.ranks))
+        try:
+            return super()._create_fp16_sub_groups(params_group)
+        finally:
+            self.sub_group_size = configured
 
     def _show_gradients(self) -> None:
         """Have the parent's step read them where they are."""

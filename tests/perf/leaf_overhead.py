@@ -17,6 +17,9 @@ are medians over the micro-steps of all rounds and ranks. Beside the time stands
 programs sway less, and the seconds that a run's first micro-steps take together: in the second one ZeRO-3 looks for
 each module through the rest of its trace. A rank's losses must be plain PyTorch's.
 
+With ``--packed`` the experts of a layer are one parameter of three dimensions for each of their matrices, as in
+transformers 5, of which ours also fetches windows of an eighth of them. There are no aims then.
+
 Exit status 0 if ours keeps its aims with one rank, 1 if not, 2 if a case could not run or computed something else.
 """
 
@@ -49,7 +52,7 @@ LOG = Path(tempfile.gettempdir()) / "leaf_overhead.log"  # what the ranks of the
 PLAIN, STOCK, OURS, PERSISTENT = "plain", "zero3", "ours", "zero3, persistent"
 ZERO3: dict[str, Any] = {"stage": 3}
 GATHERED: dict[str, Any] = ZERO3 | {"stage3_param_persistence_threshold": 0}
-MOE, LAYER = (GATHERED | {"leaf_module": {"classes": [name]}} for name in ("MoE", "Layer"))
+MOE, LAYER = (GATHERED | {"leaf_module": {"classes": [name, f"Packed{name}"]}} for name in ("MoE", "Layer"))
 FAST = {"stage3_module_granularity_threshold": 1}
 OUR_KEY = "stage3_leaf_bytes"
 CASES: dict[str, dict[str, Any] | None] = {  # zero_optimization of each
@@ -63,6 +66,10 @@ CASES: dict[str, dict[str, Any] | None] = {  # zero_optimization of each
     PERSISTENT: ZERO3,
     "ours, persistent": ZERO3 | {OUR_KEY: True},
 }
+WINDOWS = "ours, windows"  # of packed experts
+WINDOW = 8  # experts
+BYTES_EACH = 3 * 4 * 3 * HIDDEN * HIDDEN  # of an expert: gathered, in what it is gathered into, and its gradient
+CASES[WINDOWS] = GATHERED | {OUR_KEY: WINDOW * BYTES_EACH}
 SWITCHED_OFF = {name for name, zero in CASES.items() if zero and OUR_KEY not in zero}  # our package is
 BY_HAND = [name for name, zero in CASES.items() if zero and "leaf_module" in zero]
 
@@ -97,12 +104,45 @@ class MoE(nn.Module):
         return sum(expert(x) * weight for expert, weight in zip(self.experts, weights, strict=True))
 
 
-class Layer(nn.Module):
-    """A block of experts, and two linear layers where attention would be."""
+class PackedExperts(nn.Module):
+    """The same experts in parameters of three dimensions."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
-        self.norm, self.moe = nn.LayerNorm(HIDDEN), MoE(experts)
+        self.num_experts = experts
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * HIDDEN, HIDDEN) / HIDDEN)
+        self.down_proj = nn.Parameter(torch.randn(experts, HIDDEN, HIDDEN) / HIDDEN)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """A loop over the experts that have tokens."""
+        out = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            tokens, k = torch.where(top_k_index == expert)
+            gate, up = (hidden_states[tokens] @ self.gate_up_proj[expert].T).chunk(2, -1)
+            given = ((nn.functional.silu(gate) * up) @ self.down_proj[expert].T) * top_k_weights[tokens, k, None]
+            out = out.index_add(0, tokens, given)
+        return out
+
+
+class PackedMoE(nn.Module):
+    """A router and packed experts, all of which are used."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, experts, bias=False)
+        self.experts = PackedExperts(experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        return self.experts(x, torch.arange(weights.shape[-1]).expand_as(weights), weights)
+
+
+class Layer(nn.Module):
+    """A block of experts, and two linear layers where attention would be."""
+
+    def __init__(self, experts: int, packed: bool = False) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(HIDDEN), (PackedMoE if packed else MoE)(experts)
         self.value, self.output = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +170,7 @@ def make_engine(name: str, model: nn.Module) -> Any:
 def work(name: str, folder: Path, args: argparse.Namespace) -> None:
     """Live as a rank: train and report."""
     torch.manual_seed(0)
-    layers = (Layer(args.experts) for _ in range(args.layers))
+    layers = (Layer(args.experts, args.packed) for _ in range(args.layers))
     model, engine = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, 1)), None
     if CASES[name] is None:
         dist.init_process_group("gloo")  # to start together
@@ -196,7 +236,8 @@ def measure(args: argparse.Namespace) -> Found:
     Raises:
         RuntimeError: a case failed, or its losses are not plain PyTorch's.
     """
-    plan = [(ranks, name) for ranks in args.ranks for name in CASES if ranks == 1 or "persistent" not in name]
+    names = [name for name in CASES if ("persistent" not in name if args.packed else name != WINDOWS)]
+    plan = [(ranks, name) for ranks in args.ranks for name in names if ranks == 1 or "persistent" not in name]
     found: Found = {key: [] for key in plan}
     for number in range(args.rounds):
         for ranks, name in plan:
@@ -221,7 +262,8 @@ def rows_of(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
         against = (PERSISTENT, None) if "persistent" in name else (STOCK, best)
         ratios = [round(overhead / over[ranks, other], 4) if other and name != PLAIN else "" for other in against]
         row: dict[str, Any] = {"layers": args.layers, "experts": args.experts, "rounds": args.rounds}
-        row |= {"steps": args.steps, "ranks": ranks, "case": name, "milliseconds_median": round(median, 3)}
+        case = f"{name}, packed" if args.packed else name
+        row |= {"steps": args.steps, "ranks": ranks, "case": case, "milliseconds_median": round(median, 3)}
         row |= {"milliseconds_quartile_1": round(low, 3), "milliseconds_quartile_3": round(high, 3)}
         row |= {"overhead_milliseconds": round(overhead, 3), "hooks": reports[0]["hooks"]}
         row |= {"of_stock": ratios[0], "of_best_by_hand": ratios[1], "best_by_hand": best}
@@ -263,6 +305,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="micro-steps of a run that are measured, at least 2")
     parser.add_argument("--layers", type=int, default=8, help="of the model")
     parser.add_argument("--experts", type=int, default=64, help="of a layer")
+    parser.add_argument("--packed", action="store_true", help="experts in parameters of three dimensions")
     parser.add_argument("--csv", type=Path, default=RESULTS, help="file to append the rows to")
     parser.add_argument("--worker", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)  # a rank
     args = parser.parse_args()

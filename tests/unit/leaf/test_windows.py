@@ -294,21 +294,30 @@ def checkpoint_case(folder: str, strategy: str) -> Any:
 
 
 def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
-    for same, off_by, gathered, gradient in ranks(2).run(access_case):
-        assert same and off_by <= 1e-6 and gathered and gradient <= 1e-5
+    for same, off_by, gathered, gradient, copied in ranks(2).run(access_case):
+        assert same and off_by <= 1e-6 and gathered and gradient <= 1e-5 and copied
 
 
-def access_case() -> tuple[bool, float, bool, float]:
+def access_case() -> tuple[bool, float, bool, float, bool]:
     """Whether windows generate what stock does; evaluation's difference; whether a gathered parameter is whole and
-    a change of it is used; the difference of a gradient."""
+    a change of it is used; the difference of a gradient; whether a copy of the experts has weights of its own."""
+    import copy
+
     import deepspeed
     import torch
     from deepspeed.utils import safe_get_full_grad
 
     ids = torch.arange(6).view(1, 6)
     seen: list[Any] = []
+    copies: list[bool] = []
 
     def look(engine: Any) -> None:
+        experts = engine.module.model.layers[0].mlp.experts
+        with deepspeed.zero.GatheredParameters(list(experts.parameters())):
+            twin = copy.deepcopy(experts)
+        twin.down_proj.data.zero_()
+        hidden, index = torch.ones(2, twin.down_proj.shape[1]), torch.zeros(2, 1, dtype=torch.int64)
+        copies.append(not twin.forward(hidden, index, torch.ones(2, 1)).any())  # its hooks are the engine's
         weight = engine.module.model.layers[0].mlp.experts.down_proj
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
             whole = tuple(weight.shape)
@@ -326,7 +335,7 @@ def access_case() -> tuple[bool, float, bool, float]:
     train("Qwen3Moe", {"stage": 3, "stage3_leaf_bytes": least("Qwen3Moe")}, look=look)
     (loss, tokens, shape, gradient), (our_loss, our_tokens, our_shape, ours) = seen
     difference = ((gradient - ours).abs().max() / gradient.abs().max()).item()
-    return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference
+    return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference, all(copies)
 
 
 def test_what_is_refused_or_stays_together(ranks: Any) -> None:
