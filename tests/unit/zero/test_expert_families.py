@@ -65,7 +65,8 @@ def test_experts_of_autoep(ranks: Any, ep: int, group: int) -> None:
 @pytest.mark.parametrize("ep, group", [(1, 2), (2, 2), (4, 2), (2, 4)])
 def test_experts_of_autoep_with_parameters_sharded(ranks: Any, ep: int, group: int) -> None:
     job = {"accumulation": 2, "steps": 3}
-    check(ranks(4).run(autoep_case, ep, job, group, strategies=PARTITIONED, stage=3)[0], optimizer="Stage3Optimizer")
+    for rows in ranks(4).run(autoep_case, ep, job, group, strategies=PARTITIONED, stage=3):
+        check(rows, optimizer="Stage3Optimizer")
 
 
 def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
@@ -105,6 +106,13 @@ def test_sixteen_bits(ranks: Any) -> None:
     check(run(ranks, 2, {"dtype": "bf16", "accumulation": 2, "steps": 3}), **BF16)
     job = {"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}
     check(run(ranks, 2, job, strategies=REPLICATED), weights=2e-3, losses=1e-2, norms=4e-3)
+    for job, bounds in (
+        ({"dtype": "bf16", "accumulation": 2, "steps": 3}, BF16),
+        ({**job, "clipping": 0.0}, {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}),
+    ):
+        names = ("ING", "III", "IIG", "IGG", "GGG")
+        for rows in ranks(4).run(autoep_case, 2, job, 2, strategies=names, stage=3):
+            check(rows, **bounds, optimizer="Stage3Optimizer")
 
 
 def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
