@@ -69,6 +69,7 @@ class Config(Protocol):
     train_micro_batch_size_per_gpu: int
     gradient_accumulation_steps: int
     managed_gradient_accumulation: bool
+    use_data_before_expert_parallel_: bool
 
 
 class Timers(Protocol):

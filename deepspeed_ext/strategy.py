@@ -19,6 +19,7 @@ Note [Placements, moves and strategies]
 """
 
 import functools
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
@@ -75,12 +76,18 @@ class GroupSizes:
             ValueError: groups have different numbers of these ranks.
         """
         n, m = self.ranks, self.group_size
-        if n % size or (m % size and size % m):
+        found = {
+            count
+            for first in range(min(size, n))
+            for count in Counter(rank // m for rank in range(first, n, size)).values()
+        }
+        if n % size or len(found) > 1:
             raise ValueError(
-                f"an expert-parallel size must divide the data-parallel ranks, and be a multiple or a divisor of "
-                f"paro_group_size, got {size} with {n} ranks in groups of {m}."
+                f"an expert-parallel size must divide the data-parallel ranks, and groups have as many ranks with the "
+                f"same experts, as where it is a multiple or a divisor of paro_group_size, got {size} with {n} ranks "
+                f"in groups of {m}."
             )
-        return GroupSizes(n // size, max(1, m // size))
+        return GroupSizes(n // size, found.pop())
 
     def shards(self, placement: Placement) -> int:
         """Return in how many different shards a state in this placement is."""

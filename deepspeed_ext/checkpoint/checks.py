@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.checkpoint import universal
-from deepspeed_ext.checkpoint.experts import expert_files, outside_experts
+from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts, expert_files, outside_experts
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import raise_together, smallest, together
@@ -88,8 +88,14 @@ class Check:
             shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
         own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
-        for path in expert_files(self._engine, self._load_dir, self._tag):
-            self._files.inspect(path)
+        for path, wanted in expert_files(self._engine, self._load_dir, self._tag):
+            found = {name: tuple(value.shape) for name, value in self._files.inspect(path).items()}
+            differing = sorted(name for name in wanted.keys() | found if wanted.get(name) != found.get(name))
+            if differing:
+                raise CheckpointError(
+                    f"{path} does not fit the model's experts: of {len(wanted)} names {len(differing)} are missing, "
+                    f"unexpected or have another shape, the first is {differing[0]!r}."
+                )
         own = {name: own[name] for name in outside_experts(self._engine, own)}
         self._compare(file, module, own, shapes, strict, saved.keys())
 
@@ -149,6 +155,13 @@ class Check:
         if not Path(file).exists():
             raise CheckpointError(f"{file} is missing.{self._other_precision(Path(file)) or self._saved_as()}")
         shard = self._files.inspect(file, OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT]
+        order = data_before_experts(self._engine)
+        saved = self._files.headers[file].get(EXPERT_ORDER, order)
+        if saved != order:
+            raise CheckpointError(
+                f"{file}: other experts, since it was saved with use_data_before_expert_parallelism {saved}, and is "
+                f"loaded with {order}. Set it as it was."
+            )
         try:
             self._optimizer.check_states(shard)
         except ValueError as error:

@@ -10,6 +10,13 @@ from deepspeed.utils import groups
 
 from deepspeed_ext.deepspeed_types import Engine
 
+EXPERT_ORDER = "data_before_experts"  # in the header of files of a save: as ``data_before_experts`` was
+
+
+def data_before_experts(engine: Engine) -> bool:
+    """Whether neighboring ranks have the same experts, and not different ones."""
+    return bool(engine.has_moe_layers and engine._config.use_data_before_expert_parallel_)
+
 
 def outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
     """Return those of a module's names that are in its own file."""
@@ -17,20 +24,34 @@ def outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
     return list(engine._get_non_moe_state_dict(found)) if engine.has_moe_layers else list(found)
 
 
-def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[str]:
-    """Yield the files of this rank's experts; with parameters sharded there are none, and these are in the shards."""
+def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
+    """Yield the files of this rank's experts, and the shapes of what each must have, by name; with parameters sharded
+    there are none, and these are in the shards."""
     if not engine.has_moe_layers or engine.zero_optimization_partition_weights():
         return
     number = 0
-    for module in engine.module.modules():
+    for name, module in engine.module.named_modules():
         family = _family(module)
-        if family:
-            first = groups._get_expert_parallel_rank(family) * module.num_local_experts
-            for expert in range(first, first + module.num_local_experts):
-                yield engine._get_expert_ckpt_name(
-                    load_dir, number, expert, tag, checkpoint_mp_rank=engine.checkpoint_mp_rank
-                )
-            number += 1
+        if not family:
+            continue
+        first = groups._get_expert_parallel_rank(family) * module.num_local_experts
+        for local in range(module.num_local_experts):
+            path = engine._get_expert_ckpt_name(
+                load_dir, number, first + local, tag, checkpoint_mp_rank=engine.checkpoint_mp_rank
+            )
+            yield path, dict(_shapes(module, f"{name}." if name else "", local, first + local))
+        number += 1
+
+
+def _shapes(module: Any, prefix: str, local: int, expert: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield names and shapes of what the file of an expert has: its number in them is that among all experts."""
+    if isinstance(module, MoE):
+        own = module.deepspeed_moe.experts.deepspeed_experts[local]
+        start = f"{prefix}deepspeed_moe.experts.deepspeed_experts.{expert}."
+        yield from ((start + name, tuple(value.shape)) for name, value in own.state_dict().items())
+        return
+    for name, value in module.experts.named_parameters():
+        yield f"{prefix}experts.{name}.{expert}", tuple(value.shape[1:])
 
 
 def _family(module: Any) -> str:

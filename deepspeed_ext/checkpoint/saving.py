@@ -11,6 +11,7 @@ from typing import Any
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 
 from deepspeed_ext.checkpoint import residuals
+from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.comm.agreement import raise_together, require_same, smallest, together, total
@@ -117,5 +118,6 @@ def _header(engine: Engine, folder: Path) -> dict[str, Any]:
         "strategy": optimizer.strategy.name,
         "group_size": optimizer.topology.sizes.group_size,
         "ranks": optimizer.topology.sizes.ranks,
+        EXPERT_ORDER: data_before_experts(engine),
         residuals.FOLDER: str(folder.resolve()) if optimizer.error_state.keeps_errors else "",
     }

@@ -200,21 +200,22 @@ def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False
         alone: as of ``get_topology``.
 
     Raises:
-        ValueError: on all ranks, if one of these groups has different numbers of ranks in groups of ``within``.
+        ValueError: on all ranks, unless all these groups have as many ranks as one another in groups of ``within``.
     """
-    from deepspeed_ext.comm.agreement import raise_together
+    from deepspeed_ext.comm.agreement import bounds
 
     ranks, all_ranks = data_parallel_ranks(group), data_parallel_ranks(within.world)
-    size = within.sizes.group_size
-    counts = Counter(all_ranks.index(rank) // size for rank in ranks)
-    problem = ValueError(
-        f"paro_strategy groups {len(all_ranks)} data-parallel ranks by {size}, but the ranks {ranks}, which hold the "
-        f"same experts, are spread unevenly over these groups: {list(counts.values())}. Set "
-        f"zero_optimization.paro_group_size to a multiple or to a divisor of the expert-parallel size, "
-        f"{len(all_ranks) // len(ranks)}."
-    )
-    raise_together(problem if len(set(counts.values())) > 1 else None, ValueError)
-    return get_topology(group, counts[all_ranks.index(ranks[0]) // size], alone)
+    n, size = len(all_ranks), within.sizes.group_size
+    counts = list(Counter(all_ranks.index(rank) // size for rank in ranks).values())
+    ((least, most),) = bounds([counts[0] if len(set(counts)) == 1 else 0])
+    if not 0 < least == most:
+        raise ValueError(
+            f"paro_strategy groups {n} data-parallel ranks by {size}, over which ranks that hold the same experts are "
+            f"spread unevenly: of the ranks {ranks} groups have {counts}, and of others perhaps other numbers. Set "
+            f"zero_optimization.paro_group_size to a multiple or to a divisor of the expert-parallel size, "
+            f"{n // len(ranks)}, where its ranks are neighbors; 1 and {n} always do."
+        )
+    return get_topology(group, most, alone)
 
 
 def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:

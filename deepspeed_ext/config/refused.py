@@ -327,7 +327,7 @@ def _folded(engine: Any) -> int:
     return ranks if ranks > 1 else 0
 
 
-def _has_native_mixtures(model: Any) -> bool:
+def has_native_mixtures(model: Any) -> bool:
     """Whether a model has DeepSpeed's MoE layers, and not only what AutoEP has made."""
     layer = sys.modules.get("deepspeed.moe.layer")
     return layer is not None and any(isinstance(module, layer.MoE) for module in model.modules())
@@ -366,7 +366,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=lambda strategy, engine: _plain(engine, 1),
     ),
     Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and _has_native_mixtures(engine.module),
+        lambda engine, optimizer: engine.has_moe_layers and has_native_mixtures(engine.module),
         "the model has DeepSpeed MoE layers, which are not sharded",
         _sharded,
         lambda strategy, engine: f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either",

@@ -124,6 +124,12 @@ class Model:
         return [(sizes, self), *alone]
 
     @property
+    def updated_bytes(self) -> float:
+        """Bytes of an element of what a step changes."""
+        elements = self.states.gradients / self.gradient_bytes
+        return self.states.updated / elements if elements else 1.0
+
+    @property
     def layers(self) -> int:
         """Return into how many layers timelines cut the model."""
         return max(1, min(self.fetches, LAYERS))
@@ -231,8 +237,6 @@ def _prediction(
     sent: Compression,
     overlap: Overlap,
 ) -> Prediction:
-    trainable = model.states.gradients / model.gradient_bytes
-    parameter_bytes = model.states.updated / trainable if trainable else 1.0
     sharded = strategy.p != Placement.N
     total, moves = Volume(), []
     families = model.families(sizes)
@@ -241,7 +245,7 @@ def _prediction(
         within = between = 0.0
         units, hops = 0, rates.of(phases[0].kind)
         for phase, (_, family) in zip(phases, families, strict=True):
-            volume = sent.volume(phase, model.gradient_bytes, parameter_bytes)
+            volume = sent.volume(phase, model.gradient_bytes, family.updated_bytes)
             messages = family.fetches if by_layer else family.buckets
             total += volume * model.times(phase)
             within += hops.intra.seconds(volume.intra, messages)

@@ -21,6 +21,7 @@ from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
 from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, MICRO_STEP, QUANTIZED_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.refused import has_native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
@@ -87,14 +88,16 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
         reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others shard")
-    sharded = [row for row in possible if row.p != Placement.N]
-    if experts_of_sizes(model):
-        possible = [row for row in possible if row.p == Placement.N]
-        if not possible:
+    if has_native_mixtures(model):
+        replicated = [row for row in possible if row.p == Placement.N]
+        if reasons or not replicated:
             raise ValueError(
-                f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in sharded)}, where "
-                f"parameters are sharded, but the model has DeepSpeed MoE layers. Remove stage 3."
+                f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, of which "
+                f"DeepSpeed's MoE layers need one with p = N, that is without stage 3"
+                f"{', but ' if reasons else ''}{' and '.join(reasons)}."
             )
+        return replicated
+    sharded = [row for row in possible if row.p != Placement.N]
     if reasons and not sharded:
         raise ValueError(
             f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, where parameters "

@@ -47,13 +47,14 @@ def describe(
         Experts(size, count(some, parameter_bytes, width), fetches=len(list(_layers_with(model, some))))
         for size, some in experts_of_sizes(model).items()
     )
+    of_all = {id(param) for param in dense(model)}
     elements = round((states.gradients + sum(one.states.gradients for one in experts)) / width)
     return Model(
         states,
         width,
         accumulation,
         compute,
-        fetches=len(layers),
+        fetches=max(1, sum(any(id(param) in of_all for param in layer) for layer in layers)),
         largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, matrices(model.parameters())))),

@@ -19,16 +19,16 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from deepspeed_ext.comm.collectives import is_pairwise
-from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
+from deepspeed_ext.comm.process_groups import get_topology, ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
-from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
+from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.families import DENSE, Families, families_of
+from deepspeed_ext.zero.families import DENSE, Families, families_of, family_of
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
@@ -61,7 +61,7 @@ def configure_with(
     families = families_of(engine, topology, alone=strategy.os == Placement.N)
     announce(strategy, families, engine, use_streams(engine._config, strategy))
     by_budget(engine._config.zero_config, engine.module)
-    warn_if_too_large(strategy, topology, engine)
+    warn_if_too_large(strategy, families, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
         # Every group holds all states: the first one writes them to checkpoints.
         engine.is_first_weights_partition_group = lambda: topology.rank < topology.sizes.group_size
@@ -222,24 +222,26 @@ def _of_experts(name: str, sizes: GroupSizes) -> str:
     return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
 
 
-def warn_if_too_large(strategy: Strategy, topology: Topology, engine: Engine) -> None:
+def warn_if_too_large(strategy: Strategy, families: Families, engine: Engine) -> None:
     """Warn on rank 0 if the model states of a rank exceed its device's memory by the formula."""
     available = get_accelerator().total_memory()
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
-    states, experts = on_device(engine, dense(engine.module)), experts_of_sizes(engine.module)
-    families = [(topology.sizes, states)]
-    families += [(topology.sizes.of_experts(size), on_device(engine, some)) for size, some in experts.items()]
+    topology = families.dense
+    of_families = {
+        name: [param for param in engine.module.parameters() if family_of(param) == name] for name in families.names
+    }
+    parts = [(families.topology(name).sizes, on_device(engine, some)) for name, some in of_families.items()]
 
     def total(row: Strategy) -> float:
-        return sum(row.memory(sizes, held).total for sizes, held in families)
+        return sum(row.memory(sizes, held).total for sizes, held in parts)
 
     needed = total(strategy)
     if needed <= available:
         return
     fits = [row.name for row in STRATEGIES.values() if total(row) <= available]
     p, g, os = (
-        sum(getattr(held, part) for _, held in families) / 1e9 for part in ("parameters", "gradients", "optimizer")
+        sum(getattr(held, part) for _, held in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
     )
     log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "

@@ -92,7 +92,7 @@ class PartitionedGradients(Gradients):
         units = units_of(at_boundary, bucket, dtype_of if self._kept else lambda param: dtype)
         self._units = BoundaryUnits(units, name)
         self._uncrossed: list[BoundaryUnit] = []  # with g = N and os = I: units that have arrived
-        self.rows = layout(self._params[0]).rows if self._arrives == Placement.I else 1
+        self.rows = reshard.rows if (self._arrives, strategy.os) == (Placement.I, Placement.G) else 1
         self._held_by_host = by_host and self.rows == 1
         self._crosses_early = self._crosses.unattended and not self._held_by_host
         self._leaves_early = self._schedule.unattended if self._kept else self._crosses_early

@@ -167,12 +167,13 @@ class Routed(Network):
     """
 
     ep_size = 1
+    more = 1  # how much wider experts are inside
 
     def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
         from deepspeed.moe.layer import MoE
 
         super().__init__(sizes, *args, **kwargs)
-        width, inner = sizes[1], sizes[1] + 1
+        width, inner = sizes[1], sizes[1] + self.more
         expert = nn.Sequential(nn.Linear(width, inner), nn.Tanh(), nn.Linear(inner, width, bias=False))
         choice = {"min_capacity": 0, "drop_tokens": False, "use_rts": False}
         self.mixture = MoE(width, expert, num_experts=4, ep_size=self.ep_size, **choice)
