@@ -3,6 +3,7 @@
 """How often the host waits for the device while it trains, and where; everything here runs inside rank processes."""
 
 import contextlib
+import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ def host_synchronizations(name: str, more: dict[str, Any], **changed: Any) -> Ho
         engine, model = training.make_engine(job, placed(name, **more))
         data = training.batches(job)
         batches = [next(data) for _ in range(LAST)]
+        gc.collect()  # an engine before this one, whose end would have the host wait
         with order.watch(), asking(order):
             for number, batch in enumerate(batches):
                 before = order.synchronizations.copy()

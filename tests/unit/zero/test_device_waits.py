@@ -181,7 +181,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
         parameters = engine.optimizer.parameters
 
         def complete(self: Any, rows: Any) -> Any:
-            (block,) = (n for n, held in enumerate(parameters._blocks) if held.data_ptr() == rows.data_ptr())
+            (block,) = (n for n, held in parameters._blocks.items() if held.data_ptr() == rows.data_ptr())
             blocks.append(block)
             sent.append(min(ds_id for ds_id, number in parameters._block_of.items() if number == block))
             return complete_rows(self, rows)

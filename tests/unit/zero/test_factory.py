@@ -148,8 +148,8 @@ def test_models_that_no_strategy_supports(ranks: Any, zero: dict[str, Any], remo
 def test_experts_that_no_strategy_supports(ranks: Any) -> None:
     for error in ranks(6).run_expect_error(unsupported_case, "moe", {"paro_strategy": "NIG", "paro_group_size": 3}):
         assert error.type == "ValueError", error
-        assert "the ranks [0, 2, 4], which hold the same experts, are spread unevenly" in error.message, error
-        assert "to a multiple or to a divisor of the expert-parallel size, 2." in error.message, error
+        assert "ranks that hold the same experts are spread unevenly: of the ranks [" in error.message, error
+        assert "to a multiple or to a divisor of the expert-parallel size, 2, where" in error.message, error
     for error in ranks(4).run_expect_error(unsupported_case, "moe, Muon", NIG):
         assert "paro_strategy NIG is not supported here: Muon divides matrices among all" in error.message, error
 

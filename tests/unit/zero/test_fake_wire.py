@@ -16,7 +16,7 @@ COMMON = {
     "flat_gradients.py:reduce": "NGG",
     "flat_gradients.py:_cross": "NIG",
     "updates.py:start": "NGG",
-    "partitioned_gradients.py:reduce": "GGG",
+    "partitioned_gradients.py:submit": "GGG",
     "partitioned_gradients.py:_cross": "IGG",
     "partitioned_gradients.py:_cross_unit": "III",
     "partitioned_gradients.py:reduce_units": "ING",
