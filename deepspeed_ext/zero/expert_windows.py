@@ -186,11 +186,14 @@ class WindowGradients:
         for module in windowed_modules(optimizer.module):
             module.forget, module.end_of_backward = self.forget, self.end_of_backward
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
+        self._kept: set[int] = set()  # ids of modules with gradients that are whole and not complete
         self._plans: dict[tuple[int, int], list[list[_Piece]]] = {}
 
     def reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool) -> None:
         """Take the gradients of a window; with the first of the last pass of a backward they are complete."""
         if self._optimizer.strategy.g == Placement.N or self._optimizer._coalesce_grad_reduction:
+            if not self._optimizer._coalesce_grad_reduction:
+                self._kept.add(id(module))
             self._keep(module, number, gradients)
         else:
             self._reduce(module, number, gradients, last and not number)
@@ -200,6 +203,7 @@ class WindowGradients:
     def _hand_over(self, module: WindowedModule) -> None:
         """Hand over what is complete and kept whole, if anything is."""
         self._sums.pop(id(module), None)
+        self._kept.discard(id(module))
         if self._optimizer._coalesce_grad_reduction:
             return
         for param in module.params:
@@ -215,6 +219,10 @@ class WindowGradients:
     def forget(self, module: WindowedModule) -> None:
         """Drop what a backward that was given up has left."""
         self._sums.pop(id(module), None)
+        if id(module) in self._kept:
+            self._kept.discard(id(module))
+            for param in module.params:
+                param.grad = None
 
     def _keep(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None]) -> None:
         """Add to whole gradients."""

@@ -105,7 +105,7 @@ def test_json_and_picture_and_estimate(
         (["--params", "7B", *EXPERTS, "--estimate", *NODES, *LINKS], "DeepSpeed's estimators know, no experts"),
         (
             ["--params", "7B", "--expert-params", "5B", "--expert-parallel", "3", *NODES, *LINKS],
-            "be a multiple or a divisor of paro_group_size, got 3 with",
+            "is a multiple or a divisor of paro_group_size, got 3 with",
         ),
         (["--params", "7B", "--accumulation", "0", *NODES, *LINKS], "--accumulation must be above 0, got 0"),
         (["--params", "7B", "--memory-gb", "-1", *NODES, *LINKS], "--memory-gb must be above 0, got -1.0"),

@@ -338,6 +338,56 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
     return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference, all(copies)
 
 
+def test_a_backward_that_is_given_up_leaves_nothing(ranks: Any) -> None:
+    for strategy, equal in ranks(4).run(given_up_case)[0].items():
+        assert equal, strategy
+
+
+def given_up_case() -> dict[str, bool]:
+    """Whether weights are those of a run without the micro-step whose backward raised between two windows."""
+    import torch
+
+    from deepspeed_ext.leaf.windows import windowed_modules
+    from tests.harness import training
+
+    class Interrupted(Exception):
+        pass
+
+    def run(zero: dict[str, Any], interrupted: bool) -> torch.Tensor:
+        job = job_of()
+        engine, model = training.make_engine(job, zero)
+        model.requires_grad_(False)
+        windowed = windowed_modules(model)[-1]  # what is behind it would have been reduced already
+        for param in windowed.params:
+            param.requires_grad_(True)
+        data = training.batches(job)
+        skipped = next(data)
+        if interrupted:
+            reduce = windowed.reduce
+
+            def interrupt(module: Any, number: int, *rest: Any) -> None:
+                if not number:
+                    raise Interrupted
+                reduce(module, number, *rest)
+
+            windowed.reduce = interrupt
+            with pytest.raises(Interrupted):
+                training.micro_step(engine, job, 0, *skipped)
+            windowed.reduce = reduce
+        for number in range(4):
+            training.micro_step(engine, job, number, *next(data))
+            engine.step()
+        weights = training.whole_weights(model)
+        engine.destroy()
+        return weights
+
+    found = {}
+    for name in ("IIG", "GGG", "ING"):
+        zero = training.placed(name, **WINDOWS)
+        found[name] = bool(torch.equal(run(zero, False), run(zero, True)))
+    return found
+
+
 def test_what_is_refused_or_stays_together(ranks: Any) -> None:
     too_small, kinds = ranks(1).run(refused_case)[0]
     assert "one of the 7 packed experts of layers.0.mixture.experts needs 3,276, got 3,000" in too_small, too_small
