@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from deepspeed_ext.strategy import GroupSizes, Placement
 
@@ -140,9 +140,9 @@ class Topology:
 
 def data_parallel_ranks(group: "ProcessGroup | None") -> list[int]:
     """Return the global ranks of a process group (None: all ranks), in group order."""
-    from deepspeed import comm as dist
+    from torch.distributed import get_process_group_ranks
 
-    return [dist.get_global_rank(group, i) for i in range(dist.get_world_size(group=group))]
+    return list(get_process_group_ranks(group))
 
 
 # Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
@@ -162,7 +162,7 @@ def get_topology(
     Args:
         group: a process group, or None for all ranks.
         group_size: m; None means the data-parallel ranks per node.
-        alone: whether groups of one rank are needed too; there are as many of them as ranks.
+        alone: whether a group of this rank alone is needed, too.
         second: whether to return other groups of the same ranks, for communications that ranks start at different
             times beside those of the first ones.
 
@@ -170,6 +170,8 @@ def get_topology(
         ValueError: no such group size, for this rank or another; see ``GroupSizes`` and ``default_group_size``.
     """
     from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.disjoint_groups import make_group_of_one, make_groups
 
     group = dist.get_world_group() if group is None else group
     made = _made.setdefault(group, {})
@@ -179,10 +181,11 @@ def get_topology(
         sizes = GroupSizes(*next((len(ranks), m) for ranks, m in agreed if dist.get_rank() in ranks))
         intra = [intra_ranks(ranks, m, first) for ranks, m in agreed for first in range(0, len(ranks), m)]
         inter = [inter_ranks(ranks, m, first) for ranks, m in agreed for first in range(m)]
-        made[key] = (sizes, _make_groups(intra), _make_groups(inter))
-    if alone and group not in _made_alone:
-        _made_alone[group] = _make_groups([[rank] for rank in range(dist.get_world_size())])
+        groups = [make_groups(lists, group) for lists in (intra, inter)]  # they cover all ranks
+        made[key] = (sizes, cast("ProcessGroup", groups[0]), cast("ProcessGroup", groups[1]))
     sizes, intra_group, inter_group = made[key]
+    if alone and group not in _made_alone:
+        _made_alone[group] = make_group_of_one(intra_group)
     only_me = _made_alone[group] if alone else None
     return Topology(sizes, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
 
@@ -265,15 +268,3 @@ def _warn_once(text: str) -> None:
 
     if text:
         log_dist(text, ranks=[0], level=logging.WARNING)
-
-
-def _make_groups(all_ranks: list[list[int]]) -> "ProcessGroup":
-    """Make a process group of each of these disjoint lists of ranks; returns the one that this rank is in.
-
-    Every rank makes every group, in one order. A group made by its members alone (``use_local_synchronization``)
-    would cost less, but over NCCL it is split off the world's communicator, which needs all ranks to take part.
-    """
-    from deepspeed import comm as dist
-
-    groups = [dist.new_group(ranks) for ranks in all_ranks]
-    return next(group for ranks, group in zip(all_ranks, groups, strict=True) if dist.get_rank() in ranks)

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import gathered
+from deepspeed_ext.comm.disjoint_groups import make_groups
+from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -120,7 +122,7 @@ class _Exchange:
 def _make_groups(
     module: PipelineModule, optimizer: ParoOptimizer
 ) -> list[tuple[list[int], ProcessGroup, list[nn.Parameter]]]:
-    """Return (ranks, process group, weights) of this rank's tied weights. All ranks make all groups, in one order."""
+    """Return (ranks, process group, weights) of this rank's tied weights. All ranks take part."""
     grid, made = module._grid, []
     for stages, keys in tied_stages(module).items():
         weights = [
@@ -135,11 +137,13 @@ def _make_groups(
         ]
         for model in range(grid.get_slice_parallel_world_size()):
             at = {"model": model} if "model" in grid._topo.get_axis_names() else {}
-            for replica in _replicas(optimizer):
-                ranks = sorted(grid.stage_to_global(stage_id=s, data=d, **at) for s in stages for d in replica)
-                group = dist.new_group(ranks)
-                if dist.get_rank() in ranks and weights:
-                    made.append((ranks, group, weights))
+            lists = [
+                sorted(grid.stage_to_global(stage_id=s, data=d, **at) for s in stages for d in replica)
+                for replica in _replicas(optimizer)
+            ]
+            group = make_groups(lists, None)
+            if group is not None and weights:
+                made.append((data_parallel_ranks(group), group, weights))
     return made
 
 

@@ -116,6 +116,64 @@ def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
     return answers
 
 
+@pytest.mark.parametrize("collides", [False, True])
+def test_one_split_makes_all_groups_of_a_kind(ranks: Any, collides: bool) -> None:
+    for rank, (found, splits) in enumerate(ranks(4).run(splitting_case, collides)):
+        j = rank // 2
+        assert found == [[2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank]]
+        assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1]]]
+
+
+def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
+    """Ranks of groups that a backend makes by splits, and what these were given; ``collides``: the first two lists of
+    the first split have one hash."""
+    from unittest import mock
+
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm import disjoint_groups
+    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
+
+    splits: list[Any] = []
+
+    def split(parent: Any = None, split_ranks: Any = (), timeout: Any = None) -> Any:
+        members = data_parallel_ranks(parent)
+        splits.append(split_ranks)
+        lists = [[members[number] for number in numbers] for numbers in split_ranks]
+        if collides and len(splits) == 1:
+            lists = [sorted(lists[0] + lists[1])]
+        mine = next(some for some in lists if dist.get_rank() in some)
+        return torch.distributed.new_group(mine, timeout=timeout, use_local_synchronization=True)
+
+    world = dist.new_group(list(range(4)))
+    with (
+        mock.patch.object(torch.distributed, "split_group", split),
+        mock.patch.object(disjoint_groups, "_splits", lambda: True),
+    ):
+        made = get_topology(world, 2, alone=True)
+    assert made.alone is not None
+    return [data_parallel_ranks(group) for group in (made.intra, made.inter, made.alone)], splits
+
+
+def test_groups_have_the_timeout_of_the_group_that_they_divide(ranks: Any) -> None:
+    assert ranks(4).run(timeout_case) == [[77.0] * 4] * 4
+
+
+def timeout_case() -> list[float]:
+    """Seconds, of a data-parallel group and of those inside it."""
+    from datetime import timedelta
+
+    import torch
+
+    from deepspeed_ext.comm.disjoint_groups import timeout_of
+    from deepspeed_ext.comm.process_groups import get_topology
+
+    made = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
+    groups = (made.world, made.intra, made.inter, made.alone)
+    return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
+
+
 def test_replicas_of_a_state_are_the_ranks_that_hold_the_same_shard(ranks: Any) -> None:
     for rank, answer in enumerate(ranks(6).run(replicas_case)):
         assert answer == {"N": list(range(6)), "I": [rank % 3, rank % 3 + 3], "G": None}
