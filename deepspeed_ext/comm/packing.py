@@ -44,13 +44,22 @@ def aligned(flat: Tensor, multiple: int) -> Tensor:
     return joined([flat], [length])
 
 
-def joined_and_aligned(pieces: Sequence[Tensor], multiple: int) -> Tensor:
-    """Return pieces (1D, of one dtype) one after the other, filled up with zeros to a multiple at the end."""
-    if len(pieces) == 1:
-        return aligned(pieces[0], multiple)
-    lengths = [piece.numel() for piece in pieces]
-    lengths[-1] += fill_up(sum(lengths), multiple) - sum(lengths)
-    return joined(pieces, lengths)
+def joined_and_aligned(windows: Sequence[Tensor], multiple: int) -> Tensor:
+    """Return rows side by side, one row after the other, filled up with zeros to a multiple at the end: 1D.
+
+    Args:
+        windows: (rows, width) each, of any strides, of one dtype and device.
+        multiple: of elements.
+    """
+    if len(windows) == 1:
+        return aligned(windows[0].reshape(-1), multiple)
+    rows = windows[0].shape[0]
+    numel = rows * sum(window.shape[1] for window in windows)
+    filled = windows[0].new_empty(fill_up(numel, multiple))
+    if numel:
+        torch.cat(list(windows), dim=1, out=filled[:numel].view(rows, -1))
+    filled[numel:].zero_()
+    return filled
 
 
 def aligned_rows(windows: Sequence[Tensor], dtype: torch.dtype, device: object, multiple: int) -> Tensor:

@@ -128,7 +128,9 @@ class WindowGathers:
     def _gather_slices(self, module: WindowedModule) -> Transfer:
         dtype = get_allgather_dtype(module.params[0], module.params[0].ds_tensor)
         device = get_accelerator().current_device_name()
-        pieces = [param.ds_tensor.to(device=device, dtype=dtype, non_blocking=True) for param in module.params]
+        pieces = [
+            param.ds_tensor.to(device=device, dtype=dtype, non_blocking=True).view(1, -1) for param in module.params
+        ]
         shard = joined_and_aligned(pieces, self._slices._reshard.multiple)
         return (yield from self._slices._reshard.gather(shard, Placement.G, Placement.I))
 
@@ -155,7 +157,7 @@ class WindowGathers:
         reshard, params = self._slices._reshard, module.params
         collectives = (reshard.inter if self._between else reshard.intra).collectives
         self._slices._wait_for_updates(params)
-        held: list[Sequence[Tensor]] = [list(one) for one in rows] or [self._slices._held(param) for param in params]
+        held = rows or [self._slices._held(param) for param in params]
         dtype = get_allgather_dtype(params[0], params[0].ds_tensor)
         device = get_accelerator().current_device_name()
         mine = [held[p.param][p.row][p.start : p.start + p.numel] for p in pieces[collectives.rank]]

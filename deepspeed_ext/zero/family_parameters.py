@@ -66,6 +66,12 @@ class FamilyParameters:
             flats.append(flat)
         return flats
 
+    def place(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]) -> None:
+        """Hold parameters in a flat buffer, wherever it is."""
+        offset = 0
+        for group in sub_groups:
+            offset = self._of(group[0]).place(buffer, [group], offset)
+
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_blocks``."""
         for one in self.members.values():

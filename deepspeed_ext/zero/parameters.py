@@ -157,7 +157,7 @@ class PartitionedParameters(Slices):
                 del param.paro_originals
                 if self.sliced:
                     param.ds_tensor.data = param.ds_tensor.data.clone()  # no longer a row that keeps its slice
-        self._rows.clear()
+        self._slices.clear()
         self.forget_blocks()
 
     # Gathering ########################################################################################
@@ -177,23 +177,20 @@ class PartitionedParameters(Slices):
         whole = None
         if self._relayed and self.topology.sizes.group_size > 1:
             # What outlives the transfer is memory of this stream, which gives it out again sooner than a relay.
-            width = fill_up(sum(row.numel() for rows in held for row in rows), self._reshard.multiple)
+            width = fill_up(sum(rows.numel() for rows in held), self._reshard.multiple)
             device = get_accelerator().current_device_name()
-            senders = self.topology.sizes.ranks // len(held[0])
+            senders = self.topology.sizes.ranks // self._row_count
             whole = torch.empty(senders * width, dtype=dtype, device=device)
         started = self._gathers.start(self._send(params, dtype, whole))
         self._live(sum(param.ds_numel for param in params))
-        return Gather(params, self._gathers, started, self._bucket_of(params, alone), len(held[0]), alone)
+        return Gather(params, self._gathers, started, self._bucket_of(params, alone), self._row_count, alone)
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self._wait_for_updates(params)
-        held = [self._held(param) for param in params]
         device = get_accelerator().current_device_name()
-        pieces = [
-            rows[i].to(device=device, dtype=dtype, non_blocking=True) for i in range(len(held[0])) for rows in held
-        ]
-        shard = [joined_and_aligned(pieces, self._reshard.multiple)]
-        del pieces
+        held = [self._held(param).to(device=device, dtype=dtype, non_blocking=True) for param in params]
+        shard = [joined_and_aligned(held, self._reshard.multiple)]
+        del held
         return (yield from self._reshard.gather(shard.pop(), *self._path, whole))
 
     @torch.no_grad()

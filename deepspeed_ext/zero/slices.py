@@ -61,7 +61,7 @@ class Slices:
         self._written = written
         self._params = list(params)
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
-        self._rows: dict[int, list[Tensor]] = {}  # ds_id: the rows of the I-slice
+        self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
@@ -81,14 +81,19 @@ class Slices:
     def _make_slices(self) -> None:
         for some in self._batches(self._params) if self.sliced else ():
             for param, mine in self._gather_slices(some):
-                slice_ = mine.contiguous()
-                param.ds_tensor.data = slice_[self._reshard.row]
-                self._rows[param.ds_id] = list(slice_)
-                self._rows[param.ds_id][self._reshard.row] = param.ds_tensor
+                self._hold(param, mine.contiguous())
 
-    def _held(self, param: ZeroParameter) -> list[Tensor]:
-        """Return what this rank holds of the parameter: one tensor or the rows of its slice; 1D each."""
-        return self._rows[param.ds_id] if self.sliced else [param.ds_tensor]
+    def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
+        self._slices[param.ds_id] = slice_
+        param.ds_tensor.data = slice_[self._reshard.row]
+
+    def _held(self, param: ZeroParameter) -> Tensor:
+        """Return what this rank holds of the parameter: (rows, chunk), one row where it is no slice."""
+        return self._slices[param.ds_id] if self.sliced else param.ds_tensor.view(1, -1)
+
+    @property
+    def _row_count(self) -> int:
+        return self.topology.sizes.groups if self.sliced else 1
 
     def _batches(self, params: Iterable[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Return the parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
@@ -107,14 +112,22 @@ class Slices:
     # Blocks: the optimizer's side #####################################################################
 
     def partitions(self, sub_groups: Sequence[Sequence[ZeroParameter]]) -> list[Tensor]:
-        """Return all that is held of the parameters, block after block, row after row, which are filled up."""
+        """Return all that is held of the parameters, block after block, for a flat buffer that takes it over.
+
+        A slice is a part of its block from now on, and nowhere until ``make_blocks`` says where that is.
+        """
         partitions: list[Tensor] = []
         for sub_group in sub_groups:
+            if not self.sliced:
+                partitions += [param.ds_tensor for param in sub_group]
+                continue
             width, filled = self._block_width(sub_group)
-            for row in range(len(self._held(sub_group[0]))):
-                partitions += [self._held(param)[row] for param in sub_group]
-                if filled > width:
-                    partitions.append(partitions[-1].new_zeros(filled - width))
+            slices = [self._slices.pop(param.ds_id) for param in sub_group]
+            block = slices[0].new_zeros(self._row_count * filled)
+            torch.cat(slices, dim=1, out=block.view(-1, filled)[:, :width])
+            partitions.append(block)
+            for param in sub_group:
+                param.ds_tensor.data = block.new_empty(0)
         return partitions
 
     def _block_width(self, sub_group: Sequence[ZeroParameter]) -> tuple[int, int]:
@@ -138,11 +151,33 @@ class Slices:
         self, number: int, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]
     ) -> tuple[Tensor, int]:
         """Take a part of a flat buffer as the block of a sub-group; return its flat partition, and where it ends."""
-        own = self._reshard.row if self.sliced else 0
-        rows, (width, filled) = len(self._held(sub_group[0])), self._block_width(sub_group)
-        self._blocks[number] = buffer.narrow(0, offset, rows * filled).view(rows, filled)
+        block = self._place(buffer, offset, sub_group)
+        self._blocks[number] = block
         self._block_of.update((param.ds_id, number) for param in sub_group)
-        return self._blocks[number][own, :width], offset + rows * filled
+        width, _ = self._block_width(sub_group)
+        return block[self._reshard.row if self.sliced else 0, :width], offset + block.numel()
+
+    def place(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]], offset: int = 0) -> int:
+        """Hold parameters in a flat buffer from ``offset`` on, as ``make_blocks`` does, wherever it is; return where
+        they end. Nothing is gathered into it."""
+        for sub_group in sub_groups:
+            offset += self._place(buffer, offset, sub_group).numel()
+        return offset
+
+    def _place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> Tensor:
+        """Hold the parameters of a sub-group in a part of a flat buffer; return it, (rows, elements and padding)."""
+        rows, (_, filled) = self._row_count, self._block_width(sub_group)
+        block = buffer.narrow(0, offset, rows * filled).view(rows, filled)
+        column = 0
+        for param in sub_group:
+            numel = param.ds_tensor.ds_numel
+            held = block[:, column : column + numel]
+            if self.sliced:
+                self._hold(param, held)
+            else:
+                param.ds_tensor.data = held[0]
+            column += numel
+        return block
 
     def is_whole(self, number: int) -> bool:
         """Whether a sub-group always travels as it is, because its updates are sent so, or none are."""
@@ -163,13 +198,12 @@ class Slices:
         if self.sliced:
             for some in self._batches(param for param in self._params if param.ds_id not in self._block_of):
                 for param, mine in self._gather_slices(some):
-                    for row, gathered in zip(self._held(param), mine, strict=True):
-                        row.copy_(gathered)
+                    self._held(param).copy_(mine)
             self._written()
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
         """Reshard their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
-        chunks = joined_and_aligned([param.ds_tensor for param in params], self._reshard.multiple)
+        chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self._reshard.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
         gathered = Started(self._reshard.gather_rows(chunks)).finish()
         rows = gathered.view(self.topology.sizes.groups, chunks.numel())
@@ -244,7 +278,6 @@ class Slices:
     @torch.no_grad()
     def _write_rows(self, param: ZeroParameter) -> None:
         layout, whole = self.layout(param), param.data.reshape(-1)
-        for number, row in enumerate(self._held(param)):
-            first = (number * layout.cols + self._reshard.col) * layout.chunk
-            piece = whole[first : first + layout.chunk]
-            row[: piece.numel()].copy_(piece)
+        missing = layout.rows * layout.cols * layout.chunk - layout.numel
+        padded = torch.nn.functional.pad(whole, (0, missing)) if missing else whole
+        self._held(param).copy_(padded.view(layout.rows, layout.cols, layout.chunk)[:, self._reshard.col])

@@ -10,7 +10,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.utils import get_mapping_to_flat_buffer, get_norm_dtype
+from deepspeed.runtime.zero.utils import get_norm_dtype
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.owners import Cells
@@ -322,8 +322,7 @@ class Stage3States(ParoOptimizer):
 
     def _hold_parameters(self, buffer: Tensor) -> None:
         self.lp_param_buffer = buffer
-        for tensor, offset, numel in get_mapping_to_flat_buffer(self._get_parameter_partitions()):
-            tensor.data = buffer.narrow(0, offset, numel)
+        self.parameters.place(buffer, self.fp16_groups)
 
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         """Serve DeepSpeed's safe_get_full_grad and its like."""

@@ -186,7 +186,7 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
             offset += layout.chunk
         held._layouts = {param.ds_id: layout for param, layout in zip(params, layouts, strict=True)}
         rows = cluster.groups if held.sliced else 1
-        held._rows = {param.ds_id: [param.ds_tensor] * rows for param in params}
+        held._slices = {param.ds_id: param.ds_tensor.expand(rows, -1) for param in params}
         for some in (params, params[:3], *([param] for param in params)):
             held._start(some, dtype).wait()
         flats = [flat.numel() for flat in held.partitions([params[:3], params[3:]])]
