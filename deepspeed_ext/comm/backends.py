@@ -13,6 +13,10 @@ from deepspeed_ext.comm.hops import Contents, GatherHop, Part, ReduceHop, Transf
 from deepspeed_ext.comm.packing import joined
 
 
+# Elements that a link carries while a step of a ring takes its latency: 64 KB in 6 microseconds at 10 GB/s.
+_OF_A_STEP = 1 << 15
+
+
 class AllToAllReduce(ReduceHop):
     """A reduction for gloo: an all-to-all and a local sum.
 
@@ -39,10 +43,12 @@ class NativeReduce(ReduceHop):
     def lengths(self, splits: Sequence[int]) -> list[int]:
         """Return equal lengths where that is cheaper; see ``ReduceHop``."""
         filled = super().lengths(splits)
-        longest = max(filled)
-        # A rank receives (size-1)*longest by a padded reduce-scatter, and about all of the bucket by a chain of
-        # rooted reduces, one to the owner of each part.
-        return [longest] * self.size if (self.size - 1) * longest <= sum(filled) else filled
+        longest, rooted = max(filled), sum(length > 0 for length in filled)
+        # A rank receives (size-1)*longest by a padded reduce-scatter, in as many steps, and about all of the bucket by
+        # rooted reduces, one to the owner of each part, each of which goes through all ranks.
+        steps = self.size - 1
+        padded = steps * (longest + _OF_A_STEP) <= sum(filled) + rooted * steps * _OF_A_STEP
+        return [longest] * self.size if padded else filled
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         """Sum by one collective, or one for each part; see ``ReduceHop``."""

@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from deepspeed.comm.torch import get_coalescing_manager
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.profiler import record_function
 
 from deepspeed_ext.comm.bandwidth import counted_over
@@ -115,9 +115,10 @@ class Collectives:
         All are one launch where that can be: else each waits for the one before it to go through all ranks.
         """
         together = _launches_together(self.group, parts[0].device)
+        ranks = get_process_group_ranks(self.group)  # of which get_global_rank would look for each
         with get_coalescing_manager(self.group, parts[0].device, [], True) if together else nullcontext() as launch:
             handles = [
-                self.start("reduce_scatter", dist.reduce, part, dist.get_global_rank(self.group, owner))
+                self.start("reduce_scatter", dist.reduce, part, ranks[owner])
                 for owner, part in enumerate(parts)
                 if part.numel()
             ]

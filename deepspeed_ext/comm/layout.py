@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How flat buffers are divided into cells, and where the parts of a bucket belong.
+"""How flat buffers are divided into cells.
 
 Note [Flat buffers, cells and slices]
     A flat buffer is divided into rows x cols *cells* of ``chunk`` elements; cell (row j, column i) starts at element
@@ -26,13 +26,12 @@ Note [Stripes]
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Contents, Span
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Placement
@@ -208,62 +207,3 @@ class FlatLayout:
 
     def _stripe_at(self, column: int) -> Stripe:
         return self.stripes[bisect_right(self.stripes, column, key=lambda stripe: stripe.column) - 1]
-
-
-class Range(NamedTuple):
-    """Elements ``start`` to ``start + numel`` of flat buffer number ``buffer``."""
-
-    buffer: int
-    start: int
-    numel: int
-
-
-@dataclass(frozen=True, eq=False)
-class BucketPlan:
-    """Where the parts of a bucket go, sorted by owner.
-
-    Attributes:
-        sources: (offset, numel) in the bucket, in the order of ``spans``.
-        spans: for each column, what its part of the packed bucket holds, in order.
-    """
-
-    sources: tuple[tuple[int, int], ...]
-    spans: tuple[tuple[Span, ...], ...]
-
-    def splits(self, col: int, rows: int) -> list[int]:
-        """Return the elements of a column's part for each group."""
-        splits = [0] * rows
-        for span in self.spans[col]:
-            splits[span.row] += span.numel
-        return splits
-
-    def rows_of(self, col: int, rows: int) -> Contents:
-        """Return what a column's part holds for each group."""
-        parts: list[list[Span]] = [[] for _ in range(rows)]
-        for span in self.spans[col]:
-            parts[span.row].append(span)
-        return tuple(tuple(part) for part in parts)
-
-
-@lru_cache(maxsize=4096)  # training repeats the same buckets
-def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> BucketPlan:
-    """Divide a bucket that holds ``ranges``, one after the other, along the cells of their buffers, which have as many
-    rows and columns as one another."""
-    pieces: list[tuple[int, int, int, int, int, int]] = []  # col, row, buffer, start in cell, numel, offset
-    offset = 0
-    for buffer, start, numel in ranges:
-        for piece in layouts[buffer].pieces(start, numel):
-            pieces.append((piece.col, piece.row, buffer, piece.column, piece.numel, offset))
-            offset += piece.numel
-    pieces.sort()
-    spans: list[list[Span]] = [[] for _ in range(layouts[ranges[0].buffer].cols)]
-    for col, row, buffer, within, length, _ in pieces:
-        last = spans[col][-1] if spans[col] else None
-        if last and (last.buffer, last.row, last.start + last.numel) == (buffer, row, within):
-            spans[col][-1] = last._replace(numel=last.numel + length)
-        else:
-            spans[col].append(Span(buffer, row, within, length))
-    return BucketPlan(
-        sources=tuple((offset, length) for *_, length, offset in pieces),
-        spans=tuple(tuple(column) for column in spans),
-    )

@@ -4,7 +4,7 @@
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.bucket_plan import BucketPlan, Rows
 from deepspeed_ext.comm.hops import (
     Contents,
     GatherHop,
@@ -25,9 +26,12 @@ from deepspeed_ext.comm.hops import (
     UpdateHop,
     all_gather,
 )
-from deepspeed_ext.comm.layout import BucketPlan
 from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, read_here
 from deepspeed_ext.strategy import Placement
+
+# Of so many pieces for each copy that would do for several of them, a bucket is packed by such copies: a kernel for
+# many pieces takes less time than one for each copy, until the host takes more to list them.
+_MORE_PIECES = 4
 
 
 class _Reshard:
@@ -140,14 +144,28 @@ class _BucketParts(NamedTuple):
     """How a packed bucket is made. Its parts are filled up as the first hop likes, rows as both can bear.
 
     Attributes:
-        pieces: (offset, numel) in the bucket, in the order of the parts; offset -1: zeros.
+        blocks: (offset of the first row, elements from row to row, rows), in the order of the parts.
         splits: elements for each number in the group.
         rows: of this rank's part, elements for each group; None where it stays in the group.
     """
 
-    pieces: list[tuple[int, int]]
+    blocks: list[tuple[int, int, Rows]]
     splits: list[int]
     rows: list[int] | None
+
+    @property
+    def pieces(self) -> int:
+        """Stretches of the bucket that stay together."""
+        return sum(rows.times * len(rows.cuts) for *_, rows in self.blocks)
+
+    def row_by_row(self) -> Iterator[tuple[int, int, int]]:
+        """Give (offset in the packed bucket, offset in the bucket, numel) of each of them, in order."""
+        for start, pitch, rows in self.blocks:
+            for row in range(rows.times):
+                at = start + row * pitch
+                for cut in rows.cuts:
+                    yield at, cut.offset + row * cut.stride, cut.numel
+                    at += cut.numel
 
 
 class GradientReshard(_Reshard):
@@ -171,16 +189,21 @@ class GradientReshard(_Reshard):
             plan: from ``plan_bucket``, the same on all ranks.
             target: I or G.
         """
-        zero = tensors[0].new_zeros(1)
+        parts = self._bucket_parts(plan, target)
         starts = [0, *accumulate(tensor.numel() for tensor in tensors)]
-
-        def piece(offset: int, numel: int) -> Tensor:
-            if offset < 0:
-                return zero.expand(numel)
+        copies = sum(len(rows.cuts) for *_, rows in parts.blocks)
+        if parts.pieces > _MORE_PIECES * copies:
+            return _packed_by_rows(tensors, starts, parts)
+        zero, packed, end = tensors[0].new_zeros(1), list[Tensor](), 0
+        for at, offset, numel in parts.row_by_row():
+            if at > end:
+                packed.append(zero.expand(at - end))
             number = bisect_right(starts, offset) - 1
-            return tensors[number].narrow(0, offset - starts[number], numel)
-
-        return torch.cat([piece(*place) for place in self._bucket_parts(plan, target).pieces])
+            packed.append(tensors[number].narrow(0, offset - starts[number], numel))
+            end = at + numel
+        if sum(parts.splits) > end:
+            packed.append(zero.expand(sum(parts.splits) - end))
+        return torch.cat(packed)
 
     def reduce_bucket(self, packed: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
         """Reshard N -> I or N -> G the parts of a bucket.
@@ -191,15 +214,15 @@ class GradientReshard(_Reshard):
             target: I or G.
 
         Returns:
-            1D: the sums of this rank's ``bucket_spans(plan, target)``; what is behind them is padding.
+            1D: the sums of this rank's ``bucket_rows(plan, target)``; what is behind them is padding.
         """
         _, splits, rows = self._bucket_parts(plan, target)
         told = rows is not None and self.inter.kept.keeps_errors
         return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if told else ())
 
-    def bucket_spans(self, plan: BucketPlan, target: Placement) -> list[Span]:
-        """Return what ``reduce_bucket`` gives on this rank, in order."""
-        return [span for span in plan.spans[self.col] if target == Placement.I or span.row == self.row]
+    def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[Rows]:
+        """Return what ``reduce_bucket`` gives on this rank, in order: one row after the other."""
+        return plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
 
     def reduce_cells(
         self, cells: Tensor, target: Placement, spans: Sequence[tuple[int, int]], buffer: int = 0
@@ -327,20 +350,34 @@ class GradientReshard(_Reshard):
         return made[target]
 
     def _lay_out(self, plan: BucketPlan, target: Placement) -> _BucketParts:
-        splits = [plan.splits(col, self.rows) for col in range(self.cols)]
-        if target == Placement.I:
-            splits = [[sum(rows)] for rows in splits]
-        filled = [[fill_up(split, self.multiple) for split in rows] for rows in splits]
-        lengths = self.intra.lengths([sum(rows) for rows in filled])
-        pieces: list[tuple[int, int]] = []
-        sources = iter(plan.sources)
-        for rows, filled_rows, length in zip(splits, filled, lengths, strict=True):
-            for split, full in zip(rows, filled_rows, strict=True):
-                missing = full - split
-                while split:
-                    pieces.append(next(sources))
-                    split -= pieces[-1][1]
-                pieces += [(-1, missing)] if missing else []
-            missing = length - sum(filled_rows)
-            pieces += [(-1, missing)] if missing else []
-        return _BucketParts(pieces, lengths, filled[self.col] if target == Placement.G else None)
+        def filled(numel: int) -> int:
+            return fill_up(numel, self.multiple) if target == Placement.G else numel
+
+        lengths = self.intra.lengths(
+            [
+                fill_up(sum(rows.times * filled(rows.numel) for rows in column), self.multiple)
+                for column in plan.columns
+            ]
+        )
+        blocks: list[tuple[int, int, Rows]] = []
+        for start, column in zip(accumulate(lengths, initial=0), plan.columns, strict=False):
+            for rows in column:
+                blocks.append((start, filled(rows.numel), rows))
+                start += rows.times * filled(rows.numel)
+        own = [filled(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
+        return _BucketParts(blocks, lengths, own)
+
+
+def _packed_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
+    """Pack a bucket by a copy for each cut, of all rows that have it."""
+    packed = tensors[0].new_zeros(sum(parts.splits))
+    for start, pitch, rows in parts.blocks:
+        for cut in rows.cuts:
+            number = bisect_right(starts, cut.offset) - 1
+            source, first = tensors[number], cut.offset - starts[number]
+            shape = rows.times, cut.numel
+            packed.as_strided(shape, (pitch, 1), start).copy_(
+                source.as_strided(shape, (cut.stride, 1), source.storage_offset() + first)
+            )
+            start += cut.numel
+    return packed

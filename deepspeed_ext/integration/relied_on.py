@@ -118,6 +118,7 @@ RELIED_ON: tuple[Patch, ...] = (
                 "tell what partitions of stripes have",
                 "(self, i, param_group, partition_id)",
             ),
+            ("get_first_param_index", "look at this rank's partition", "(self, group_id, param_group, partition_id)"),
             (
                 "get_grad_position",
                 "tell what partitions of stripes have",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.layout import Range
+from deepspeed_ext.comm.bucket_plan import Range
 from deepspeed_ext.zero.flat_gradients import FlatGradients
 
 

@@ -21,8 +21,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.comm.bucket_plan import BucketPlan, Range, plan_bucket
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import BucketPlan, FlatLayout, Range, plan_bucket
+from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
@@ -177,15 +178,16 @@ class FlatGradients(Gradients):
 
     def _accumulate(self, plan: BucketPlan, complete: Iterable[int], mine: Tensor) -> None:
         """Add what a bucket brings; have cross what is complete."""
-        offset = 0
-        for span in self._reshard.bucket_spans(plan, self._arrives):
-            part = mine.narrow(0, offset, span.numel)
-            offset += span.numel
-            if self._arrives == Placement.G:
-                self._add_to_shard(span.buffer, span.start, self._mean.multiply(part))
-            else:
-                self.slices[span.buffer][span.row].narrow(0, span.start, span.numel).add_(part)
-
+        for rows in self._reshard.bucket_rows(plan, self._arrives):
+            arrived, mine = mine.tensor_split([rows.times * rows.numel])
+            stretches = rows.stretches()
+            parts = arrived.view(rows.times, -1).split([stretch.numel for stretch in stretches], dim=1)
+            for (buffer, start, numel), part in zip(stretches, parts, strict=True):
+                if self._arrives == Placement.G:
+                    self._add_to_shard(buffer, start, self._mean.multiply(part)[0])
+                else:
+                    held = self.slices[buffer][rows.first : rows.first + rows.times]
+                    held[:, start : start + numel].add_(part)
         if self._arrives == Placement.I and self._crosses.unattended:
             for place in complete:
                 self._cross(self._order.ready(place))

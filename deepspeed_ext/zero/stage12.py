@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_n
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
-from deepspeed_ext.comm.layout import Range
+from deepspeed_ext.comm.bucket_plan import Range
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import Families
 from deepspeed_ext.zero.family_gradients import FamilyGradients

@@ -8,6 +8,7 @@ where. Buffers of one stripe are the parent's as they are.
 """
 
 from abc import abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, cast
@@ -136,8 +137,7 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     def own_piece(self, group: int, param: nn.Parameter) -> Piece | None:
         """Return which elements of the flat buffer this rank's partition has of a parameter, and where."""
-        row, col = self._own_cell(group)
-        return self._pieces[group][id(param)].get(row * self.layouts[group].cols + col)
+        return self._pieces[group].get(id(param))
 
     # What others ask for ############################################################################
 
@@ -216,23 +216,25 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         return divmod(self._shard_number(group), self.topology_of(group).sizes.group_size)
 
     @cached_property
-    def _pieces(self) -> list[dict[int, dict[int, Piece]]]:
-        """For each flat buffer: by id of the parameter and number of the cell, its piece there."""
-        return [
-            {
-                id(param): {
-                    piece.row * layout.cols + piece.col: piece for piece in layout.pieces(offset, meta.numel())
-                }
-                for param, offset, meta in zip(params, offsets, metas, strict=True)
-            }
-            for layout, params, offsets, metas in zip(
-                self.layouts,
-                self.round_robin_bit16_groups,
-                self.round_robin_bit16_offsets,
-                self.round_robin_bit16_meta,
-                strict=True,
-            )
-        ]
+    def _pieces(self) -> list[dict[int, Piece]]:
+        """For each flat buffer: by id of the parameter, its piece in this rank's partition."""
+        found = []
+        for group, layout in enumerate(self.layouts):
+            params, offsets = self.round_robin_bit16_groups[group], self.round_robin_bit16_offsets[group]
+            mine: dict[int, Piece] = {}
+            for cell in layout.cells_of(*self._own_cell(group)):
+                for number in range(
+                    bisect_right(offsets, cell.start) - 1, bisect_left(offsets, cell.start + cell.numel)
+                ):
+                    start = max(offsets[number], cell.start)
+                    end = min(
+                        offsets[number] + self.round_robin_bit16_meta[group][number].numel(), cell.start + cell.numel
+                    )
+                    if start < end:
+                        column = cell.column + start - cell.start
+                        mine[id(params[number])] = Piece(cell.row, cell.col, column, start, end - start)
+            found.append(mine)
+        return found
 
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
         """Return this rank's partition of a flat buffer, and nothing for others, which nobody reads."""
@@ -274,19 +276,29 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         return [param for param, here in pairs if here], [param for param, here in pairs if not here], 0
 
     def initialize_gradient_partition(self, i: int, param_group: Sequence[nn.Parameter], partition_id: int) -> None:
-        """Fill the parent's tables of who has which elements of a parameter."""
+        """Fill the parent's tables with what this rank has of parameters: it reads of others where it sends to them,
+        and with thousands of ranks they take seconds, and memory."""
+        if partition_id != self._shard_number(i):
+            return
         if not self.is_striped(i):
             super().initialize_gradient_partition(i, param_group, partition_id)
-            return
-        offsets = self.round_robin_bit16_offsets[i]
-        for param, offset in zip(param_group, offsets, strict=True):
-            piece, number = self._pieces[i][id(param)].get(partition_id), self.get_param_id(param)
-            if piece is not None:
-                self.param_to_partition_ids[i].setdefault(number, []).append(partition_id)
+        else:
+            for param, offset, piece in self._own_pieces(i):
+                number = self.get_param_id(param)
+                self.param_to_partition_ids[i][number] = [partition_id]
                 self.total_grads_in_partition[i][partition_id] += 1
                 self.is_grad_computed[i][partition_id][number] = False
                 self.grad_partition_insertion_offset[i][partition_id][number] = piece.column
                 self.grad_start_offset[i][partition_id][number] = piece.start - offset
+
+    def get_first_param_index(
+        self, group_id: int, param_group: Sequence[nn.Parameter], partition_id: int
+    ) -> int | None:
+        """Return which parameter is the first in this rank's partition, if any is."""
+        if partition_id != self._shard_number(group_id):
+            return None
+        first: int | None = super().get_first_param_index(group_id, param_group, partition_id)
+        return first
 
     def get_grad_position(
         self, group_id: int, tensor_list: Sequence[nn.Parameter], first_offset: int, partition_size: int

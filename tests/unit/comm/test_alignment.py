@@ -17,8 +17,9 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.comm import backends, collectives
 from deepspeed_ext.comm.backends import NativeReduce
+from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
 from deepspeed_ext.comm.hops import GatherHop
-from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket, windows
+from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import fill_up, joined
 from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule, Started
@@ -80,8 +81,8 @@ def device(sizes: GroupSizes) -> Iterator[tuple[Pointers, GradientReshard, Param
             collectives.dist,
             get_world_size=lambda group: group,  # a group is its size
             get_rank=lambda group: group - 1,
-            get_global_rank=lambda group, rank: rank,
         ),
+        mock.patch.object(collectives, "get_process_group_ranks", range),
         mock.patch.object(collectives, "_launches_together", lambda group, device: False),
         mock.patch.object(backends, "joined", pointers.joined),
         mock.patch.object(

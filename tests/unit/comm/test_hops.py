@@ -34,11 +34,13 @@ def test_rooted_reduces_are_one_launch() -> None:
         return Handle(log, str(owner))
 
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(supports_coalescing=True))
-    ranks = {"get_world_size": lambda group: 4, "get_rank": lambda group: 2, "get_global_rank": lambda _, rank: rank}
+    ranks = {"get_world_size": lambda group: 4, "get_rank": lambda group: 2}
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
         mock.patch.object(collectives, "get_coalescing_manager", launch),
+        mock.patch.object(collectives, "get_process_group_ranks", lambda group: range(4)),
         mock.patch.multiple(collectives.dist, reduce=reduce, **ranks),
+        mock.patch.object(backends, "_OF_A_STEP", 0),
     ):
         move = backends.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
         next(move).wait()
@@ -46,6 +48,19 @@ def test_rooted_reduces_are_one_launch() -> None:
         with pytest.raises(StopIteration) as done:
             next(move)
         assert done.value.value.tolist() == [100.0 + i for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    "present, numel, rooted",
+    [(512, 1000, False), (300, 1000, False), (1, 1000, True), (4, 1 << 20, True), (300, 1 << 20, False)],
+)
+def test_parts_are_reduced_one_by_one_unless_their_latencies_cost_more(present: int, numel: int, rooted: bool) -> None:
+    with (
+        mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
+        mock.patch.multiple(collectives.dist, get_world_size=lambda group: 512, get_rank=lambda group: 0),
+    ):
+        lengths = backends.NativeReduce("group").lengths([numel] * present + [0] * (512 - present))  # type: ignore
+    assert (min(lengths) == 0) == rooted, lengths
 
 
 class Echo(ReduceHop):

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
+from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
+from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.zero.stage12_stripes import stripe_starts
 
 pytestmark = pytest.mark.quick
@@ -71,24 +72,40 @@ def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: so
     plan = plan_bucket((layout,), tuple(ranges))
 
     where = positions(layout)
-    message = [bucket[offset + i] for offset, numel in plan.sources for i in range(numel)]
-    expected = []
-    for col, spans in enumerate(plan.spans):
-        for span in spans:
-            expected += where[span.row, col, span.start : span.start + span.numel].tolist()
-        rows = plan.rows_of(col, layout.rows)
-        assert sorted(span for part in rows for span in part) == sorted(spans)
-        assert all(span.row == row for row, part in enumerate(rows) for span in part)
-        assert plan.splits(col, layout.rows) == [sum(span.numel for span in part) for part in rows]
+    message, expected = [], []
+    for col, column in enumerate(plan.columns):
+        assert [row for rows in column for row in range(rows.first, rows.first + rows.times)] == sorted(
+            {row for rows in column for row in range(rows.first, rows.first + rows.times)}
+        )
+        of_groups = plan.rows_of(col, layout.rows)
+        for row, part in enumerate(of_groups):
+            for span in part:
+                assert span.row == row and span.start + span.numel <= layout.chunk
+                expected += where[row, col, span.start : span.start + span.numel].tolist()
+            for rows in plan.row(col, row):
+                step = row - next(r.first for r in column if r.first <= row < r.first + r.times)
+                for cut in rows.cuts:
+                    first = cut.offset + step * cut.stride
+                    message += bucket[first : first + cut.numel]
+        assert plan.splits(col, layout.rows) == [sum(span.numel for span in part) for part in of_groups]
     assert message == expected and sorted(message) == sorted(bucket)
-    assert all(span.start + span.numel <= layout.chunk for spans in plan.spans for span in spans)
+
+
+def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
+    sizes = []
+    for groups in (16, 512):
+        layout = FlatLayout(10**9, groups, 8, (0, 4 * 10**8))
+        plan = plan_bucket((layout,), (Range(0, 10**8 + 7, 5 * 10**8), Range(0, 3, 10**8)))
+        sizes.append(sum(len(rows.cuts) for column in plan.columns for rows in column))
+        assert sum(sum(plan.splits(col, groups)) for col in range(8)) == 6 * 10**8
+    assert sizes[0] == pytest.approx(sizes[1], abs=8) and sizes[1] < 100, sizes
 
 
 def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
     layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
     plan = plan_bucket(layouts, (Range(1, 2, 5), Range(0, 0, 8)))
     assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
-    columns = [[tuple(span) for span in spans] for spans in plan.spans]
+    columns = [[tuple(span) for part in plan.rows_of(col, 2) for span in part] for col in range(2)]
     assert columns == [
         [(0, 0, 0, 2), (1, 0, 2, 1), (0, 1, 0, 2), (1, 1, 0, 1)],
         [(0, 0, 0, 2), (1, 0, 0, 3), (0, 1, 0, 2)],

@@ -14,8 +14,9 @@ from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, reshard
+from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
 from deepspeed_ext.comm.hops import Contents, Part, Span, SumsGather
-from deepspeed_ext.comm.layout import FlatLayout, Range, plan_bucket
+from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined as join
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Started
@@ -56,7 +57,9 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
         mock.patch.object(collectives, "_launches_together", lambda group, device: False),
         mock.patch.object(backends, "joined", joined),
         mock.patch.object(collectives.Collectives, "start", start),
-        mock.patch.multiple(collectives.dist, get_global_rank=lambda group, rank: rank, **group_of),
+        mock.patch.multiple(collectives.dist, **group_of),
+        mock.patch.object(collectives, "get_process_group_ranks", lambda group: range(sizes[group])),
+        mock.patch.object(backends, "_OF_A_STEP", 0),
     ):
         mine = GradientReshard(kind("intra"), kind("inter"))
         plan = plan_bucket((layout,), ranges)
@@ -64,13 +67,32 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
         message, move = StorageWeakRef(packed.untyped_storage()), mine.reduce_bucket(packed, plan, Placement.G)
         del packed
         found = result(move)
-    spans = mine.bucket_spans(plan, Placement.G)
-    assert [v for span in spans for v in expected[1, 1, span.start : span.start + span.numel].tolist()] == found[
-        : sum(span.numel for span in spans)
-    ]
+    rows = mine.bucket_rows(plan, Placement.G)
+    stretches = [stretch for row in rows for stretch in row.stretches()]
+    values = [value for _, start, numel in stretches for value in expected[1, 1, start : start + numel].tolist()]
+    assert values == found[: len(values)]
     first = next((number for number, name in enumerate(alive) if not name), len(alive))
     assert alive[0] and not alive[-1] and not any(alive[first:])
     assert 0 not in copies  # none before the first hop
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("target", [Placement.I, Placement.G])
+def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, multiple: int) -> None:
+    layouts = (FlatLayout(10_007, 7, 4, (0, 4_000)), FlatLayout(997, 7, 4))
+    ranges = (Range(0, 3_500, 6_507), Range(1, 5, 900), Range(0, 3, 3_497))
+    tensors = [torch.randn(one.numel + 1)[1:] for one in ranges]
+    plan = plan_bucket(layouts, ranges)
+    packed = []
+    for more in (0, 10**9):
+        hops = [backends.NativeReduce.__new__(backends.NativeReduce) for _ in range(2)]
+        for hop, size in zip(hops, (4, 7), strict=True):
+            hop.collectives, hop.multiple = SimpleNamespace(size=size, rank=1), multiple
+        with mock.patch.object(reshard, "_MORE_PIECES", more):
+            mine = GradientReshard(*hops)
+            packed += [mine.pack_bucket(given, plan, target) for given in (tensors, [torch.cat(tensors)])]
+    assert all(torch.equal(packed[0], one) for one in packed[1:])
+    assert packed[0].sum().item() == pytest.approx(torch.cat(tensors).sum().item(), abs=1e-3)
 
 
 @pytest.mark.parametrize("keeps_errors", [False, True])
