@@ -12,7 +12,6 @@ from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import Contents, GatherHop, Part, ReduceHop, Transfer
 from deepspeed_ext.comm.packing import joined
 
-
 # Elements that a link carries while a step of a ring takes its latency: 64 KB in 6 microseconds at 10 GB/s.
 _OF_A_STEP = 1 << 15
 
