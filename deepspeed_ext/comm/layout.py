@@ -164,21 +164,18 @@ class FlatLayout:
             cells: (cols, rows, width), as a gather inside the group of gathers between groups gives it.
             add: add to what is there.
         """
-        width = cells.shape[-1]
-        stripe = self._stripe_at(start)
-        within, all_cells = start - stripe.column, self.rows * self.cols
-        if stripe.numel == all_cells * stripe.width:
-            view = flat[stripe.start : stripe.start + stripe.numel].view(self.rows, self.cols, stripe.width)
-            parts = [(view[:, :, within : within + width], cells.transpose(0, 1))]
-        else:  # cell by cell; the last ones may end early
-            parts = []
-            for index in range(all_cells):
-                first = index * stripe.width + within
-                length = max(0, min(width, stripe.numel - first))
-                first += stripe.start
-                parts.append((flat[first : first + length], cells[index % self.cols, index // self.cols, :length]))
-        for target, source in parts:
-            target.add_(source) if add else target.copy_(source)
+        by_rows, parts = cells.transpose(0, 1), list[tuple[Tensor, Tensor]]()
+        for numbers, held in self.held(flat, start, cells.shape[-1]):
+            source = by_rows[..., : held.shape[1]]
+            whole = numbers.stop // self.cols if not numbers.start else 0  # rows
+            if whole:
+                parts.append((held[: whole * self.cols].unflatten(0, (whole, self.cols)), source[:whole]))
+            row, col = divmod(numbers.start + whole * self.cols, self.cols)
+            rest = held[whole * self.cols :]
+            if len(rest):
+                parts.append((rest, source[row, col : col + len(rest)]))
+        for target, part in parts:
+            target.add_(part) if add else target.copy_(part)
 
     def held(self, flat: Tensor, start: int, width: int) -> list[tuple[slice, Tensor]]:
         """Return a window of every cell as views of the flat buffer.

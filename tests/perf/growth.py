@@ -1,0 +1,210 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What grows with the number of ranks: groups, messages, host time, memory of bookkeeping.
+
+    python -m tests.perf.growth --csv tests/perf/results/growth.csv
+
+Runs the real engine as one rank of 64 to 16,384, in groups of 8, on torch's fake process group, for each strategy and
+for DeepSpeed's own stages, in turns. The model has the tensors of a 7B Llama with a sixteenth of its width. Nothing
+is sent, so seconds are the host's alone: no gloo, no NCCL, no network. MB are those that Python and its objects take
+(tracemalloc), not tensors, for an engine that has made three steps. *cuts*, *plans*: for p = N, what plans of buckets
+hold of the model in its full width, and the seconds that they take.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from deepspeed_ext.comm import process_groups
+from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.strategy import STRATEGIES, Placement, full_bucket
+from deepspeed_ext.zero.stage12_stripes import stripe_starts
+from tests.perf.lib import records
+from tests.perf.lib.fake_world import FakeWorld
+
+WORLDS = (8, 64, 512, 4096, 16384)
+STAGES = ("1", "2", "3")
+LOCO = " + LoCo"
+METHODS = (*STAGES, *STRATEGIES, *(name + LOCO for name in ("NIG", "IIG", "GGG")))
+LAYERS, WIDTH, VOCABULARY, HIDDEN = 32, 4096, 32000, 11008
+NARROWER = 16  # times, in every direction
+BUCKET = 500_000_000
+STEPS = 4
+
+
+def shapes(narrower: int) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of a Llama with 7B parameters, or of one that is narrower."""
+    width, hidden, vocabulary = WIDTH // narrower, HIDDEN // narrower, VOCABULARY // narrower
+    layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
+    return [(vocabulary, width), *(layer * LAYERS), (width,), (vocabulary, width)]
+
+
+class Sum(nn.Module):
+    """Parameters of given shapes, each in a module of its own, and a sum that gives all of them gradients."""
+
+    def __init__(self, of: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(_Part(shape) for shape in of)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input plus the sum of all parameters."""
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class _Part(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full(shape, 1e-3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight.sum()
+
+
+def make_engine(method: str, group_size: int) -> Any:
+    """Return an engine of a strategy, or of a stage of DeepSpeed's own ("2")."""
+    process_groups._made.clear()  # as in a process of its own
+    process_groups._made_alone.clear()
+    deepspeed.utils.groups._WORLD_GROUP = None
+    name = method.removesuffix(LOCO)
+    placed: dict[str, Any] = {"paro_strategy": name, "paro_group_size": group_size}
+    if method in STAGES:
+        placed = {"stage": int(method)}
+    elif name != method:
+        placed["zeropp_loco_param"] = {}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "zero_optimization": {**placed, "reduce_bucket_size": BUCKET // NARROWER**2},
+    }
+    return deepspeed.initialize(model=Sum(shapes(NARROWER)), config=config)[0]
+
+
+def train(engine: Any, world: FakeWorld) -> float:
+    """Make some steps; return the seconds of the last one, of which ``world`` counts the messages."""
+    seconds = 0.0
+    for _ in range(STEPS):
+        world.reset()
+        begin = time.perf_counter()
+        engine.backward(engine(torch.ones(1, dtype=torch.bfloat16)).sum())
+        engine.step()
+        seconds = time.perf_counter() - begin
+    return seconds
+
+
+def measure_once(method: str, world: FakeWorld, traced: bool) -> dict[str, Any]:
+    """Make an engine and train: what was counted; with ``traced`` MB instead of seconds."""
+    gc.collect()
+    world.reset()
+    if traced:
+        tracemalloc.start()
+    begin = time.perf_counter()
+    engine = make_engine(method, world.group_size)
+    found: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
+    found["messages_creation"] = world.messages.total()
+    found["seconds_step"] = train(engine, world)
+    for kind in ("intra", "inter", "world"):
+        found[f"messages_{kind}"] = world.messages[kind]
+        found[f"bytes_{kind}"] = world.received[kind]
+    if traced:
+        gc.collect()
+        found["mb"] = tracemalloc.get_traced_memory()[0] / 2**20
+        tracemalloc.stop()
+    engine.destroy()
+    return found
+
+
+def measure(ranks: int, methods: Sequence[str], group_size: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Measure methods in turns, in this process; give a row for each."""
+    world = FakeWorld(ranks, group_size)
+    deepspeed.init_distributed(dist_backend="gloo")  # finds the fake one
+    logging.disable(logging.WARNING)
+    for method in methods[:1]:
+        measure_once(method, world, traced=False)  # imports, kernels
+    samples = [{method: measure_once(method, world, traced=False) for method in methods} for _ in range(rounds)]
+    for method in methods:
+        row = {"ranks": ranks, "group_size": group_size, "method": method, **samples[0][method]}
+        for name in ("seconds_creation", "seconds_step"):
+            row[name] = round(statistics.median(sample[method][name] for sample in samples), 4)
+        row["mb"] = round(measure_once(method, world, traced=True)["mb"], 2)
+        strategy = STRATEGIES.get(method.removesuffix(LOCO))
+        whole = strategy is not None and strategy.p == strategy.g == Placement.N and strategy.os == Placement.G
+        row |= plans(ranks, group_size) if whole else {"cuts": "", "plans_mb": "", "plans_seconds": ""}
+        yield row
+
+
+def plans(ranks: int, group_size: int) -> dict[str, Any]:
+    """Plan the buckets of the model in its full width, as a backward fills them."""
+    numels = [torch.Size(shape).numel() for shape in shapes(1)]
+    offsets = [0, *accumulate(numels[:-1])]
+    starts = stripe_starts(offsets, numels, BUCKET, ranks)
+    layout = FlatLayout(sum(numels), ranks // group_size, group_size, starts)
+    tracemalloc.start()
+    begin, ranges, filled, made = time.perf_counter(), list[Range](), 0, []
+    for offset, numel in reversed(list(zip(offsets, numels, strict=True))):
+        ranges.append(Range(0, offset, numel))
+        filled += numel
+        if filled >= full_bucket(BUCKET, sum(numels)) or not offset:
+            made.append(plan_bucket((layout,), tuple(ranges)))
+            ranges, filled = [], 0
+    nbytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {
+        "cuts": sum(len(rows.cuts) for plan in made for column in plan.columns for rows in column),
+        "plans_mb": round(nbytes / 2**20, 2),
+        "plans_seconds": round(time.perf_counter() - begin, 3),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows in Markdown."""
+    columns = ("ranks", "method", "groups", "messages_creation", "seconds_creation", "seconds_step", "mb")
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(str(row[name]) for name in columns)} |" for row in rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="numbers of ranks")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="strategies, and stages 1, 2, 3")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="append a row per result")
+    parser.add_argument("--json", action="store_true", help="measure the only world in this process, and print JSON")
+    args = parser.parse_args()
+    if args.json:
+        print(json.dumps(list(measure(args.worlds[0], args.methods, args.group_size, args.rounds))))
+        return
+    rows: list[dict[str, Any]] = []
+    for ranks in tqdm(args.worlds, disable=not sys.stderr.isatty()):
+        given = ["--group-size", str(args.group_size), "--rounds", str(args.rounds), "--methods", *args.methods]
+        command = [sys.executable, "-m", "tests.perf.growth", "--json", "--worlds", str(ranks), *given]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr[-3000:])
+        rows += json.loads(done.stdout.splitlines()[-1])
+    print(table(rows))
+    if args.csv:
+        records.append_rows(args.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
+
+What this rank receives is right in shape and dtype only: gathers have its own part in each place, and sums are its
+own. Nothing that is counted here depends on values.
+"""
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed
+from torch.testing._internal.distributed import fake_pg
+
+# Of each collective: which argument says how many bytes there are in all, and how often each rank receives them.
+_WHOLE = {
+    "all_gather_into_tensor": (0, 1),
+    "all_gather": (0, 1),
+    "reduce_scatter_tensor": (1, 1),
+    "reduce_scatter": (1, 1),
+    "all_to_all_single": (0, 1),
+    "all_reduce": (0, 2),
+    "reduce": (0, 1),
+    "broadcast": (0, 1),
+}
+_MADE = ("new_group", "split_group")
+
+
+class FakeWorld:
+    """A process group of ``ranks`` fake ranks in groups of ``group_size``, of which this process is the first.
+
+    Attributes:
+        messages: collectives, by the kind of group that they go over: "intra", "inter", "world", "other".
+        received: bytes that this rank would receive, by that kind; a rank of a ring receives all but its own part.
+        made: calls by which groups were made.
+    """
+
+    def __init__(self, ranks: int, group_size: int) -> None:
+        self.ranks, self.group_size = ranks, group_size
+        self.messages, self.received = Counter[str](), Counter[str]()
+        self.made = Counter[str]()
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(group_size))
+        distributed.init_process_group("fake", rank=0, world_size=ranks, store=fake_pg.FakeStore())
+        # Never undone: this process does nothing else, and DeepSpeed keeps some of these functions.
+        for name in (*_WHOLE, *_MADE):
+            count = self._count_group if name in _MADE else self._count_collective
+            original = getattr(distributed, name)
+            mock.patch.object(distributed, name, self._counted(name, original, count)).start()
+
+    def reset(self) -> None:
+        """Count from zero."""
+        for counter in (self.messages, self.received, self.made):
+            counter.clear()
+
+    def _counted(self, name: str, original: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            count(name, args, kwargs)
+            return original(*args, **kwargs)
+
+        return counted
+
+    def _count_group(self, name: str, args: Any, kwargs: Any) -> None:
+        self.made[name] += 1
+
+    def _count_collective(self, name: str, args: Any, kwargs: Any) -> None:
+        place, times = _WHOLE[name]
+        whole = args[place] if len(args) > place else next(one for one in kwargs.values() if _is_data(one))
+        tensors = whole if isinstance(whole, (list, tuple)) else [whole]
+        size = distributed.get_world_size(kwargs.get("group"))
+        nbytes = sum(one.numel() * one.element_size() for one in tensors)
+        kind = self._kind(kwargs.get("group"), size)
+        self.messages[kind] += 1
+        self.received[kind] += round(times * nbytes * (size - 1) / size)
+
+    def _kind(self, group: Any, size: int) -> str:
+        if size == self.ranks:
+            return "world"
+        first_two = distributed.get_process_group_ranks(group)[:2]
+        step = first_two[1] - first_two[0] if size > 1 else 0
+        known = {(self.group_size, 1): "intra", (self.ranks // self.group_size, self.group_size): "inter"}
+        return known.get((size, step), "other")
+
+
+def _is_data(one: Any) -> bool:
+    return isinstance(one, torch.Tensor) or (isinstance(one, list) and bool(one))
