@@ -20,7 +20,7 @@ from pathlib import Path
 
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
-LATEST = "latest"
+LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _SAVING = ".saving"
 _REPLACED = ".replaced"
 # What a save writes: DeepSpeed's files, and ours.

@@ -3,8 +3,8 @@
 """``engine.load_checkpoint``: checked on all ranks before anything is changed."""
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +13,9 @@ import deepspeed.runtime.engine
 
 from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
+from deepspeed_ext.checkpoint.converting import converted, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
-from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import require_same, together
 from deepspeed_ext.deepspeed_types import Engine
@@ -32,6 +33,8 @@ def load_checkpoint(
     custom_load_fn: Callable[..., None] | None = None,
 ) -> Any:
     """Run DeepSpeed's ``load_checkpoint``, after all that it will read was found to be there, whole, and fitting.
+
+    Where a universal checkpoint is to be loaded and there is an ordinary one, see Note [Converted checkpoints].
 
     Two faults of DeepSpeed's are mended where parameters are sharded: ``load_module_only`` alone loads no weights, and
     without optimizer states the weights are those of ``latest``, whatever the tag.
@@ -51,7 +54,7 @@ def load_checkpoint(
         lambda: _tag(engine, load_dir, tag), f"the latest checkpoint of {load_dir} cannot be told", CheckpointError
     )
     require_same("the tag of a checkpoint", tag, CheckpointError)
-    rest = {
+    rest: dict[str, Any] = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,
         "load_lr_scheduler_states": load_lr_scheduler_states,
@@ -68,6 +71,13 @@ def load_checkpoint(
     require_same(f"the place of checkpoint {tag}", present, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
     strict = None if custom_load_fn is not None else load_module_strict
+    if from_universal and not is_universal(Path(load_dir, present)):
+        with _ordinary(engine):
+            check = Check(engine, load_dir, present, load_optimizer_states and not load_module_only)
+            why = _misfit(engine, check, strict)
+            if not why:
+                return load_checkpoint(load, engine, load_dir, present, **rest)
+        present = converted(load_dir, present, why)
     kind = UniversalCheck if from_universal else Check
     check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
     try:
@@ -92,6 +102,25 @@ def load_checkpoint(
         files.forget()
 
 
+@contextmanager
+def _ordinary(engine: Engine) -> Iterator[None]:
+    """Have the engine load ordinary checkpoints in this context."""
+    with mock.patch.object(engine._config, "load_universal_checkpoint", False):
+        yield
+
+
+def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
+    """Return why a checkpoint cannot be loaded as it is; empty if it can."""
+    try:
+        with engine.optimizer.filing.numbered(engine):
+            check.run(strict)
+        return ""
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.checkpoint_engine.forget()
+
+
 def load_into_stock(
     load: Callable[..., Any], engine: Engine, load_dir: str, tag: str | None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -107,11 +136,13 @@ def load_into_stock(
 
 
 def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
-    """Return the tag, or the one that DeepSpeed's file of the latest names; empty if there is none."""
+    """Return the tag, or the one that DeepSpeed's file of the latest names, or of the latest that is universal; empty
+    if there is none."""
     if tag is not None:
         return str(tag)
-    latest = Path(load_dir) / ("latest_universal" if engine.load_universal_checkpoint() else LATEST)
-    return latest.read_text().strip() if latest.is_file() else ""
+    names = [LATEST_UNIVERSAL, LATEST] if engine.load_universal_checkpoint() else [LATEST]
+    latest = next((path for name in names if (path := Path(load_dir, name)).is_file()), None)
+    return "" if latest is None else latest.read_text().strip()
 
 
 def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:

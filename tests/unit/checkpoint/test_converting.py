@@ -1,0 +1,128 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A run of another size or strategy goes on from an ordinary checkpoint, which is converted where it is loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+UNIVERSAL = {"checkpoint": {"load_universal": True}}
+# What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
+RUNS = [("IIG + LoCo", "NIG + LoCo", 1), ("NIG", "GGG", 2), ("2", "III", 2)]
+LOCO = " + LoCo"
+
+
+def names_in(folder: str) -> list[str]:
+    """Names of checkpoints in a folder, and of what a load has left there. Collective."""
+    from deepspeed import comm as dist
+
+    found = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
+    dist.barrier()
+    return found
+
+
+def zero_of(name: str, group_size: int) -> dict[str, Any]:
+    """Keys of a strategy or stage, with or without LoCo."""
+    from tests.harness import training
+
+    more = {"zeropp_loco_param": {}} if name.endswith(LOCO) else {}
+    return training.placed(name.removesuffix(LOCO), group_size, **more)
+
+
+@pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=lambda one: str(one))
+def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
+    ranks(4).run(save_case, str(tmp_path), saved)
+    for differences, made, again, names in ranks(2).run(load_case, str(tmp_path), loaded, group_size):
+        assert differences == {} and made == again
+        assert names == ["global_step3", "global_step3_converted", "latest"]
+
+
+def save_case(folder: str, name: str) -> None:
+    """Three steps, a checkpoint, and what is in it."""
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
+
+    job = training.Job(optimizer="Adam", empty=False)
+    engine, model = training.make_engine(job, zero_of(name, 2))
+    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    engine.save_checkpoint(folder)
+    seen = snapshots.snapshot(engine, model, job)
+    if dist.get_rank() == 0:
+        torch.save(seen, f"{folder}.pt")
+    engine.destroy()
+
+
+def load_case(folder: str, name: str, group_size: int) -> tuple[dict[str, float], float, float, list[str]]:
+    """What differs from what was saved; when the universal checkpoint was made, before and after a second load; what
+    is in the folder."""
+    import torch
+
+    from tests.harness import snapshots, training
+
+    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
+    engine, model = training.make_engine(job, zero_of(name, group_size))
+    made = []
+    for _ in range(2):
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        engine.load_checkpoint(folder)
+        made.append(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
+    found = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
+    names = names_in(folder)
+    found.pop("counters", None)  # samples of a step
+    engine.destroy()
+    return found, made[0], made[1], names
+
+
+def test_what_fits_is_loaded_as_it_is_and_what_was_saved_again_is_converted_again(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(save_case, str(tmp_path), "IIG")
+    for as_it_is, differences in ranks(4).run(again_case, str(tmp_path)):
+        assert as_it_is == ["global_step3", "latest"] and differences == {}
+
+
+def again_case(folder: str) -> tuple[list[str], dict[str, float]]:
+    """What is in the folder after a load that fits; what differs where a save has the tag of a converted one."""
+    from tests.harness import snapshots, training
+
+    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
+    engine, model = training.make_engine(job, zero_of("IIG", 2))
+    engine.load_checkpoint(folder)
+    as_it_is = names_in(folder)
+    other, _ = training.make_engine(job, zero_of("NIG", 2))
+    other.load_checkpoint(folder)
+    other.destroy()
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine.save_checkpoint(folder, tag="global_step3")
+    wanted = snapshots.snapshot(engine, model, job)
+    engine.destroy()
+    other, model = training.make_engine(job, zero_of("NIG", 2))
+    other.load_checkpoint(folder, tag="global_step3")
+    found = snapshots.difference(wanted, snapshots.snapshot(other, model, job))
+    other.destroy()
+    return as_it_is, found
+
+
+def test_a_conversion_that_fails_is_told_on_all_ranks_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(save_case, str(tmp_path), "IIG")
+    next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
+    for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
+        assert message.startswith("CheckpointError: rank 0: ") and not changed
+        assert "cannot be loaded as it is" in message and "ds_to_universal" in message, message
+        assert names == ["global_step3", "latest"]
+
+
+def failing_case(folder: str) -> tuple[str, bool, list[str]]:
+    """The error, whether a weight or state has changed, what is in the folder."""
+    from tests.harness import snapshots, training
+
+    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
+    engine, model = training.make_engine(job, zero_of("NIG", 2))
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    before = snapshots.snapshot(engine, model, job)
+    message = snapshots.error_of(engine.load_checkpoint, folder)
+    changed = bool(snapshots.difference(before, snapshots.snapshot(engine, model, job)))
+    names = names_in(folder)
+    engine.destroy()
+    return message, changed, names
