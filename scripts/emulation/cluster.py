@@ -129,6 +129,10 @@ class Processes:
             self._readers.append(threading.Thread(target=read, args=(process.stdout,), daemon=True))
             self._readers[-1].start()
 
+    def forget(self, node: int) -> None:
+        """Take what has become of a node's processes for no failure: they were to be killed."""
+        self._started = [(of, process) for of, process in self._started if of != node]
+
     def wait(self, timeout: float = math.inf) -> Failure | None:
         """Wait until all have ended, or one has failed.
 

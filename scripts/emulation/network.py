@@ -111,9 +111,14 @@ class Network:
         """Return the traffic of each node, of all processes that ever ran in it together."""
         return [_traffic(name) for name in self.names]
 
-    def kill(self) -> None:
-        """Kill all processes in the nodes, also those that have a session of their own, as a launcher's ranks do."""
-        _kill(self.names)
+    def cut(self, node: int) -> None:
+        """Cut a node's link: others are not told, as when a machine loses its power."""
+        _ip("-n", self.switch, "link", "set", _port(node), "down")
+
+    def kill(self, nodes: Sequence[int] | None = None) -> None:
+        """Kill all processes in these nodes, by default in all, also those that have a session of their own, as a
+        launcher's ranks do."""
+        _kill([name for node, name in enumerate(self.names) if nodes is None or node in nodes])
 
 
 class Link:

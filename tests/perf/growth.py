@@ -45,7 +45,7 @@ METHODS = (*STAGES, *STRATEGIES, *(name + LOCO for name in ("NIG", "IIG", "GGG")
 LAYERS, WIDTH, VOCABULARY, HIDDEN = 32, 4096, 32000, 11008
 NARROWER = 16  # times, in every direction
 BUCKET = 500_000_000
-STEPS = 4
+STEPS = 3
 
 
 def shapes(narrower: int) -> list[tuple[int, ...]]:
@@ -201,9 +201,9 @@ def main() -> None:
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         rows += json.loads(done.stdout.splitlines()[-1])
+        if args.csv:
+            records.append_rows(args.csv, [row for row in rows if row["ranks"] == ranks])
     print(table(rows))
-    if args.csv:
-        records.append_rows(args.csv, rows)
 
 
 if __name__ == "__main__":
