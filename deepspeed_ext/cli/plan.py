@@ -19,12 +19,14 @@ from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import ADAM_BYTES, MUON_BYTES
 from deepspeed_ext.planner import report
 from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.planner.clusters import Cluster, read_cluster
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import BUCKET, Experts, Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+FLOPS = 6  # of each parameter for a token, forward and backward
 FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
 
 
@@ -53,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="forward and backward of a micro-step without communication, which they hide (default: 0)",
     )
     what.add_argument(
+        "--tokens", type=_count, metavar="N", help="of a micro-batch on a rank, of which the cluster's tflops tell S"
+    )
+    what.add_argument(
         "--overlap-updates",
         action="store_true",
         help="paro_overlap_updates: with p = N, updated parameters come under the next forward",
@@ -67,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that one rank would take to orthogonalize them all (default: 0)",
     )
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
+    where.add_argument(
+        "--cluster",
+        type=Path,
+        metavar="FILE",
+        help="JSON that describes its nodes and links, instead of the options below; --nodes where it has none",
+    )
     where.add_argument("--nodes", type=int)
     where.add_argument("--ranks-per-node", type=int)
     where.add_argument("--group-size", type=int, help="paro_group_size (default: ranks per node)")
@@ -86,17 +97,21 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: an argument is missing, out of bounds, or contradicts another.
     """
+    cluster = _take_cluster(arguments)
     _check(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
     model = _model(arguments)
+    if cluster is not None and cluster.tflops is not None and arguments.tokens is not None:
+        parameters = model.states.parameters / BYTES[arguments.dtype]
+        model = replace(model, compute=FLOPS * parameters * arguments.tokens / (cluster.tflops * 1e12))
     if arguments.estimate and model.states.updated != model.states.parameters:
         raise ValueError(
             f"--estimate prints what DeepSpeed's estimators know, all parameters trained; of {arguments.model} "
             f"{model.states.updated / model.states.parameters:.1%} are. Leave out --estimate."
         )
-    rates = _rates(arguments, sizes, per_node, launched)
+    rates = cluster.rates(sizes) if cluster else _rates(arguments, sizes, per_node, launched)
     if launched and int(os.environ.get("RANK", "0")):
         return
     if arguments.inter_gbps is None:
@@ -128,6 +143,31 @@ def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_nod
         estimate(int(model.states.parameters / width), largest, per_node, nodes, plans[0].sizes.group_size)
     if arguments.picture:
         report.picture(plans, arguments.picture)
+
+
+def _take_cluster(arguments: argparse.Namespace) -> Cluster | None:
+    """Return the cluster of --cluster, and take its figures for the options that it replaces."""
+    if arguments.cluster is None:
+        if arguments.tokens is not None:
+            raise ValueError("--tokens goes with --cluster, whose file tells tflops.")
+        return None
+    replaced = ("ranks_per_node", "intra_gbps", "inter_gbps", "memory_gb")
+    given = [name for name in replaced if getattr(arguments, name) is not None]
+    given += ["latency_us"] if arguments.latency_us else []
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"--cluster {arguments.cluster} describes the cluster; leave out {names}.")
+    cluster = read_cluster(arguments.cluster)
+    if cluster.nodes is not None and arguments.nodes is not None:
+        raise ValueError(f"{arguments.cluster} has {cluster.nodes} nodes; leave out --nodes {arguments.nodes}.")
+    if arguments.tokens is not None and (cluster.tflops is None or arguments.micro_step_seconds):
+        raise ValueError("--tokens needs tflops in the file of --cluster, and takes the place of --micro-step-seconds.")
+    if arguments.tokens is not None and arguments.expert_params is not None:
+        raise ValueError("--tokens knows of no experts, of which a token uses some: give --micro-step-seconds.")
+    for name in replaced:
+        setattr(arguments, name, getattr(cluster, name))
+    arguments.nodes = cluster.nodes or arguments.nodes
+    return cluster
 
 
 def _check(arguments: argparse.Namespace) -> None:
