@@ -114,10 +114,10 @@ class Run:
             first = (number * self._ranks + dist.get_rank()) * MICRO_ROWS
             tokens = rows[first : first + MICRO_ROWS]
             self._ask("forward", step)
-            loss: Tensor = self.engine(tokens[:, :-1], tokens[:, 1:])
-            if self._asks("reductions", step):  # the middle of the backward
+            if self._asks("reductions", step):  # in the middle of the backward
                 middle = self._model.blocks[len(self._model.blocks) // 2]
                 middle.register_full_backward_hook(lambda *_: self._ask("reductions", step))
+            loss: Tensor = self.engine(tokens[:, :-1], tokens[:, 1:])
             self.engine.backward(loss)
             losses.append(loss.detach())
             self._ask("update", step)

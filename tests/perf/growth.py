@@ -132,7 +132,9 @@ def measure_once(method: str, world: FakeWorld, traced: bool) -> dict[str, Any]:
     return found
 
 
-def measure(ranks: int, methods: Sequence[str], group_size: int, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(
+    ranks: int, methods: Sequence[str], group_size: int, rounds: int, memory: bool
+) -> Iterator[dict[str, Any]]:
     """Measure methods in turns, in this process; give a row for each."""
     world = FakeWorld(ranks, group_size)
     deepspeed.init_distributed(dist_backend="gloo")  # finds the fake one
@@ -144,7 +146,7 @@ def measure(ranks: int, methods: Sequence[str], group_size: int, rounds: int) ->
         row = {"ranks": ranks, "group_size": group_size, "method": method, **samples[0][method]}
         for name in ("seconds_creation", "seconds_step"):
             row[name] = round(statistics.median(sample[method][name] for sample in samples), 4)
-        row["mb"] = round(measure_once(method, world, traced=True)["mb"], 2)
+        row["mb"] = round(measure_once(method, world, traced=True)["mb"], 2) if memory else ""
         strategy = STRATEGIES.get(method.removesuffix(LOCO))
         whole = strategy is not None and strategy.p == strategy.g == Placement.N and strategy.os == Placement.G
         row |= plans(ranks, group_size) if whole else {"cuts": "", "plans_mb": "", "plans_seconds": ""}
@@ -187,15 +189,19 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, help="strategies, and stages 1, 2, 3")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
+    parser.add_argument("--no-memory", action="store_true", help="leave out MB, for which a method runs once more")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append a row per result")
     parser.add_argument("--json", action="store_true", help="measure the only world in this process, and print JSON")
     args = parser.parse_args()
+    rows: list[dict[str, Any]]
     if args.json:
-        print(json.dumps(list(measure(args.worlds[0], args.methods, args.group_size, args.rounds))))
+        rows = list(measure(args.worlds[0], args.methods, args.group_size, args.rounds, not args.no_memory))
+        print(json.dumps(rows))
         return
-    rows: list[dict[str, Any]] = []
+    rows = []
     for ranks in tqdm(args.worlds, disable=not sys.stderr.isatty()):
-        given = ["--group-size", str(args.group_size), "--rounds", str(args.rounds), "--methods", *args.methods]
+        given = ["--no-memory"] if args.no_memory else []
+        given += ["--group-size", str(args.group_size), "--rounds", str(args.rounds), "--methods", *args.methods]
         command = [sys.executable, "-m", "tests.perf.growth", "--json", "--worlds", str(ranks), *given]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -216,12 +216,19 @@ def test_what_is_said_of_updates_has_its_rows() -> None:
         assert cells[1:] == [f"{float(number):.2f}" for number in numbers], cells[0]
 
 
-def test_predictions_are_what_the_planner_says_today() -> None:
-    command = [sys.executable, "-m", "tests.perf.at_scale"]
+@pytest.mark.parametrize(
+    "program, section",
+    [
+        ("at_scale", "## At scale: predictions, not measurements"),
+        ("predicted_clusters", "## Clusters: predictions, not measurements"),
+    ],
+)
+def test_predictions_are_what_the_planner_says_today(program: str, section: str) -> None:
+    command = [sys.executable, "-m", f"tests.perf.{program}"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    shown = page("tests/perf/README.md").section("## At scale: predictions, not measurements").text
+    shown = page("tests/perf/README.md").section(section).text
     tables = shown.split("(The script prints the other regimes")[0]
-    lines = [line for line in tables.splitlines() if line.startswith(("|", "**"))]
+    lines = [line for line in tables.splitlines() if line.startswith(("| ", "**"))]
     assert len(lines) > 30
     assert not [line for line in lines if line not in said]
 
