@@ -161,7 +161,9 @@ def _take_cluster(arguments: argparse.Namespace) -> Cluster | None:
     if cluster.nodes is not None and arguments.nodes is not None:
         raise ValueError(f"{arguments.cluster} has {cluster.nodes} nodes; leave out --nodes {arguments.nodes}.")
     if arguments.tokens is not None and (cluster.tflops is None or arguments.micro_step_seconds):
-        raise ValueError("--tokens needs tflops in the file of --cluster, and takes the place of --micro-step-seconds.")
+        raise ValueError(
+            "--tokens needs tflops in the file of --cluster, and takes the place of --micro-step-seconds."
+        )
     if arguments.tokens is not None and arguments.expert_params is not None:
         raise ValueError("--tokens knows of no experts, of which a token uses some: give --micro-step-seconds.")
     for name in replaced:

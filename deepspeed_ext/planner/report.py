@@ -22,7 +22,7 @@ _COLUMNS = (
     ("s: compute", 12),
     ("in group", 10),
     ("between", 9),
-    ("update", 8),
+    ("update", 10),
     ("sum", 8),
     ("busy: in group", 16),
     ("between", 9),

@@ -137,6 +137,55 @@ def test_bad_arguments_get_clear_errors(
     assert re.search(message, capsys.readouterr().err)
 
 
+def write_cluster(folder: Path, **changed: object) -> str:
+    """A file that describes a cluster; None leaves a key out."""
+    given = {"ranks_per_node": 8, "intra_gbps": 800, "inter_gbps": 100, "latency_us": 5, "memory_gb": 40, **changed}
+    path = folder / "cluster.json"
+    path.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
+    return str(path)
+
+
+def test_a_cluster_in_a_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    by_options = [*NODES, *LINKS, "--memory-gb", "40", "--latency-us", "15", "--micro-step-seconds", "0.42"]
+    plan(monkeypatch, "--params", "7B", *by_options)
+    expected = capsys.readouterr().out
+    path = write_cluster(tmp_path, tflops=100)  # 3 steps of a ring of 4 groups; 6 x 7e9 x 1000 / 1e14 s
+    plan(monkeypatch, "--params", "7B", "--cluster", path, "--nodes", "4", "--tokens", "1000")
+    assert capsys.readouterr().out == expected
+    plan(monkeypatch, "--params", "7B", "--cluster", write_cluster(tmp_path, nodes=4), "--micro-step-seconds", "0.42")
+    assert capsys.readouterr().out == expected
+
+
+@pytest.mark.parametrize(
+    "changed, arguments, message",
+    [
+        ({"inter_gbps": None}, [], "lacks the key(s) inter_gbps."),
+        ({"gbps": 4}, [], "has the unknown key(s) gbps; the keys are ranks_per_node, intra_gbps, inter_gbps, nodes,"),
+        ({"inter_gbps": "100"}, [], "inter_gbps must be a number, got '100'."),
+        ({"ranks_per_node": 7.5}, [], "ranks_per_node must be a whole number, got 7.5."),
+        ({"latency_us": -1}, [], "latency_us must be above 0, got -1."),
+        ({"intra_gbps": 0}, [], "intra_gbps must be above 0, got 0."),
+        ({"nodes": 4}, ["--nodes", "4"], "cluster.json has 4 nodes; leave out --nodes 4."),
+        ({}, ["--nodes", "4", *LINKS], "describes the cluster; leave out --intra-gbps, --inter-gbps."),
+        ({}, ["--nodes", "4", "--tokens", "10"], "--tokens needs tflops in the file of --cluster"),
+        ({}, [], "expected --nodes and --ranks-per-node"),
+    ],
+)
+def test_what_is_wrong_with_a_cluster_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    changed: dict[str, object],
+    arguments: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan(monkeypatch, "--params", "7B", "--cluster", write_cluster(tmp_path, **changed), *arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--ranks", "--group-size"])
 def test_what_the_report_takes_is_not_dropped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str

@@ -1,0 +1,42 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of many, on torch's fake process group: what must not grow with their number."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
+from scripts import ROOT
+from scripts.emulation.launching import environment
+
+GROUP, NUMEL = 8, 26_361_600  # ranks in a group; parameters of the model that growth.py trains
+METHODS = ("NIG", "III")
+
+
+def grown(ranks: int) -> dict[str, Any]:
+    """What ``tests.perf.growth`` counts with so many ranks, by method."""
+    command = [sys.executable, "-m", "tests.perf.growth", "--json", "--no-memory", "--rounds", "1"]
+    command += ["--worlds", str(ranks), "--methods", *METHODS]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert not done.returncode, done.stderr[-2000:]
+    return {row["method"]: row for row in json.loads(done.stdout.splitlines()[-1])}
+
+
+def test_messages_do_not_grow_with_the_ranks_and_bytes_are_those_of_the_formulas() -> None:
+    few, many = grown(64), grown(2048)
+    states = ModelStates.of(NUMEL)
+    for name in METHODS:
+        for kind in ("intra", "inter"):
+            assert few[name][f"messages_{kind}"] == many[name][f"messages_{kind}"] > 0, (name, kind)
+        volume = STRATEGIES[name].volume(GroupSizes(64, GROUP), states)
+        if name == "III":  # which has kept for the backward what the forward gathered
+            volume += Volume(intra=-states.parameters * (1 - 1 / GROUP))
+        assert few[name]["bytes_intra"] == pytest.approx(volume.intra, rel=0.05), name
+        assert few[name]["bytes_inter"] == pytest.approx(volume.inter, rel=0.05), name
+        assert few[name]["groups"] == 1 + 64 // GROUP + GROUP  # DeepSpeed's, and a call for each list
