@@ -20,7 +20,8 @@ Note [Plain ZeRO]
     What DDP and the plain stages would take, with as few bytes as they can be configured for (reductions to owners, no
     all-reduces; whole gradients reduced at the boundary only), and with ``overlap_comm``: collectives over all ranks,
     whose hops run at the same time; gradients under the backward; ZeRO-1 and ZeRO-2 wait for updated parameters, and
-    ZeRO-3 prefetches. None are predicted with Muon, for which DeepSpeed's stages move much besides.
+    ZeRO-3 prefetches. On a host, DeepSpeed's stages wait for each reduction, and DDP alone hides them. None are
+    predicted with Muon, for which DeepSpeed's stages move much besides.
 """
 
 from collections.abc import Iterable
@@ -218,15 +219,17 @@ def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Predict
     """Predict what the plain stages cost; see Note [Plain ZeRO]."""
     if model.matrices:
         return []
-    found = []
-    for name in PLAIN:
-        strategy = STRATEGIES[name]
-        bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if name == "NNN" else model.bucket
-        # DDP has no updates to wait for.
-        overlap = Overlap(updates=strategy.p != Placement.N, within=model.streams, at_once=True)
-        one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap)
-        found.append(replace(one, plain=True))
-    return found
+    return [predict_plain_stage(name, sizes, model, rates) for name in PLAIN]
+
+
+def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates) -> Prediction:
+    """Predict what one plain stage costs, by the three letters that it has in ``PLAIN``; see Note [Plain ZeRO]."""
+    strategy, ddp = STRATEGIES[name], name == "NNN"
+    bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if ddp else model.bucket
+    # DDP has no updates to wait for.
+    overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True)
+    one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap)
+    return replace(one, plain=True)
 
 
 def _prediction(

@@ -1,0 +1,125 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What communication costs the cores of a host, which also compute: fitted to some rows, then used for others.
+
+Note [Host costs]
+    r ranks share c cores, so what one rank does takes r/c of the time that it would take on a core of its own. With R
+    = r/c and f, how slow the host was during the launch, a hop of x bytes in y messages takes
+
+        within a node     f R (x within + y message_within)
+        between nodes     x max(link, f R between) + y f R message_between
+
+    where ``link`` is the seconds of a byte of payload on the wire: m ranks share a node's link, and a frame of 1514
+    bytes carries 1448. An update touches ``memory`` bytes, LoCo codes what crosses (``coding``), in seconds a byte.
+
+    f is the compute of a step, as it was measured without communication, over that of the campaign's first launch,
+    each per rank, element, and micro-batch (with an update counted as ``UPDATE`` micro-batches). Where compute is
+    emulated, it is 1.
+
+    DeepSpeed's stages reduce to one owner after the other: so a bucket is as many messages as there are ranks. What
+    gloo's collectives send beyond the formula is counted by the interfaces, and does not depend on the link.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+from deepspeed_ext.planner.cost import PLAIN, predict, predict_plain_stage
+from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from deepspeed_ext.strategy import Direction
+from tests.perf.lib.timeline_cases import Case
+
+CORES = 2
+FRAME = 1514 / 1448  # Ethernet's and TCP's headers
+UPDATE = 0.73  # micro-batches: by the computes of 2x2-small-1 and 2x2-small-4
+STEPS, LEAST_ERROR = 25, 0.05  # of the fit: an error below this weighs as one of this size
+
+Vector = NDArray[numpy.float64]
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Seconds on a core of its own; see Note [Host costs]."""
+
+    within: float = 1e-9
+    between: float = 1e-9
+    message_within: float = 1e-4
+    message_between: float = 2e-4
+    memory: float = 5e-10
+    coding: float = 1e-9
+
+    def rates(self, case: Case, slowness: float) -> Rates:
+        """Return the rates of a case's hops."""
+        sizes = case.sizes
+        host = sizes.ranks / CORES * slowness
+        link = 0.0 if case.row.mbit is None else sizes.group_size * 8 / (case.row.mbit * 1e6) * FRAME
+        between = 1 / max(link, host * self.between) / case.extra_bytes
+        owners = sizes.ranks if case.plain and PLAIN[case.strategy.name] in ("ZeRO-1", "ZeRO-2") else 1
+
+        def hops(messages: int) -> HopRates:
+            within = Rate(host * self.message_within * messages, 1 / (host * self.within))
+            return HopRates(within, Rate(host * self.message_between * messages, between))
+
+        return Rates(hops(1), hops(owners), 1 / (host * self.memory))
+
+    def seconds(self, case: Case, slowness: float) -> float:
+        """Return the seconds of a step, by the planner's timeline with these costs."""
+        rates = self.rates(case, slowness)
+        if case.plain:
+            return predict_plain_stage(case.strategy.name, case.sizes, case.model, rates).total_seconds
+        one = predict(case.strategy, case.sizes, case.model, rates, case.sent)
+        host = case.sizes.ranks / CORES * slowness
+        return one.total_seconds + host * self.coding * _coded_bytes(case)
+
+
+def _coded_bytes(case: Case) -> float:
+    """Return the bytes that a rank has coded in a step, as they are before."""
+    if case.sent.loco is None:
+        return 0.0
+    return sum(
+        phase.volume.inter * phase.times(case.model.accumulation)
+        for phase in case.strategy.phases(case.sizes, case.model.states)
+        if phase.kind == Direction.REDUCE or (case.sent.updates is not None and not phase.each_micro_step)
+    )
+
+
+def compute_of_element(case: Case) -> float:
+    """Return the seconds of compute of an element in a micro-batch, on a core of its own."""
+    model = case.model
+    elements = model.states.gradients / model.gradient_bytes
+    return model.compute * model.accumulation / (model.accumulation + UPDATE) / elements / case.sizes.ranks * CORES
+
+
+def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
+    """Return the costs with which the ratios of predicted to measured steps are nearest to 1.
+
+    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors.
+
+    Args:
+        cases: what to fit to, each with how slow the host was.
+        start: where the search begins. What no case depends on stays as it is.
+    """
+    values = numpy.log(numpy.array(astuple(start)))
+
+    def errors(values: Vector) -> Vector:
+        costs = HostCosts(*map(float, numpy.exp(values)))
+        return numpy.array([math.log(costs.seconds(case, slow) / case.row.median) for case, slow in cases])
+
+    now, damping = errors(values), 1e-2
+    for _ in range(STEPS):
+        slopes = numpy.stack([(errors(values + 1e-3 * one) - now) / 1e-3 for one in numpy.eye(len(values))], 1)
+        weights = 1 / numpy.maximum(numpy.abs(now), LEAST_ERROR)
+        normal = slopes.T @ (weights[:, None] * slopes)
+        damped = normal + damping * (numpy.diag(numpy.diag(normal)) + 1e-3 * numpy.eye(len(values)))
+        move = numpy.linalg.solve(damped, -slopes.T @ (weights * now)).clip(-2, 2)
+        then = errors(values + move)
+        if numpy.abs(then).sum() < numpy.abs(now).sum():
+            values, now, damping = values + move, then, damping / 3
+        else:
+            damping *= 5
+        if numpy.abs(move).max() < 1e-3:
+            break
+    return HostCosts(*map(float, numpy.exp(values)))
