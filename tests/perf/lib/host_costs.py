@@ -36,6 +36,7 @@ CORES = 2
 FRAME = 1514 / 1448  # Ethernet's and TCP's headers
 UPDATE = 0.73  # micro-batches: by the computes of 2x2-small-1 and 2x2-small-4
 STEPS, LEAST_ERROR = 25, 0.05  # of the fit: an error below this weighs as one of this size
+NEARNESS = 0.1  # half of it is as bad as so large an error, for a cost that is e times that of the start
 
 Vector = NDArray[numpy.float64]
 
@@ -96,27 +97,32 @@ def compute_of_element(case: Case) -> float:
 def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
     """Return the costs with which the ratios of predicted to measured steps are nearest to 1.
 
-    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors.
+    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors; what the cases tell little about
+    stays near where the search begins.
 
     Args:
         cases: what to fit to, each with how slow the host was.
-        start: where the search begins. What no case depends on stays as it is.
+        start: where the search begins.
     """
-    values = numpy.log(numpy.array(astuple(start)))
+    begin = numpy.log(numpy.array(astuple(start)))
+    identity = numpy.eye(len(begin))
 
     def errors(values: Vector) -> Vector:
         costs = HostCosts(*map(float, numpy.exp(values)))
         return numpy.array([math.log(costs.seconds(case, slow) / case.row.median) for case, slow in cases])
 
-    now, damping = errors(values), 1e-2
+    def loss(values: Vector, found: Vector) -> float:
+        return float(numpy.abs(found).sum() + NEARNESS / 2 * numpy.square(values - begin).sum())
+
+    values, now, damping = begin, errors(begin), 1e-2
     for _ in range(STEPS):
-        slopes = numpy.stack([(errors(values + 1e-3 * one) - now) / 1e-3 for one in numpy.eye(len(values))], 1)
+        slopes = numpy.stack([(errors(values + 1e-3 * one) - now) / 1e-3 for one in identity], 1)
         weights = 1 / numpy.maximum(numpy.abs(now), LEAST_ERROR)
-        normal = slopes.T @ (weights[:, None] * slopes)
-        damped = normal + damping * (numpy.diag(numpy.diag(normal)) + 1e-3 * numpy.eye(len(values)))
-        move = numpy.linalg.solve(damped, -slopes.T @ (weights * now)).clip(-2, 2)
+        normal = slopes.T @ (weights[:, None] * slopes) + NEARNESS * identity
+        gradient = slopes.T @ (weights * now) + NEARNESS * (values - begin)
+        move = numpy.linalg.solve(normal + damping * numpy.diag(numpy.diag(normal)), -gradient).clip(-2, 2)
         then = errors(values + move)
-        if numpy.abs(then).sum() < numpy.abs(now).sum():
+        if loss(values + move, then) < loss(values, now):
             values, now, damping = values + move, then, damping / 3
         else:
             damping *= 5
