@@ -51,12 +51,6 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def latest_rows(path: Path, *keys: str) -> list[dict[str, str]]:
-    """Return the rows of a file, of those that agree in these columns the last one."""
-    with path.open(newline="") as file:
-        return list({tuple(row[key] for key in keys): row for row in csv.DictReader(file)}.values())
-
-
 def _commit() -> str:
     """Return the commit of the package that was measured; earlier rows of the same run do not count as changes."""
     root = Path(deepspeed_ext.__file__).parents[1]
