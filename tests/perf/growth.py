@@ -98,10 +98,10 @@ def make_engine(method: str, group_size: int) -> Any:
     return deepspeed.initialize(model=Sum(shapes(NARROWER)), config=config)[0]
 
 
-def train(engine: Any, world: FakeWorld) -> float:
+def train(engine: Any, world: FakeWorld, steps: int) -> float:
     """Make some steps; return the seconds of the last one, of which ``world`` counts the messages."""
     seconds = 0.0
-    for _ in range(STEPS):
+    for _ in range(steps):
         world.reset()
         begin = time.perf_counter()
         engine.backward(engine(torch.ones(1, dtype=torch.bfloat16)).sum())
@@ -110,7 +110,7 @@ def train(engine: Any, world: FakeWorld) -> float:
     return seconds
 
 
-def measure_once(method: str, world: FakeWorld, traced: bool) -> dict[str, Any]:
+def measure_once(method: str, world: FakeWorld, traced: bool, steps: int) -> dict[str, Any]:
     """Make an engine and train: what was counted; with ``traced`` MB instead of seconds."""
     gc.collect()
     world.reset()
@@ -120,7 +120,9 @@ def measure_once(method: str, world: FakeWorld, traced: bool) -> dict[str, Any]:
     engine = make_engine(method, world.group_size)
     found: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
     found["messages_creation"] = world.messages.total()
-    found["seconds_step"] = train(engine, world)
+    found["seconds_step"] = train(engine, world, steps)
+    if not steps:
+        world.reset()
     for kind in ("intra", "inter", "world"):
         found[f"messages_{kind}"] = world.messages[kind]
         found[f"bytes_{kind}"] = world.received[kind]
@@ -132,21 +134,22 @@ def measure_once(method: str, world: FakeWorld, traced: bool) -> dict[str, Any]:
     return found
 
 
-def measure(
-    ranks: int, methods: Sequence[str], group_size: int, rounds: int, memory: bool
-) -> Iterator[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Measure methods in turns, in this process; give a row for each."""
+    (ranks,), group_size, methods = args.worlds, args.group_size, args.methods
     world = FakeWorld(ranks, group_size)
     deepspeed.init_distributed(dist_backend="gloo")  # finds the fake one
     logging.disable(logging.WARNING)
-    for method in methods[:1]:
-        measure_once(method, world, traced=False)  # imports, kernels
-    samples = [{method: measure_once(method, world, traced=False) for method in methods} for _ in range(rounds)]
+    for method in (methods[0], *[method for method in methods if method.endswith(LOCO)][:1]):
+        measure_once(method, world, False, args.steps)  # imports, kernels
+    samples = [
+        {method: measure_once(method, world, False, args.steps) for method in methods} for _ in range(args.rounds)
+    ]
     for method in methods:
         row = {"ranks": ranks, "group_size": group_size, "method": method, **samples[0][method]}
         for name in ("seconds_creation", "seconds_step"):
             row[name] = round(statistics.median(sample[method][name] for sample in samples), 4)
-        row["mb"] = round(measure_once(method, world, traced=True)["mb"], 2) if memory else ""
+        row["mb"] = "" if args.no_memory else round(measure_once(method, world, True, args.steps)["mb"], 2)
         strategy = STRATEGIES.get(method.removesuffix(LOCO))
         whole = strategy is not None and strategy.p == strategy.g == Placement.N and strategy.os == Placement.G
         row |= plans(ranks, group_size) if whole else {"cuts": "", "plans_mb": "", "plans_seconds": ""}
@@ -189,19 +192,31 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, help="strategies, and stages 1, 2, 3")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help="that an engine makes; 0: only what is made is of use"
+    )
     parser.add_argument("--no-memory", action="store_true", help="leave out MB, for which a method runs once more")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append a row per result")
     parser.add_argument("--json", action="store_true", help="measure the only world in this process, and print JSON")
     args = parser.parse_args()
     rows: list[dict[str, Any]]
     if args.json:
-        rows = list(measure(args.worlds[0], args.methods, args.group_size, args.rounds, not args.no_memory))
+        rows = list(measure(args))
         print(json.dumps(rows))
         return
     rows = []
     for ranks in tqdm(args.worlds, disable=not sys.stderr.isatty()):
         given = ["--no-memory"] if args.no_memory else []
-        given += ["--group-size", str(args.group_size), "--rounds", str(args.rounds), "--methods", *args.methods]
+        given += [
+            "--steps",
+            str(args.steps),
+            "--group-size",
+            str(args.group_size),
+            "--rounds",
+            str(args.rounds),
+            "--methods",
+            *args.methods,
+        ]
         command = [sys.executable, "-m", "tests.perf.growth", "--json", "--worlds", str(ranks), *given]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

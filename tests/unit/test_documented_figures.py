@@ -216,6 +216,29 @@ def test_what_is_said_of_updates_has_its_rows() -> None:
         assert cells[1:] == [f"{float(number):.2f}" for number in numbers], cells[0]
 
 
+def test_what_grows_has_its_rows() -> None:
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows_of("growth.csv"):
+        at = row["ranks"], row["method"].replace("1", "ZeRO-1").replace("2", "ZeRO-2").replace("3", "ZeRO-3")
+        made_only = float(row["seconds_step"]) == 0 and at in found
+        found[at] = {**found[at], "seconds_creation": row["seconds_creation"]} if made_only else row
+    section = page("tests/perf/README.md").section("## What grows with the number of ranks")
+    assert len(section.rows("")) == 12
+    for name, *cells in section.rows(""):
+        small, large = found["64", name], found["16384", name]
+        assert float(large["mb"] or 0) < 64
+        for cell, column, form in zip(
+            (cells[0], *cells[2:]), ("groups", "seconds_creation", "seconds_step", "mb"), ("", ".2g", ".2g", ".0f"),
+            strict=True,
+        ):  # fmt: skip
+            both = [format(float(row[column]), form or ".0f") for row in (small, large) if float(row[column] or 0)]
+            assert cell.rstrip(",") == ", ".join(dict.fromkeys(both)), (name, column)
+        messages = {
+            sum(int(row[f"messages_{kind}"]) for kind in ("intra", "inter", "world")) for row in (small, large)
+        }
+        assert int(cells[1]) in messages and len(messages - {0}) == 1, name
+
+
 @pytest.mark.parametrize(
     "program, section",
     [

@@ -188,6 +188,16 @@ def test_plain_stages_by_hand() -> None:
         assert ours.total_seconds == pytest.approx(stock.total_seconds, rel=0.01)
 
 
+def test_on_a_host_plain_stages_wait_for_reductions() -> None:
+    """DeepSpeed's do; DDP's hide all that comes behind the first of its buckets."""
+    host = replace(MODEL, streams=False)
+    found = {one.name: one.seconds["between"] for one in predict_plain(CLUSTER, host, links(3.0))}
+    beside = {one.name: one.seconds["between"] for one in predict_plain(CLUSTER, MODEL, links(3.0))}
+    assert found["ZeRO-1"] == pytest.approx(3.0 + 3.0, abs=0.01) and found["ZeRO-2"] == pytest.approx(found["ZeRO-1"])
+    assert found["DDP"] == pytest.approx(beside["DDP"], abs=0.01)
+    assert beside["ZeRO-1"] < found["ZeRO-1"] and beside["ZeRO-3"] < found["ZeRO-3"]
+
+
 def test_a_resource_serves_in_the_order_of_readiness() -> None:
     line = Timeline(["compute", "within", "between", "update"])
     first = line.add(Resource.COMPUTE, 2.0)
