@@ -77,6 +77,11 @@ def load_checkpoint(
             why = _misfit(engine, check, strict)
             if not why:
                 return load_checkpoint(load, engine, load_dir, present, **rest)
+        if experts := engine.optimizer.families.experts:
+            raise CheckpointError(
+                f"{why}\nIt is not converted either, since experts of expert parallelism ({', '.join(experts)}) are "
+                f"not divided among ranks with a strategy from a universal checkpoint."
+            )
         present = converted(load_dir, present, why)
     kind = UniversalCheck if from_universal else Check
     check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)

@@ -228,9 +228,11 @@ def test_what_grows_has_its_rows() -> None:
         small, large = found["64", name], found["16384", name]
         assert float(large["mb"] or 0) < 64
         for cell, column, form in zip(
-            (cells[0], *cells[2:]), ("groups", "seconds_creation", "seconds_step", "mb"), ("", ".2g", ".2g", ".0f"),
+            (cells[0], *cells[2:]),
+            ("groups", "seconds_creation", "seconds_step", "mb"),
+            ("", ".2g", ".2g", ".0f"),
             strict=True,
-        ):  # fmt: skip
+        ):
             both = [format(float(row[column]), form or ".0f") for row in (small, large) if float(row[column] or 0)]
             assert cell.rstrip(",") == ", ".join(dict.fromkeys(both)), (name, column)
         messages = {

@@ -147,6 +147,7 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
         assert "shard the states otherwise" in refused[1], refused
         assert "does not fit the model's experts: of 3 names 3 are missing, unexpected or have another" in refused[2]
         assert "layer_0_expert_" in refused[3] and "is missing" in refused[3], refused
+        assert "shard the states otherwise" in refused[4] and "It is not converted either, since exp" in refused[4]
 
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
@@ -175,8 +176,9 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
             dist.barrier()
     refused = []
     universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
+    Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
     engine, _ = training.make_engine(universal, training.placed("NIG"))
-    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG", tag="global_step2"))
+    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG", tag="universal"))
     engine.destroy()
     wider = Job(sizes=SIZES, network=type("", (networks.RoutedOverTwo,), {"more": 3}), optimizer="Adam")
     engine, _ = training.make_engine(routed, training.placed("NII"))
@@ -185,6 +187,9 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     engine, _ = training.make_engine(wider, training.placed("NIG"))
     refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
     engine.destroy()
+    engine, _ = training.make_engine(universal, training.placed("NII"))
+    unconverted = snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG")
+    engine.destroy()
     if dist.get_rank() == 0:
         for path in Path(folder, "NIG", "global_step2").glob("layer_0_expert_*"):
             path.unlink()
@@ -192,7 +197,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     engine, _ = training.make_engine(routed, training.placed("NIG"))
     refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
     engine.destroy()
-    return found, refused
+    return found, [*refused, unconverted]
 
 
 @pytest.mark.parametrize("ep", [2, 4])
