@@ -133,8 +133,12 @@ class Stage12Optimizer(Stage12Norms):
         bucket = self.ipg_buckets[dtype]
         if self._is_full(bucket):
             self.reduce_ipg_grads(comm_dtype=dtype)
-            if self.contiguous_gradients and self.overlap_comm:  # the parent's two buffers take turns
-                bucket.index = 1 - bucket.index
+            self._fill_other_buffer(bucket)
+
+    def _fill_other_buffer(self, bucket: Any) -> None:
+        """Have the parent's two buffers take turns: what a bucket held may still be read."""
+        if self.contiguous_gradients and self.overlap_comm:
+            bucket.index = 1 - bucket.index
 
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Move a bucket from N to g. ``tensor``: 1D, the bucket's gradients one after the other."""
@@ -225,9 +229,12 @@ class Stage12Optimizer(Stage12Norms):
         boundary = self.is_gradient_accumulation_boundary()
         self._last_was_known = boundary or self.flush_follows
         self.finish_updates()
+        filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
         self.reduce_ipg_grads()
         if boundary:
             if self.strategy.g == Placement.N:
+                for bucket in filled:
+                    self._fill_other_buffer(bucket)
                 self._reduce_left_over()
             self._sync_gradients()
         elif self.gradients.has_left and not self.flush_follows:

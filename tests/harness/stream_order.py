@@ -40,8 +40,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.harness.memory_accesses import Access, Clock, Memory, byte_spans, merge, place_of_call
 from tests.harness.streams import Event, Stream, Work
 
-# Outputs that nobody has filled.
+# Outputs that nobody has filled, and those of whose input only the shape is looked at.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_UNREAD = (*_UNWRITTEN, "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_full")
 _ASKS_DEVICE = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")  # the host waits for their answer
 # Of the methods of a process group: numbers of the arguments that are written, and that are read.
 _COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -261,7 +262,7 @@ class _Operations(TorchDispatchMode):
         name = schema.name.partition("::")[2]
         if made or writes or name in _ASKS_DEVICE:  # else it is a view
             filled = [] if name in _UNWRITTEN else made
-            self._order.run(self._order.current, name, [] if name in _UNWRITTEN else reads, writes + filled, made)
+            self._order.run(self._order.current, name, [] if name in _UNREAD else reads, writes + filled, made)
         if name in _ASKS_DEVICE:
             self._order.synchronize(name, self._order.current.clock)
         return outputs

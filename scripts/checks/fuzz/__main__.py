@@ -1,0 +1,49 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws models, configurations and events, and runs each beside stock DeepSpeed.
+
+    python -m scripts.checks.fuzz --minutes 10 --seed 1
+    python -m scripts.checks.fuzz --cases 300 --kinds sharded pipeline --worlds 4
+
+The same seed, kinds and worlds give the same cases, as long as the same ones fail. A case that fails is shrunk, and
+printed so that it can be pasted into a test. See Note [What a case is compared with].
+"""
+
+import argparse
+import sys
+import time
+
+from scripts.checks.fuzz import campaign
+from tests.harness import ranks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=0.0, help="how long; 0 for as long as it takes")
+    parser.add_argument("--cases", type=int, default=0, help="how many; 0 for as many as the minutes allow")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=campaign.KINDS, default=campaign.KINDS)
+    parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4, 4, 4, 3, 6, 8], help="ranks, drawn from these")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for the smallest case of each failure")
+    parser.add_argument("--case", help="run this one, as it was printed")
+    arguments = parser.parse_args()
+    if not arguments.minutes and not arguments.cases and not arguments.case:
+        parser.error("--minutes, --cases or --case says how much to run")
+    ranks.prepare_environment()
+    pools = ranks.RankPools(limit=3)
+    try:
+        if arguments.case:
+            problems = campaign.problems_of(pools, campaign.parse(arguments.case))
+            print("\n".join(problems) or "as it must be")
+            sys.exit(bool(problems))
+        deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
+        found = campaign.Campaign(pools, arguments.seed, tuple(arguments.worlds), arguments.shrink)
+        found.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
+    finally:
+        pools.close()
+    print(found.report())
+    sys.exit(bool(found.failures))
+
+
+if __name__ == "__main__":
+    main()

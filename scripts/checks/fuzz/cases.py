@@ -1,0 +1,140 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a case of the fuzzer is: a model, a configuration, and what happens between steps. Plain values, no torch.
+
+The ``repr`` of a case, without what is left at its default, is the text from which it can be run again.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Plain:
+    """Prints what differs from the defaults only."""
+
+    def __repr__(self) -> str:
+        given = []
+        for one in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            default = one.default_factory() if callable(one.default_factory) else one.default
+            if value != default:
+                given.append(f"{one.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Block(Plain):
+    """A part of a model.
+
+    Attributes:
+        kind: "linear"; "norm"; "gain", a parameter of one element; "again", a layer that is applied twice; "tied",
+            two layers with one weight and another layer between them; "lent", a layer and a module that uses its
+            weight without owning it; "experts", a leaf module, of whose three parts each call uses one or two; "unit",
+            a mixture of many small parameters.
+        width: of what comes out of "linear", and of what is inside the others.
+        bias: whether a linear layer has one.
+        frozen: whether its parameters have no gradients.
+        recomputed: None, or use_reentrant of torch's activation checkpointing.
+    """
+
+    kind: str = "linear"
+    width: int = 7
+    bias: bool = True
+    frozen: bool = False
+    recomputed: bool | None = None
+
+
+class Event(NamedTuple):
+    """Something between two steps; what it does is in ``events.py``."""
+
+    name: str
+    value: Any = None
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Plain):
+    """An optimizer step.
+
+    Attributes:
+        before: events.
+        micro_steps: how many; 0 for as many as the configuration says.
+        skipped: (micro-step, block): blocks that this micro-step leaves out, on all ranks.
+        overflow: (micro-step, rank) where the loss becomes infinite.
+        twice: micro-steps whose loss goes backward in two parts.
+    """
+
+    before: tuple[Event, ...] = ()
+    micro_steps: int = 0
+    skipped: tuple[tuple[int, int], ...] = ()
+    overflow: tuple[tuple[int, int], ...] = ()
+    twice: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Case(Plain):
+    """A run of ours beside one of stock DeepSpeed's.
+
+    Attributes:
+        kind: what it is drawn as, for counting.
+        world: ranks.
+        zero: keys of zero_optimization, a strategy's among them.
+        config: further keys of the configuration.
+        inputs, outputs, blocks, unused, empty: the model; elements of a parameter that nothing uses (0 for none), and
+            whether there is a parameter without elements.
+        routed: whether each rank uses other experts.
+        network: name of a class of ``tests.harness.networks`` in place of blocks.
+        steps: optimizer steps.
+        others: as of ``tests.harness.training.Job``.
+    """
+
+    kind: str = "replicated"
+    world: int = 2
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    inputs: int = 5
+    outputs: int = 3
+    blocks: tuple[Block, ...] = (Block(),)
+    unused: int = 0
+    empty: bool = False
+    routed: bool = False
+    network: str = ""
+    dtype: str = "fp32"
+    optimizer: str = "SGD"
+    accumulation: int = 1
+    clipping: float = 0.0
+    groups: int = 1
+    backward: str = "engine"
+    boundary: str = "engine"
+    no_sync: bool = False
+    tensor_parallel: int = 1
+    zero_init: str | None = None
+    steps: tuple[Step, ...] = (Step(), Step())
+
+    @property
+    def strategy(self) -> str:
+        """The three letters; of a stage, those that it amounts to."""
+        if "mics_shard_size" in self.zero:
+            return "III"
+        return str(self.zero.get("paro_strategy") or {0: "NNG", 1: "NNG", 2: "NGG", 3: "GGG"}[self.zero["stage"]])
+
+    @property
+    def stage(self) -> int:
+        """DeepSpeed's stage that is nearest to the strategy."""
+        p, g, _ = self.strategy
+        return 3 if p != "N" else 2 if g != "N" else 1
+
+    def events(self) -> list[Event]:
+        """All of them."""
+        return [event for step in self.steps for event in step.before]
+
+
+@dataclass(frozen=True, repr=False)
+class PipeCase(Plain):
+    """A pipeline; attributes as of ``tests.harness.pipelines.Pipe``."""
+
+    kind: str = "pipeline"
+    world: int = 4
+    strategy: str = "NIG"
+    zero: dict[str, Any] = field(default_factory=dict)
+    pipe: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,274 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws cases with Hypothesis, which also shrinks those that fail: the simplest value of each choice stands first."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hypothesis import strategies as some
+from hypothesis.strategies import SearchStrategy
+
+from scripts.checks.fuzz.cases import Block, Case, Event, PipeCase, Step
+
+T = TypeVar("T")
+Draw = Callable[[SearchStrategy[Any]], Any]
+
+REPLICATED = ("NNG", "NGG", "NIG", "NII", "NNI", "NNN")
+SHARDED = ("GGG", "IIG", "IGG", "III", "INI", "ING", "GNG", "GIG")
+OFFLOADING = ("GGG", "III", "INI", "GNG", "GIG")  # their parameters may be on the host
+WIDTHS = some.sampled_from((7, 1, 5, 13, 29, 37))
+BUCKETS = some.sampled_from((300, 50, 1000, 5_000_000))
+
+
+def one_of(*values: T) -> SearchStrategy[T]:
+    """One of these; the first is the simplest."""
+    return some.sampled_from(values)
+
+
+def seldom(draw: Draw, one_in: int = 4) -> bool:
+    """Whether something happens that is not the simplest."""
+    return bool(draw(some.integers(0, one_in - 1)) == one_in - 1)
+
+
+def maybe(draw: Draw, keys: dict[str, Any], one_in: int = 4, **choices: SearchStrategy[Any]) -> None:
+    """Put some of these keys into a dictionary, with drawn values."""
+    for name, values in choices.items():
+        if seldom(draw, one_in):
+            keys[name] = draw(values)
+
+
+def sizes(draw: Draw, worlds: tuple[int, ...]) -> tuple[int, int]:
+    """Ranks, and ranks of a group."""
+    world = draw(one_of(*worlds))
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    inner = [size for size in divisors if 1 < size < world]
+    return world, draw(one_of(*(inner if inner and not seldom(draw, 6) else divisors)))
+
+
+def blocks(draw: Draw, stage: int, optimizer: str) -> tuple[Block, ...]:
+    """Of a model; what stock's stages 1 and 2 do not have is left out there."""
+    kinds = ["linear", "linear", "norm", "gain", "again", "tied", "experts", "unit"]
+    if stage == 3:
+        kinds.append("lent")
+    drawn = []
+    for _ in range(draw(some.integers(1, 4))):
+        kind = draw(one_of(*kinds))
+        recomputed = draw(one_of(None, None, None, False, True)) if kind != "experts" else None
+        frozen = seldom(draw, 6)
+        drawn.append(Block(kind, draw(WIDTHS), draw(some.booleans()), frozen, recomputed))
+    return tuple(drawn)
+
+
+def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Event, ...]:
+    """Before a step."""
+    possible = [
+        Event("evaluate"),
+        Event("look", draw(some.integers(0, 7))),
+        Event("save and load"),
+        Event("resume"),
+        Event("rate", draw(one_of(0.5, 2.0))),
+        Event("states", draw(some.integers(0, 7))),
+        Event("export"),
+        Event("frozen", 0.5),
+        Event("restart"),
+    ]
+    if not lossy:  # there, these have all updates travel whole
+        possible += [Event("weights", 1.25), Event("second engine"), Event("write nothing", draw(some.integers(0, 7)))]
+    if case["optimizer"] != "Muon" and not lossy:
+        possible.append(Event("offload"))
+    if convertible:
+        possible.append(Event("universal", draw(one_of(*convertible))))
+    return tuple(draw(one_of(*possible)) for _ in range(draw(one_of(0, 0, 0, 1, 1, 2))))
+
+
+def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:
+    """All steps of a case."""
+    accumulation, found = case["accumulation"], []
+    number = draw(one_of(2, 3, 3, 4))
+    for _ in range(number):
+        micro_steps = draw(some.integers(1, accumulation)) if case["boundary"] == "user" else 0
+        count = micro_steps or accumulation
+        skipped, overflow, twice = [], [], []
+        for at in range(count):
+            if seldom(draw, 6):
+                skipped.append((at, draw(some.integers(0, len(case["blocks"]) - 1))))
+            if case["dtype"] == "fp16" and seldom(draw, 8):
+                overflow.append((at, draw(some.integers(0, case["world"] - 1))))
+            if seldom(draw, 10):
+                twice.append(at)
+        before = events(draw, case, convertible, lossy)
+        found.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
+    return tuple(found)
+
+
+def training(draw: Draw, stage: int) -> dict[str, Any]:
+    """What is not in zero_optimization, and is no model."""
+    keys: dict[str, Any] = {
+        "dtype": draw(one_of("fp32", "fp32", "bf16", "bf16", "fp16")),
+        "optimizer": draw(one_of("SGD", "SGD", "Adam", "Adam", "Muon")),
+        "accumulation": draw(some.integers(1, 3)),
+        "clipping": draw(one_of(0.0, 0.05, 0.5)),
+        "groups": draw(one_of(1, 1, 2, 3)),
+        "backward": draw(one_of("engine", "engine", "loss")),
+        "boundary": draw(one_of("engine", "engine", "engine", "user", "step", "coalesce")),
+        "inputs": draw(one_of(5, 3, 13)),
+        "outputs": draw(one_of(3, 1, 7)),
+        "unused": draw(one_of(0, 0, 1, 11)),
+    }
+    config: dict[str, Any] = {}
+    maybe(draw, config, 8, data_types=some.just({"grad_accum_dtype": "fp32"}))
+    maybe(draw, config, 12, communication_data_type=one_of("fp32", "bf16"))
+    maybe(draw, config, 12, gradient_predivide_factor=some.just(2.0))
+    maybe(draw, config, 12, wall_clock_breakdown=some.just(True))
+    if keys["dtype"] == "fp32":
+        maybe(draw, config, 12, torch_autocast=some.just({"enabled": True, "dtype": "bfloat16"}))
+    if keys["optimizer"] == "Adam":
+        maybe(draw, config, 4, optimizer=some.just({"params": {"weight_decay": 0.1}}))
+    return {**keys, "config": config}
+
+
+def common_keys(draw: Draw) -> dict[str, Any]:
+    """Of zero_optimization, at every stage."""
+    zero: dict[str, Any] = {}
+    maybe(draw, zero, 2, reduce_bucket_size=BUCKETS, allgather_bucket_size=BUCKETS)
+    maybe(draw, zero, 3, overlap_comm=some.booleans())
+    maybe(draw, zero, 6, contiguous_gradients=some.just(False), round_robin_gradients=some.just(True))
+    return zero
+
+
+def offload_to_host(draw: Draw, zero: dict[str, Any], case: dict[str, Any], one_in: int = 6) -> None:
+    """Perhaps have the optimizer on the host, with torch's optimizer."""
+    if seldom(draw, one_in):
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": draw(some.booleans())}
+        case["config"]["zero_force_ds_cpu_optimizer"] = False
+
+
+def replicated_keys(draw: Draw, case: dict[str, Any]) -> dict[str, Any]:
+    """With p = N."""
+    zero = common_keys(draw)
+    maybe(draw, zero, 6, reduce_scatter=some.just(False), paro_overlap_updates=some.just(True))
+    maybe(draw, zero, 10, parameter_alignment=some.just(True), ignore_unused_parameters=some.just(False))
+    offload_to_host(draw, zero, case)
+    return zero
+
+
+def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, Any]:
+    """With p = I and G."""
+    zero = common_keys(draw)
+    maybe(draw, zero, 2, stage3_param_persistence_threshold=one_of(0, 20, 10_000))
+    maybe(draw, zero, 2, sub_group_size=one_of(100, 10, 1_000_000))
+    maybe(draw, zero, 4, stage3_prefetch_bucket_size=one_of(0, 100, 1000))
+    maybe(draw, zero, 6, stage3_max_live_parameters=one_of(100, 1000), stage3_max_reuse_distance=one_of(0, 100))
+    maybe(draw, zero, 8, memory_efficient_linear=some.just(False), reduce_scatter=some.just(False))
+    key = draw(one_of("", "", "", "stage3_leaf_bytes", "stage3_module_granularity_threshold"))
+    if key == "stage3_leaf_bytes":
+        zero[key] = draw(one_of(True, 20_000, 100_000))
+    elif key:
+        zero[key] = draw(one_of(20, 60, 300))
+    offload_to_host(draw, zero, case)
+    if strategy in OFFLOADING and seldom(draw, 8):
+        zero["offload_param"] = {"device": "cpu", "pin_memory": draw(some.booleans())}
+    case["zero_init"] = draw(one_of(None, None, None, "config"))
+    return zero
+
+
+def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str, dtype: str) -> bool:
+    """Have gradients, or updates, cross in few bits; whether any do."""
+    keys = set(draw(some.sets(one_of("gradients", "updates"), min_size=1)))
+    if "gradients" in keys:
+        loco: dict[str, Any] = {}
+        maybe(draw, loco, 3, reset_T=one_of(1, 2), bits=some.just(8), block_size=one_of(32, 256))
+        maybe(draw, loco, 3, err_beta=one_of(0.0, 0.5), error_bits=some.just(16))
+        maybe(draw, loco, 4, hadamard=some.just(True), error_feedback=some.just(False))
+        zero["zeropp_loco_param"] = loco
+    if "updates" in keys and strategy[0] != "G":
+        updates: dict[str, Any] = {}
+        maybe(draw, updates, 3, bits=some.just(8), block_size=one_of(32, 64), resync_T=one_of(1, 2))
+        zero["paro_quantized_updates"] = updates
+    if zero.get("reduce_scatter") is False:
+        del zero["reduce_scatter"]
+    return "zeropp_loco_param" in zero or "paro_quantized_updates" in zero
+
+
+@some.composite
+def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
+    """A case of one of the ``KINDS`` that train a model without a pipeline."""
+    strategies = {"replicated": REPLICATED, "sharded": SHARDED}.get(kind, (*REPLICATED, *SHARDED))
+    if kind in ("without loss",):
+        strategies = tuple(name for name in strategies if name[2] == "G" and name[0] != "G")
+    if kind == "experts":
+        strategies = REPLICATED
+    strategy = draw(one_of(*strategies))
+    stage = 3 if strategy[0] != "N" else 2 if strategy[1] != "N" else 1
+    world, group = sizes(draw, worlds)
+    case = training(draw, stage)
+    if kind == "without loss" and case["dtype"] == "fp32":
+        case["dtype"] = "bf16"
+        case["config"].pop("torch_autocast", None)
+    case.update(kind=kind, world=world)
+    zero = replicated_keys(draw, case) if stage < 3 else sharded_keys(draw, case, strategy)
+    lossy = in_few_bits(draw, zero, strategy, case["dtype"]) if kind == "few bits" else False
+    if kind == "without loss":
+        zero["paro_quantized_updates"] = {"bits": "exact", "resync_T": draw(one_of(1024, 2))}
+    if "paro_quantized_updates" in zero:
+        case["config"].pop("torch_autocast", None)
+        zero.pop("reduce_scatter", None)
+    if case["optimizer"] == "Muon":
+        case["config"].pop("torch_autocast", None)
+        case["backward"] = "engine"
+    if stage == 1 and zero.get("overlap_comm") and case["boundary"] == "step":
+        case["boundary"] = "engine"  # DeepSpeed refuses it
+    case["zero"] = {"paro_strategy": strategy, "paro_group_size": group, **zero}
+    case["blocks"] = blocks(draw, stage, case["optimizer"])
+    case["routed"] = stage == 3 and strategy != "IGG" and draw(some.booleans())
+    case["empty"] = stage < 3 and seldom(draw, 8)
+    if stage == 1 and case["boundary"] == "engine" and case["accumulation"] > 1 and "overlap_comm" not in zero:
+        case["no_sync"] = seldom(draw, 4)
+    if kind == "experts":
+        case.update(network="RoutedOverTwo", blocks=(Block(), Block(), Block()), routed=False, empty=False, unused=0)
+        case["world"], case["optimizer"] = draw(one_of(4, 4, 2)), draw(one_of("SGD", "Adam"))
+        case["zero"]["paro_group_size"] = 2
+    if kind == "model-parallel":
+        case.update(world=4, tensor_parallel=2, routed=False)
+        case["zero"]["paro_group_size"] = draw(one_of(1, 2))
+    convertible = []
+    if case["optimizer"] == "Adam" and not lossy and kind in ("replicated", "sharded") and not case["empty"]:
+        others = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
+        convertible = [*others, {"stage": 1}, {"stage": 2}, {"stage": 3}]
+    case["steps"] = steps(draw, case, convertible, lossy)
+    return Case(**case)
+
+
+@some.composite
+def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
+    """A pipeline of two stages."""
+    strategy = draw(one_of(*REPLICATED, *SHARDED))
+    zero = common_keys(draw)
+    zero.pop("round_robin_gradients", None)
+    maybe(draw, zero, 8, zeropp_loco_param=some.just({}))
+    if strategy[0] != "N":
+        maybe(draw, zero, 3, stage3_param_persistence_threshold=one_of(0, 100))
+    pipe = {
+        "micro_batches": draw(some.integers(1, 4)),
+        "steps": draw(one_of(2, 3)),
+        "tied": draw(some.booleans()),
+        "frozen": draw(one_of((), (), (1,), (2, 3))),
+        "groups": draw(one_of(1, 2)),
+        "two": draw(one_of(None, None, 2)),
+        "checkpointing": draw(one_of(0, 0, 1, -1)),
+        "dtype": draw(one_of("fp32", "bf16")),
+        "optimizer": draw(one_of("SGD", "Adam")),
+        "clipping": draw(one_of(0.0, 0.5)),
+        "widths": draw(one_of((29, 7, 17, 11), (5, 3), (13, 37, 3))),
+    }
+    if len(pipe["widths"]) < 3:
+        pipe["frozen"], pipe["two"] = (), None
+    return PipeCase("pipeline", draw(one_of(4, 4, 8, 2)), strategy, zero, pipe)
+
+
+KINDS = ("replicated", "sharded", "few bits", "without loss", "experts", "model-parallel", "pipeline")
+
+
+def of_kind(kind: str, worlds: tuple[int, ...]) -> SearchStrategy[Any]:
+    """Cases of a kind, on one of these numbers of ranks where the kind leaves a choice."""
+    return pipelines(worlds) if kind == "pipeline" else cases(kind, worlds)

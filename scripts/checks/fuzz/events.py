@@ -1,0 +1,179 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What users do between two steps; inside rank processes only.
+
+An event is one of two kinds. Some change what is trained, and stock DeepSpeed's run has them, too (``SHARED``). All
+others must change nothing, and only our run has them: that also keeps stock's own faults in them away.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+
+from tests.harness import snapshots, training
+
+if TYPE_CHECKING:
+    from scripts.checks.fuzz.runs import Run
+
+SHARED = ("evaluate", "frozen", "weights", "rate", "restart")
+
+
+def act(run: "Run", name: str, value: Any) -> None:
+    """Do what an event says."""
+    EVENTS[name](run, value)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder of rank 0's that all ranks know, and that is removed when all have left."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared, src=0)
+        yield Path(shared[0])
+        dist.barrier()
+
+
+def evaluate(run: "Run", value: Any) -> None:
+    """Have the loss of one more batch."""
+    x, y = next(run.data)
+    run.set_calls(run.model, run.calls)
+    run.engine.eval()
+    with torch.no_grad():
+        run.losses.append(((run.engine(x) - y) ** 2).float().mean())
+    run.engine.train()
+
+
+def save_and_load(run: "Run", value: Any) -> None:
+    """Bring back what has just been saved, into the same engine."""
+    with shared_folder() as folder:
+        run.engine.save_checkpoint(str(folder))
+        path, _ = run.engine.load_checkpoint(str(folder))
+        assert path is not None
+
+
+def resume(run: "Run", value: Any) -> None:
+    """Go on in an engine that is made anew."""
+    with shared_folder() as folder:
+        run.engine.save_checkpoint(str(folder))
+        run.make_anew()
+        path, _ = run.engine.load_checkpoint(str(folder))
+        assert path is not None
+
+
+def convert(run: "Run", value: Any) -> None:
+    """Go on under other keys of zero_optimization, by a universal checkpoint."""
+    with shared_folder() as folder:
+        run.engine.save_checkpoint(str(folder))
+        snapshots.convert(str(folder))
+        run.make_anew(value, {"checkpoint": {"load_universal": True}})
+        path, _ = run.engine.load_checkpoint(str(folder), tag=f"{(folder / 'latest').read_text()}_universal")
+        assert path is not None
+
+
+def look(run: "Run", value: int) -> None:
+    """Gather some parameters and look at them."""
+    parameters = list(run.model.parameters())
+    some = list({id(p): p for p in (parameters[value % len(parameters)], parameters[-1])}.values())
+    with deepspeed.zero.GatheredParameters(some):
+        run.seen.append(sum(p.detach().float().abs().sum() for p in some))
+
+
+def write_nothing(run: "Run", value: int) -> None:
+    """Gather a parameter as one who may change it, and leave it as it is."""
+    parameters = list(run.model.parameters())
+    some = [parameters[value % len(parameters)]]
+    if all(getattr(p, "ds_status", None) in (None, ZeroParamStatus.NOT_AVAILABLE) for p in some):
+        with deepspeed.zero.GatheredParameters(some, modifier_rank=0):
+            for param in some:
+                param.data.mul_(1.0)
+
+
+def change_frozen(run: "Run", value: float) -> None:
+    """Change all that is frozen, which no optimizer holds."""
+    frozen = [p for p in run.model.parameters() if not p.requires_grad]
+    with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
+        for param in frozen:
+            param.data.mul_(value)
+
+
+def change_weights(run: "Run", value: float) -> None:
+    """Change the optimizer's weights of a parameter."""
+    param = max((p for p in run.model.parameters() if p.requires_grad), key=training_size)
+    whole = safe_get_full_fp32_param(param)
+    safe_set_full_fp32_param(param, whole * value)
+
+
+def training_size(param: Any) -> int:
+    """Elements of a whole parameter."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def change_rate(run: "Run", value: float) -> None:
+    """Change the learning rates, as a scheduler of one's own does."""
+    for group in run.engine.optimizer.param_groups:
+        group["lr"] *= value
+
+
+def read_states(run: "Run", value: int) -> None:
+    """Read a parameter's weights and moments, whole."""
+    trained = [p for p in run.model.parameters() if p.requires_grad and training_size(p)]
+    if trained and run.stepped:
+        param = trained[value % len(trained)]
+        name = "momentum_buffer" if run.job.optimizer == "SGD" else "exp_avg"
+        for whole in (safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, name)):
+            run.seen.append(whole.float().abs().sum())
+
+
+def offload(run: "Run", value: Any) -> None:
+    """Move states to the host and back."""
+    run.engine.offload_states()
+    run.engine.reload_states()
+
+
+def export(run: "Run", value: Any) -> None:
+    """Save the weights as a model that other programs read."""
+    with shared_folder() as folder:
+        run.engine.save_16bit_model(str(folder))
+
+
+def second_engine(run: "Run", value: Any) -> None:
+    """Train another model for a step, in an engine of its own."""
+    engine, _ = training.make_engine(run.job, run.zero)
+    data = training.batches(run.job)
+    for _ in range(run.job.accumulation):
+        x, y = next(data)
+        run.set_calls(engine.module, 0)
+        engine.backward(((engine(x) - y) ** 2).float().mean())
+        engine.step()
+    engine.destroy()
+
+
+def restart(run: "Run", value: Any) -> None:
+    """Begin anew, with the first weights."""
+    run.make_anew()
+
+
+EVENTS: dict[str, Callable[["Run", Any], None]] = {
+    "evaluate": evaluate,
+    "frozen": change_frozen,
+    "weights": change_weights,
+    "rate": change_rate,
+    "restart": restart,
+    "save and load": save_and_load,
+    "resume": resume,
+    "universal": convert,
+    "look": look,
+    "write nothing": write_nothing,
+    "states": read_states,
+    "offload": offload,
+    "export": export,
+    "second engine": second_engine,
+}

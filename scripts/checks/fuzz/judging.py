@@ -1,0 +1,244 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a case beside its oracle, and says what is wrong; inside rank processes only.
+
+Note [What a case is compared with]
+    A case is trained three times: by us, by us on a simulated device with streams, and by stock DeepSpeed at the stage
+    that is nearest to the strategy, with the keys that are not ours. Where that stage has a known fault
+    (``oracles.FAULTS``) it is another stage. What we run with streams must be what we run without, and what stock
+    runs, to rounding. Where gradients or updates cross in few bits, the way from the first weights to the last
+    must be stock's, but for a part; and where updates cross without loss, the oracle is also our own run without that
+    key, to the bit.
+    If stock's run is different, other stages are trained, too, to say who is alone: that is what one asks first.
+"""
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
+from scripts.checks.fuzz import oracles, runs
+from scripts.checks.fuzz.cases import Case, PipeCase
+from scripts.checks.fuzz.runs import Trained
+from tests.harness import pipelines, stream_cases
+from tests.harness.stream_order import device_with_streams
+from tests.harness.training import placed
+
+# Of what is largest of its kind. An ulp or two in what is added up in another order, and what steps make of that.
+WEIGHTS = {"fp32": 3e-5, "bf16": 1.5e-2, "fp16": 4e-3}
+MOMENTS = {"fp32": 2e-4, "bf16": 6e-2, "fp16": 2e-2}
+LOSSES = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 1e-2}
+# Of the way of all weights: what four bits with error feedback may change of it. Without a parameter's gradient it is
+# another way.
+LOSSY = 0.5
+HELD = 4096  # bytes more than before: losses and norms are kept
+INTER, MESSAGE = 1.10, 256  # of the formula; bytes of each message, for what fills it up
+
+
+class Verdict(NamedTuple):
+    """What was found: problems, each a line; and what happened, for counting."""
+
+    problems: list[str]
+    happened: list[str]
+
+
+def judge(case: Case | PipeCase) -> Verdict:
+    """Run a case and compare. Collective."""
+    return _judge_pipe(case) if isinstance(case, PipeCase) else _judge(case)
+
+
+def _judge(case: Case) -> Verdict:
+    try:
+        ours = runs.train(case, case.zero, True)
+    except Exception as error:
+        return _refused(case, error)
+    problems = list(_wrong_alone(case, ours))
+    with device_with_streams() as order:
+        streamed = runs.train(case, case.zero, True, order)
+    problems += [f"order: {finding}" for finding in order.findings]
+    # Messages are filled up there, and gloo adds up in an order that depends on the place in a message.
+    problems += [f"with streams: {problem}" for problem in _apart(case, streamed, ours)]
+    happened = [f"accesses ordered: {bool(order.accesses)}"]
+    if _exact(case):
+        plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
+        problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
+    try:
+        stage = oracles.stage_for(case)
+        stock = runs.train(oracles.as_stock_runs_it(case), oracles.keys_of(case, stage), False)
+    except Exception as error:
+        return Verdict(problems, [*happened, f"stock raises {type(error).__name__}: {str(error)[:80]}"])
+    differences = list(_apart(case, ours, stock))
+    if differences:
+        differences[0] += f" ({', '.join(_blame(case, ours))})"
+    return Verdict(problems + differences, [*happened, f"oracle: stage {stage}"])
+
+
+def _refused(case: Case, error: Exception) -> Verdict:
+    """What we raise, and stock does not."""
+    told = f"{type(error).__name__}: {error}"
+    try:
+        runs.train(case, oracles.keys_of(case, case.stage), False)
+    except Exception as other:
+        if type(other) is type(error):
+            return Verdict([], [f"both raise {told[:60]}"])
+    trace = "".join(traceback.format_tb(error.__traceback__)[-4:]).rstrip()
+    return Verdict([f"raises {told}\n{trace}"], [])
+
+
+def _exact(case: Case) -> bool:
+    return bool((case.zero.get("paro_quantized_updates") or {}).get("bits") == "exact")
+
+
+def _lossy(case: Case) -> bool:
+    keys = ("zeropp_loco_param", "zero_quantized_gradients")
+    updates = "paro_quantized_updates" in case.zero and not _exact(case)
+    return updates or any(key in case.zero for key in keys)
+
+
+def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
+    """What needs no oracle."""
+    if not ours.replicas_equal:
+        yield "replicas differ"
+    if not torch.isfinite(ours.weights).all():
+        yield "weights are not finite"
+    earlier, last = ours.held[1:-1], ours.held[-1]
+    if earlier and last > max(earlier) + HELD and not case.events():
+        yield f"memory grows: bytes after each step {ours.held}"
+    yield from _bytes(case, ours)
+
+
+def _bytes(case: Case, ours: Trained) -> Iterator[str]:
+    """Bytes between groups, of the last step; the formula is of models whose parameters are all used."""
+    size = case.zero.get("paro_group_size")
+    plain = not (case.config or case.network or case.tensor_parallel > 1 or case.optimizer == "Muon")
+    if not plain or not size or case.zero.get("paro_strategy") not in STRATEGIES or case.boundary == "coalesce":
+        return
+    width = 4 if case.dtype == "fp32" else 2
+    elements = {name: one.numel() for name, one in ours.states.items() if name.endswith(" model")}
+    trained = {name: one.numel() for name, one in ours.states.items() if name.endswith(" fp32")}
+    states = ModelStates.of(sum(elements.values()), sum(trained.values()), parameter_bytes=width, gradient_bytes=width)
+    sizes = GroupSizes(case.world, size)
+    due = Volume()
+    strategy, count = STRATEGIES[case.strategy], case.steps[-1].micro_steps or case.accumulation
+    for phase in strategy.phases(sizes, states):
+        due += phase.volume * (phase.each_micro_step * count or 1)
+    got = ours.received[-1]
+    if got.inter > INTER * due.inter + MESSAGE * got.messages:
+        yield f"bytes between groups: {got.inter:.0f} in {got.messages} messages, {due.inter:.0f} by the formula"
+
+
+def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
+    """What differs at all."""
+    apart = [name for name in one.states if not torch.equal(one.states[name], other.states[name])]
+    if apart:
+        yield f"{what}: other bits of {len(apart)} of {len(one.states)} states, as {sorted(apart)[0]}"
+    for name in ("losses", "norms", "scales", "applied"):
+        pair = getattr(one, name), getattr(other, name)
+        if str(pair[0]) != str(pair[1]):  # as text: NaN is NaN
+            yield f"{what}: other {name}: {pair[0]} and {pair[1]}"
+
+
+def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
+    """What differs by more than rounding."""
+    if (ours.scales, ours.applied) != (stock.scales, stock.applied):
+        yield f"steps: {ours.applied} at scales {ours.scales}, stock {stock.applied} at {stock.scales}"
+        return
+    if _lossy(case):
+        yield from _far(case, ours, stock)
+        return
+    bound = WEIGHTS[case.dtype]
+    found = _relative(ours.weights, stock.weights)
+    if not found <= bound:
+        yield f"weights {found:.1e} apart"
+    for name, bounds in (("losses", LOSSES), ("norms", MOMENTS)):
+        pairs = list(zip(getattr(ours, name), getattr(stock, name), strict=True))
+        off = [(i, a, b) for i, (a, b) in enumerate(pairs) if not _close(a, b, bounds[case.dtype])]
+        if off:
+            yield f"{name} apart: number {off[0][0]} is {off[0][1]!r}, stock's {off[0][2]!r}"
+    if stock.states:
+        yield from _states(case, ours.states, stock.states, max(filter(math.isfinite, stock.norms), default=0.0))
+
+
+def _states(case: Case, ours: dict[str, Tensor], stock: dict[str, Tensor], norm: float) -> Iterator[str]:
+    """States, in parts of the largest of their kind; of moments, also of what the largest gradient makes of them."""
+    if ours.keys() != stock.keys():
+        yield f"states of one only: {sorted(ours.keys() ^ stock.keys())[:4]}"
+        return
+    largest = {"exp_avg": 0.1 * norm, "exp_avg_sq": 1e-3 * norm**2, "momentum_buffer": norm}
+    for name, state in stock.items():
+        kind = name.rpartition(" ")[2]
+        if state.numel():
+            largest[kind] = max(largest.get(kind, 1e-12), state.float().abs().max().item())
+    for name in sorted(stock):
+        kind = name.rpartition(" ")[2]
+        bound = (WEIGHTS if kind in ("fp32", "model") else MOMENTS)[case.dtype]
+        if ours[name].shape != stock[name].shape:
+            yield f"{name}: shape {tuple(ours[name].shape)}, stock's {tuple(stock[name].shape)}"
+        elif stock[name].numel():
+            found = (ours[name].float() - stock[name].float()).abs().max().item() / largest[kind]
+            if not found <= bound:
+                yield f"{name} is {found:.1e} of the largest apart"
+                return
+
+
+def _far(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
+    """With few bits: how far the way of all weights is from stock's."""
+    first = runs.first_weights(case)
+    way, other = ours.weights - first, stock.weights - first
+    if other.norm() > 0 and not (way - other).norm() <= LOSSY * other.norm() + 1e-6:
+        yield f"the way of the weights is {(way - other).norm() / other.norm():.2f} of itself apart"
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+def _close(one: float, other: float, bound: float) -> bool:
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) <= bound * max(1e-3, abs(other))
+    return str(one) == str(other)
+
+
+def _blame(case: Case, ours: Trained) -> Iterator[str]:
+    """Which stages have our weights, without a key but the stage; stage 0 is plain data parallelism."""
+    for stage in (0, 1, 2, 3):
+        try:
+            other = runs.train(oracles.as_stock_runs_it(case), {"stage": stage}, False)
+        except Exception as error:
+            yield f"stage {stage} raises {type(error).__name__}"
+            continue
+        apart = _relative(ours.weights, other.weights)
+        yield f"plain stage {stage} is {apart:.1e} from us{'' if apart <= WEIGHTS[case.dtype] else ' (!)'}"
+
+
+def _judge_pipe(case: PipeCase) -> Verdict:
+    pipe = pipelines.Pipe(**{**case.pipe, "zero": case.zero})
+    groups = case.world // pipe.stages
+    size = 2 if groups % 2 == 0 else 1
+    ours = pipelines.train_pipeline(pipe, placed(case.strategy, size))
+    problems = [] if ours.same else ["copies of weights differ"]
+    with device_with_streams() as order:
+        engine = pipelines.make_pipeline(pipe, placed(case.strategy, size))
+        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        with stream_cases.stepping_on_host(engine, order), order.watch():
+            for _ in range(pipe.steps):
+                engine.train_batch(data)
+        engine.destroy()
+    problems += [f"order: {finding}" for finding in order.findings]
+    oracle = dataclasses.replace(pipe, zero={key: case.zero[key] for key in case.zero if key in oracles.OF_PIPELINES})
+    stock = pipelines.train_pipeline(oracle, {"stage": 1})
+    if "zeropp_loco_param" in case.zero:
+        return Verdict(problems, ["oracle: stage 1"])
+    apart = pipelines.apart(case.strategy, ours, stock)
+    bounds = WEIGHTS[pipe.dtype], LOSSES[pipe.dtype], MOMENTS[pipe.dtype]
+    for name, found, bound in zip(("weights", "losses", "norms"), apart[1:4], bounds, strict=True):
+        if not found <= bound:
+            problems.append(f"{name} {found:.1e} apart")
+    if ours.applied != stock.applied:
+        problems.append(f"steps {ours.applied}, stock's {stock.applied}")
+    return Verdict(problems, ["oracle: stage 1"])

@@ -1,0 +1,245 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a drawn case, and records what can be compared; inside rank processes only."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor, nn
+
+from scripts.checks.fuzz.cases import Case, Step
+from scripts.checks.fuzz.events import SHARED, act
+from scripts.checks.fuzz.models import Choosing, Drawn
+from scripts.checks.fuzz.traffic import Received, counted
+from tests.harness import networks, snapshots, stream_cases, training
+from tests.harness.stream_order import Order
+from tests.harness.training import Job
+
+
+@dataclass
+class Trained:
+    """What a run leaves, in plain values and tensors.
+
+    Attributes:
+        losses, norms, scales, applied: of micro-steps and evaluations; of steps.
+        states: see ``tests.harness.snapshots.snapshot``.
+        weights: of all parameters, in one dimension and fp32.
+        replicas_equal: whether all ranks that hold a parameter hold the same bits.
+        received: bytes of each step, without its events.
+        held: bytes of tensors that live after each step.
+        left: bytes of tensors that live longer than the engine and the model.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    scales: list[float]
+    applied: list[bool]
+    states: dict[str, Tensor]
+    weights: Tensor
+    replicas_equal: bool
+    received: list[Received]
+    held: list[int]
+    left: int = 0
+
+
+def job_of(case: Case) -> Job:
+    """The job of ``tests.harness.training`` that a case is."""
+
+    def make(sizes: Any, checkpointing: Any, empty: bool) -> nn.Module:
+        return Drawn(case)
+
+    return Job(
+        sizes=networks.SQUARE if case.network else (case.inputs, case.outputs),
+        empty=case.empty,
+        accumulation=case.accumulation,
+        dtype=case.dtype,
+        optimizer=case.optimizer,
+        clipping=case.clipping,
+        groups=case.groups,
+        backward=case.backward,
+        boundary=case.boundary,
+        no_sync=case.no_sync,
+        tensor_parallel=case.tensor_parallel,
+        zero_init=case.zero_init,
+        network=getattr(networks, case.network) if case.network else make,
+        config=case.config,
+    )
+
+
+def live_bytes() -> int:
+    """Of all tensors that the garbage collector sees, each memory once."""
+    storages = {}
+    for entry in gc.get_objects():
+        if type(entry) in (Tensor, nn.Parameter):
+            storage = entry.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@dataclass
+class Run:
+    """An engine in training.
+
+    Attributes:
+        zero: keys of zero_optimization.
+        ours: whether events that must change nothing take place.
+        order: of a device with streams, or none.
+        seen: what events have looked at.
+        stepped: whether there are optimizer states.
+    """
+
+    case: Case
+    zero: dict[str, Any]
+    ours: bool
+    order: Order | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    stepped: bool = False
+
+    def __post_init__(self) -> None:
+        self.job = job_of(self.case)
+        self.data = training.batches(self.job)
+        self.parts = contextlib.ExitStack()
+        self.calls = 0
+        self._make({})
+
+    def _make(self, config: dict[str, Any]) -> None:
+        job = Job(**{**self.job.__dict__, "config": {**self.job.config, **config}})
+        self.engine, self.model = training.make_engine(job, self.zero)
+        if self.order is not None:
+            self.order.synchronize()  # what makes an engine is not looked at
+            self.parts.enter_context(stream_cases.stepping_on_host(self.engine, self.order))
+
+    def make_anew(self, zero: dict[str, Any] | None = None, config: dict[str, Any] | None = None) -> None:
+        """Destroy the engine and make another one, perhaps with other keys."""
+        self.destroy()
+        self.zero = self.zero if zero is None else zero
+        self.stepped = False
+        self._make(config or {})
+
+    def destroy(self) -> None:
+        """Destroy the engine, and let go of all that belongs to it."""
+        self.parts.close()
+        self.engine.destroy()
+        del self.engine, self.model
+        gc.collect()
+
+    def set_calls(self, model: nn.Module, calls: int) -> None:
+        """Say which experts are used."""
+        for module in model.modules():
+            if isinstance(module, Choosing):
+                module.calls = calls
+
+    def step(self, step: Step) -> None:
+        """All micro-steps of an optimizer step, and itself."""
+        case, engine = self.case, self.engine
+        count = step.micro_steps or case.accumulation
+        with engine.coalesce_grad_reduction() if case.boundary == "coalesce" else contextlib.nullcontext():
+            for number in range(count):
+                last = number + 1 == count
+                if case.boundary == "user":
+                    engine.set_gradient_accumulation_boundary(last)
+                with engine.no_sync() if case.no_sync and not last else contextlib.nullcontext():
+                    self._micro_step(step, number)
+                if case.no_sync and not last:
+                    engine.micro_steps += 1  # no_sync leaves the counting to the caller
+                elif case.boundary in ("engine", "user") and not last:
+                    engine.step()
+        engine.step()
+        self.stepped = self.stepped or engine.was_step_applied()
+
+    def _micro_step(self, step: Step, number: int) -> None:
+        x, y = next(self.data)
+        self.calls += 1
+        self.set_calls(self.model, self.calls)
+        skipped = [block for at, block in step.skipped if at == number]
+        loss = ((self.engine(x, skipped) - y) ** 2).float().mean()
+        self.losses.append(loss.detach())
+        if (number, dist.get_rank()) in step.overflow:
+            loss = loss * torch.inf
+        parts = (0.25, 0.75) if number in step.twice else (1.0,)
+        for i, part in enumerate(parts):
+            last = i + 1 == len(parts)
+            scaled = loss if part == 1.0 else loss * part
+            if self.case.backward == "engine":
+                self.engine.backward(scaled, retain_graph=not last)
+            else:  # the engine divides by the accumulation steps where it runs the backward itself
+                self.engine.scale(scaled).backward(retain_graph=not last)
+
+    def states(self) -> dict[str, Tensor]:
+        """All that is saved; nothing where there is none yet, or no ZeRO."""
+        # Of stock's stages 1 and 2 with Muon, some ranks raise where others wait for them.
+        without = "stage" in self.zero and (self.job.optimizer == "Muon" or self.zero["stage"] == 0)
+        has_any = self.stepped and not (without and not self.ours)
+        return snapshots.snapshot(self.engine, self.model, self.job) if has_any else {}
+
+    def train(self) -> Trained:
+        """Run all events and steps."""
+        norms: list[Any] = []
+        scales, applied, received, held = [], [], [], []
+        for step in self.case.steps:
+            for event in step.before:
+                if self.ours or event.name in SHARED:
+                    act(self, *event)
+            with counted(self.zero.get("paro_group_size") or self.zero.get("mics_shard_size") or 1) as bytes_of_step:
+                self.step(step)
+            received.append(bytes_of_step)
+            norms.append(self.engine.get_global_grad_norm())
+            scales.append(float(getattr(self.engine.optimizer, "loss_scale", 1.0)))
+            applied.append(self.engine.was_step_applied())
+            held.append(live_bytes())
+        return Trained(
+            [loss.item() for loss in self.losses],
+            [float(norm or 0.0) for norm in norms],
+            scales,
+            applied,
+            self.states(),
+            training.whole_weights(self.model),
+            training.all_replicas_equal(self.engine, self.model) if self.case.tensor_parallel == 1 else True,
+            received,
+            held,
+        )
+
+
+@contextlib.contextmanager
+def _watched(order: Order | None) -> Iterator[None]:
+    if order is None:
+        yield
+    else:
+        with order.watch():
+            yield
+
+
+def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = None) -> Trained:
+    """Train a case.
+
+    Args:
+        case: what.
+        zero: keys of zero_optimization.
+        ours: whether events that must change nothing take place.
+        order: of a device with streams, which looks at all of it.
+    """
+    gc.collect()
+    before = live_bytes()
+    with _watched(order):
+        run = Run(case, zero, ours, order)
+        trained = run.train()
+    run.destroy()
+    del run
+    gc.collect()
+    # What the record itself has is no remainder.
+    kept = sum(one.untyped_storage().nbytes() for one in (*trained.states.values(), trained.weights))
+    trained.left = live_bytes() - before - kept
+    return trained
+
+
+def first_weights(case: Case) -> Tensor:
+    """Return what a case begins with, as ``Trained.weights``; of the last restart, if there is one."""
+    torch.manual_seed(7)
+    model = job_of(case).network(networks.SQUARE, None, case.empty)
+    return torch.cat([p.detach().to(training.DTYPES[case.dtype]).float().flatten() for p in model.parameters()])
