@@ -125,6 +125,7 @@ RELIED_ON: tuple[Patch, ...] = (
                 "(self, group_id, tensor_list, first_offset, partition_size)",
             ),
             ("_link_all_hp_params", "tell what partitions of stripes have", "(self)"),
+            ("_lazy_init_hp_params_optimizer_state", "link states of each parameter group", "(self)"),
             ("state_dict", "save in the order of ZeRO's partitions", "(self)"),
             ("_load_global_state", "load from universal checkpoints", "(self, sd)"),
             ("_restore_from_bit16_weights", "load weights from universal checkpoints", "(self)"),

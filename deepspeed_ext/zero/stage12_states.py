@@ -24,6 +24,7 @@ from deepspeed.checkpoint.constants import (
     ZERO_STAGE,
 )
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
@@ -42,6 +43,25 @@ class Stage12States(StripedPartitions):
 
     gradients: FamilyGradients
     updates: Updates
+
+    # Of parameters ################################################################################
+
+    def _link_all_hp_params(self) -> None:
+        """Have parameters know their states again: the parent links these only behind the first step, so after a load
+        or a return from the host ``safe_get_full_optimizer_state`` would not find any."""
+        super()._link_all_hp_params()
+        self._hp_optimizer_states_linked = False
+        self._lazy_init_hp_params_optimizer_state()
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
+        if self._hp_optimizer_states_linked:
+            return
+        state, partitions = self.optimizer.state, self.single_partition_of_fp32_groups
+        having = [group for group, partition in enumerate(partitions) if state.get(partition)]
+        for group in having:
+            lazy_init_hp_params_optimizer_state(self.bit16_groups[group], partitions[group], state)
+        self._hp_optimizer_states_linked = len(having) == len(partitions)
 
     # In ZeRO's order ################################################################################
 

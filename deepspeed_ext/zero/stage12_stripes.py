@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from deepspeed import comm as dist
@@ -338,8 +339,15 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
         return parts
 
     def _link_all_hp_params(self) -> None:
-        """Have parameters know where their weights and states are, for DeepSpeed's ``safe_get_full_...``."""
-        super()._link_all_hp_params()
+        """Have parameters know where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
+
+        The parent goes by the model's order unless it has padded a parameter, so with ``round_robin_gradients`` it
+        would name other parameters, also in universal checkpoints. Any padding has it look at the real places.
+        """
+        paddings = self.round_robin_bit16_padding
+        in_any_order = [[1]] * len(paddings) if self.round_robin_gradients else paddings
+        with mock.patch.object(self, "round_robin_bit16_padding", in_any_order):
+            super()._link_all_hp_params()
         for group, flat in enumerate(self.single_partition_of_fp32_groups):
             if not self.is_striped(group):
                 continue

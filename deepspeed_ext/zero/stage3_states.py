@@ -256,10 +256,21 @@ class Stage3States(ParoOptimizer):
         self.parameters.gather_updates()
         self.parameters.drain()
 
-    def set_full_hp_param(self, *args: Any, **kwargs: Any) -> None:
-        """Serve DeepSpeed's safe_set_full_fp32_param and its like."""
+    def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
+        """Serve DeepSpeed's safe_set_full_fp32_param and its like.
+
+        Where ranks do not divide a parameter, DeepSpeed's own reads behind its end: the last rank alone raises.
+        """
         self.whole.ask()
-        super().set_full_hp_param(*args, **kwargs)
+        if not param.requires_grad or value.numel() != param.ds_numel:
+            super().set_full_hp_param(value, param, optim_state_key)
+            return
+        held, _ = self._get_fp32_opt_state_partition(
+            param, release_swap_buffers=False, optim_state_key=optim_state_key
+        )
+        start = held.numel() * self._get_param_partition_rank(param)
+        mine = value.flatten()[start : start + held.numel()]
+        held.data[: mine.numel()].copy_(mine)
 
     def set_local_hp_param(self, *args: Any, **kwargs: Any) -> None:
         """Serve DeepSpeed's safe_set_local_fp32_param and its like."""

@@ -92,7 +92,7 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
     """All that is saved, by name: whole tensors in the precision in which they are held; numbers as tensors."""
     seen: dict[str, Tensor] = {}
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # Stages 1 and 2 link the states of all parameter groups when only the first has stepped.
+        # Stock's stages 1 and 2 link the states of all parameter groups when only the first has stepped.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     parameters = dict(model.named_parameters())

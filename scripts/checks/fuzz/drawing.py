@@ -74,7 +74,7 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
     ]
     if not lossy:  # there, these have all updates travel whole
         possible += [Event("weights", 1.25), Event("second engine"), Event("write nothing", draw(some.integers(0, 7)))]
-    if case["optimizer"] != "Muon" and not lossy:
+    if case["zero"]["paro_strategy"][0] == "N" and not lossy:
         possible.append(Event("offload"))
     if convertible:
         possible.append(Event("universal", draw(one_of(*convertible))))
@@ -94,7 +94,8 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
                 skipped.append((at, draw(some.integers(0, len(case["blocks"]) - 1))))
             if case["dtype"] == "fp16" and seldom(draw, 8):
                 overflow.append((at, draw(some.integers(0, case["world"] - 1))))
-            if seldom(draw, 10):
+            # Two loss.backward() are two micro-batches for DeepSpeed, if it counts them.
+            if (case["backward"] == "engine" or case["boundary"] == "step") and seldom(draw, 10):
                 twice.append(at)
         before = events(draw, case, convertible, lossy)
         found.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
@@ -221,6 +222,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     case["zero"] = {"paro_strategy": strategy, "paro_group_size": group, **zero}
     case["blocks"] = blocks(draw, stage, case["optimizer"])
     case["routed"] = stage == 3 and strategy != "IGG" and draw(some.booleans())
+    if case["routed"]:  # then stage 0 is the oracle, which has no other way
+        case.update(backward="engine", boundary="user" if case["boundary"] == "user" else "engine")
     case["empty"] = stage < 3 and seldom(draw, 8)
     if stage == 1 and case["boundary"] == "engine" and case["accumulation"] > 1 and "overlap_comm" not in zero:
         case["no_sync"] = seldom(draw, 4)

@@ -70,6 +70,8 @@ def resume(run: "Run", value: Any) -> None:
 
 def convert(run: "Run", value: Any) -> None:
     """Go on under other keys of zero_optimization, by a universal checkpoint."""
+    if not run.stepped:  # DeepSpeed's converter needs optimizer states
+        return
     with shared_folder() as folder:
         run.engine.save_checkpoint(str(folder))
         snapshots.convert(str(folder))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
 from scripts.checks.fuzz import oracles, runs
-from scripts.checks.fuzz.cases import Case, PipeCase
+from scripts.checks.fuzz.cases import ORACLE, Case, PipeCase
 from scripts.checks.fuzz.runs import Trained
 from tests.harness import pipelines, stream_cases
 from tests.harness.stream_order import device_with_streams
@@ -56,6 +56,7 @@ def _judge(case: Case) -> Verdict:
     try:
         ours = runs.train(case, case.zero, True)
     except Exception as error:
+        print(f"RAISED {traceback.format_exc()}", flush=True)  # for who waits for this rank
         return _refused(case, error)
     problems = list(_wrong_alone(case, ours))
     with device_with_streams() as order:
@@ -67,6 +68,7 @@ def _judge(case: Case) -> Verdict:
     if _exact(case):
         plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
         problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
+    print(ORACLE, flush=True)  # who hangs from now on is not ours
     try:
         stage = oracles.stage_for(case)
         stock = runs.train(oracles.as_stock_runs_it(case), oracles.keys_of(case, stage), False)
@@ -83,9 +85,8 @@ def _refused(case: Case, error: Exception) -> Verdict:
     told = f"{type(error).__name__}: {error}"
     try:
         runs.train(case, oracles.keys_of(case, case.stage), False)
-    except Exception as other:
-        if type(other) is type(error):
-            return Verdict([], [f"both raise {told[:60]}"])
+    except Exception as other:  # perhaps another one: what it does then is not promised
+        return Verdict([], [f"both raise: stock {type(other).__name__}: {str(other)[:60]}"])
     trace = "".join(traceback.format_tb(error.__traceback__)[-4:]).rstrip()
     return Verdict([f"raises {told}\n{trace}"], [])
 
@@ -151,13 +152,14 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
     if _lossy(case):
         yield from _far(case, ours, stock)
         return
-    bound = WEIGHTS[case.dtype]
     found = _relative(ours.weights, stock.weights)
-    if not found <= bound:
+    if not found <= _bound(case, WEIGHTS):
         yield f"weights {found:.1e} apart"
     for name, bounds in (("losses", LOSSES), ("norms", MOMENTS)):
         pairs = list(zip(getattr(ours, name), getattr(stock, name), strict=True))
-        off = [(i, a, b) for i, (a, b) in enumerate(pairs) if not _close(a, b, bounds[case.dtype])]
+        if name == "norms" and not any(stock.norms):
+            continue  # stage 0 takes none without clipping
+        off = [(i, a, b) for i, (a, b) in enumerate(pairs) if not _close(a, b, _bound(case, bounds))]
         if off:
             yield f"{name} apart: number {off[0][0]} is {off[0][1]!r}, stock's {off[0][2]!r}"
     if stock.states:
@@ -175,8 +177,10 @@ def _states(case: Case, ours: dict[str, Tensor], stock: dict[str, Tensor], norm:
         if state.numel():
             largest[kind] = max(largest.get(kind, 1e-12), state.float().abs().max().item())
     for name in sorted(stock):
+        if name == "counters" and any(step.twice for step in case.steps):
+            continue  # each backward counts there with managed_gradient_accumulation false
         kind = name.rpartition(" ")[2]
-        bound = (WEIGHTS if kind in ("fp32", "model") else MOMENTS)[case.dtype]
+        bound = _bound(case, WEIGHTS if kind in ("fp32", "model") else MOMENTS)
         if ours[name].shape != stock[name].shape:
             yield f"{name}: shape {tuple(ours[name].shape)}, stock's {tuple(stock[name].shape)}"
         elif stock[name].numel():
@@ -192,6 +196,13 @@ def _far(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
     way, other = ours.weights - first, stock.weights - first
     if other.norm() > 0 and not (way - other).norm() <= LOSSY * other.norm() + 1e-6:
         yield f"the way of the weights is {(way - other).norm() / other.norm():.2f} of itself apart"
+
+
+def _bound(case: Case, bounds: dict[str, float]) -> float:
+    """The bound of what a case computes in; Muon's directions of small gradients are less exact."""
+    lower = case.config.get("torch_autocast") or case.config.get("communication_data_type") == "bf16"
+    precision = "bf16" if lower and case.dtype == "fp32" else case.dtype
+    return bounds[precision] * (4 if case.optimizer == "Muon" else 1)
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
@@ -213,7 +224,7 @@ def _blame(case: Case, ours: Trained) -> Iterator[str]:
             yield f"stage {stage} raises {type(error).__name__}"
             continue
         apart = _relative(ours.weights, other.weights)
-        yield f"plain stage {stage} is {apart:.1e} from us{'' if apart <= WEIGHTS[case.dtype] else ' (!)'}"
+        yield f"plain stage {stage} is {apart:.1e} from us{'' if apart <= _bound(case, WEIGHTS) else ' (!)'}"
 
 
 def _judge_pipe(case: PipeCase) -> Verdict:

@@ -30,15 +30,15 @@ class Fault(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-def _rests(case: Case, in_last: bool = False) -> bool:
-    """Whether a step leaves a block out in all its micro-steps, or in the last."""
+def _rests(case: Case, at_end: int) -> bool:
+    """Whether a step leaves a block out in its first (0) or last (-1) micro-step."""
     if any(block.kind == "experts" for block in case.blocks):
         return True
     for step in case.steps:
         count = step.micro_steps or case.accumulation
         for number in range(len(case.blocks)):
             used = [(at, number) not in step.skipped for at in range(count)]
-            if not used[-1] if in_last else not any(used):
+            if not used[at_end]:
                 return True
     return False
 
@@ -52,15 +52,26 @@ FAULTS: tuple[Fault, ...] = (
         ("offload_optimizer",),
     ),
     Fault(
+        "With round_robin_gradients, safe_get_full_... and universal checkpoints have weights of other parameters.",
+        (1, 2),
+        lambda case: case.zero.get("round_robin_gradients"),
+        ("round_robin_gradients",),
+    ),
+    Fault(
         "With overlap_comm, a parameter that the last micro-step does not use steps with this rank's own gradient.",
         (1,),
-        lambda case: case.zero.get("overlap_comm") and _rests(case, in_last=True),
+        lambda case: case.zero.get("overlap_comm") and _rests(case, -1),
         ("overlap_comm",),
     ),
     Fault(
-        "A parameter that no micro-step of a step uses steps with its gradient of the step before.",
+        "Of a parameter that the first micro-step of a step does not use, the gradient of the step before stays.",
         (3,),
-        _rests,
+        lambda case: _rests(case, 0),
+    ),
+    Fault(
+        "All ranks must use the same parameters; else it aborts, or hangs.",
+        (1, 2),
+        lambda case: case.routed and any(block.kind == "experts" for block in case.blocks),
     ),
 )
 
