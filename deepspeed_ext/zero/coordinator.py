@@ -23,6 +23,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero import partitioned_param_coordinator as coordinator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import z3_leaf_module
 from torch import nn
@@ -30,6 +31,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
+from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
 
@@ -103,7 +105,9 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     def _release(self, submodule: nn.Module, forward: bool) -> None:
         early = not self.is_complete_trace()
-        entries = coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule))
+        entries = list(coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule)))
+        if self.fast_sharding_for_leaf_module and z3_leaf_module(submodule):
+            _record_use(entries)
         kept = [
             entry
             for entry in entries
@@ -187,3 +191,15 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
             f"deepspeed.utils.set_z3_leaf_modules."
         )
     return True
+
+
+def _record_use(params: Sequence[ZeroParameter]) -> None:
+    """Have the memory of gathered parameters wait for what reads them before it is given out again.
+
+    DeepSpeed does so where it frees a parameter, but not where it lets go of a leaf module with a granularity
+    threshold: the next gather could write into what a computation still reads.
+    """
+    if not get_accelerator().is_synchronized_device():
+        for param in params:
+            if isinstance(param, nn.Parameter) and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so
+                param.data.record_stream(get_accelerator().current_stream())

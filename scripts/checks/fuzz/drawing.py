@@ -233,6 +233,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         case["zero"]["paro_group_size"] = 2
     if kind == "model-parallel":
         case.update(world=4, tensor_parallel=2, routed=False)
+        if case["optimizer"] == "Muon":
+            case["optimizer"] = "SGD"
         case["zero"]["paro_group_size"] = draw(one_of(1, 2))
     convertible = []
     if case["optimizer"] == "Adam" and not lossy and kind in ("replicated", "sharded") and not case["empty"]:

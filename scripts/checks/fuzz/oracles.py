@@ -45,9 +45,9 @@ def _rests(case: Case, at_end: int) -> bool:
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        "With an optimizer on the host, what earlier micro-steps gave to a parameter that the last one does not use "
-        "is lost, and gradients of a step that overflows are added to those of the next.",
-        (2, 3),
+        "With an optimizer on the host, gradients of a parameter that the last micro-step does not use are lost, those "
+        "of one that a step does not use stay, and those of a step that overflows are added to the next one's.",
+        (1, 2, 3),
         lambda case: "offload_optimizer" in case.zero,
         ("offload_optimizer",),
     ),
@@ -79,6 +79,8 @@ FAULTS: tuple[Fault, ...] = (
 def stage_for(case: Case) -> int:
     """The stage that is nearest to a case's strategy, and has no known fault with it."""
     nearest = case.stage
+    if case.tensor_parallel > 1:  # norms are others at each stage: of replicated parameters stage 3 counts each copy
+        return nearest
     others = [stage for stage in (2, 3, 1, 0) if stage != nearest]
     return next(stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
 
