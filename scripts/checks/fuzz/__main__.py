@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=0, help="how many; 0 for as many as the minutes allow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=campaign.KINDS, default=campaign.KINDS)
-    parser.add_argument("--worlds", nargs="+", type=int, default=[2, 4, 4, 4, 3, 6, 8], help="ranks, drawn from these")
+    parser.add_argument(
+        "--worlds", nargs="+", type=int, default=[2, 4, 2, 4, 2, 4, 2, 4, 3, 6, 8], help="ranks, drawn from these"
+    )
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for the smallest case of each failure")
     parser.add_argument("--case", help="run this one, as it was printed")
     arguments = parser.parse_args()

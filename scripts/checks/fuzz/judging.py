@@ -120,9 +120,7 @@ def _bytes(case: Case, ours: Trained) -> Iterator[str]:
     if not plain or not size or case.zero.get("paro_strategy") not in STRATEGIES or case.boundary == "coalesce":
         return
     width = 4 if case.dtype == "fp32" else 2
-    elements = {name: one.numel() for name, one in ours.states.items() if name.endswith(" model")}
-    trained = {name: one.numel() for name, one in ours.states.items() if name.endswith(" fp32")}
-    states = ModelStates.of(sum(elements.values()), sum(trained.values()), parameter_bytes=width, gradient_bytes=width)
+    states = ModelStates.of(ours.elements, ours.trained, parameter_bytes=width, gradient_bytes=width)
     sizes = GroupSizes(case.world, size)
     due = Volume()
     strategy, count = STRATEGIES[case.strategy], case.steps[-1].micro_steps or case.accumulation
@@ -162,7 +160,7 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
         off = [(i, a, b) for i, (a, b) in enumerate(pairs) if not _close(a, b, _bound(case, bounds))]
         if off:
             yield f"{name} apart: number {off[0][0]} is {off[0][1]!r}, stock's {off[0][2]!r}"
-    if stock.states:
+    if stock.states and ours.states:
         yield from _states(case, ours.states, stock.states, max(filter(math.isfinite, stock.norms), default=0.0))
 
 

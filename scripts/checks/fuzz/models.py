@@ -57,7 +57,7 @@ class Part(nn.Module):
         elif block.kind == "experts":
             self.layer = Choosing(width, routed)
         else:
-            self.mixture = mixtures.MixtureOfExperts(width, 2 + inner % 3)
+            self.mixture = mixtures.MixtureOfExperts(width, 2)
         self.requires_grad_(not block.frozen)
 
     def forward(self, x: Tensor) -> Tensor:

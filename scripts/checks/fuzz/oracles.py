@@ -45,8 +45,8 @@ def _rests(case: Case, at_end: int) -> bool:
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
-        "With an optimizer on the host, gradients of a parameter that the last micro-step does not use are lost, those "
-        "of one that a step does not use stay, and those of a step that overflows are added to the next one's.",
+        "With an optimizer on the host, gradients of a parameter that the last micro-step does not use are lost, of "
+        "one that a step does not use they stay, and of a step that overflows they are added to the next one's.",
         (1, 2, 3),
         lambda case: "offload_optimizer" in case.zero,
         ("offload_optimizer",),

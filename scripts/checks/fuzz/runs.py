@@ -32,6 +32,7 @@ class Trained:
         replicas_equal: whether all ranks that hold a parameter hold the same bits.
         received: bytes of each step, without its events.
         held: bytes of tensors that live after each step.
+        elements, trained: of all parameters, and of those with gradients.
         left: bytes of tensors that live longer than the engine and the model.
     """
 
@@ -44,6 +45,8 @@ class Trained:
     replicas_equal: bool
     received: list[Received]
     held: list[int]
+    elements: int = 0
+    trained: int = 0
     left: int = 0
 
 
@@ -81,6 +84,30 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+def elements_of(model: nn.Module) -> tuple[int, int]:
+    """Of all parameters, and of those with gradients."""
+    numels = [(int(getattr(param, "ds_numel", param.numel())), param.requires_grad) for param in model.parameters()]
+    return sum(numel for numel, _ in numels), sum(numel for numel, trained in numels if trained)
+
+
+class Sampled(nn.Module):
+    """Some parameters of a model, by their names, and all buffers: each costs several collectives to look at."""
+
+    def __init__(self, model: nn.Module, most: int = 6) -> None:
+        super().__init__()
+        named = list(model.named_parameters())
+        self._named = named[:: -(-len(named) // most)]
+        self._buffers_of = list(model.named_buffers())
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of the sample."""
+        return iter(self._named)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """All."""
+        return iter(self._buffers_of)
+
+
 @dataclass
 class Run:
     """An engine in training.
@@ -98,6 +125,11 @@ class Run:
     ours: bool
     order: Order | None = None
     losses: list[Tensor] = field(default_factory=list)
+    norms: list[Any] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    applied: list[bool] = field(default_factory=list)
+    received: list[Received] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     stepped: bool = False
 
@@ -175,34 +207,38 @@ class Run:
         """All that is saved; nothing where there is none yet, or no ZeRO."""
         # Of stock's stages 1 and 2 with Muon, some ranks raise where others wait for them.
         without = "stage" in self.zero and (self.job.optimizer == "Muon" or self.zero["stage"] == 0)
-        has_any = self.stepped and not (without and not self.ours)
-        return snapshots.snapshot(self.engine, self.model, self.job) if has_any else {}
+        if not self.stepped or (without and not self.ours):
+            return {}
+        return snapshots.snapshot(self.engine, Sampled(self.model), self.job)
 
-    def train(self) -> Trained:
+    def train(self) -> None:
         """Run all events and steps."""
-        norms: list[Any] = []
-        scales, applied, received, held = [], [], [], []
         for step in self.case.steps:
             for event in step.before:
                 if self.ours or event.name in SHARED:
                     act(self, *event)
             with counted(self.zero.get("paro_group_size") or self.zero.get("mics_shard_size") or 1) as bytes_of_step:
                 self.step(step)
-            received.append(bytes_of_step)
-            norms.append(self.engine.get_global_grad_norm())
-            scales.append(float(getattr(self.engine.optimizer, "loss_scale", 1.0)))
-            applied.append(self.engine.was_step_applied())
-            held.append(live_bytes())
+            self.received.append(bytes_of_step)
+            self.norms.append(self.engine.get_global_grad_norm())
+            self.scales.append(float(getattr(self.engine.optimizer, "loss_scale", 1.0)))
+            self.applied.append(self.engine.was_step_applied())
+            if self.order is None:
+                self.held.append(live_bytes())
+
+    def record(self) -> Trained:
+        """What can be compared, now."""
         return Trained(
             [loss.item() for loss in self.losses],
-            [float(norm or 0.0) for norm in norms],
-            scales,
-            applied,
-            self.states(),
+            [float(norm or 0.0) for norm in self.norms],
+            self.scales,
+            self.applied,
+            self.states() if self.order is None else {},
             training.whole_weights(self.model),
             training.all_replicas_equal(self.engine, self.model) if self.case.tensor_parallel == 1 else True,
-            received,
-            held,
+            self.received,
+            self.held,
+            *elements_of(self.model),
         )
 
 
@@ -228,7 +264,8 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
     before = live_bytes()
     with _watched(order):
         run = Run(case, zero, ours, order)
-        trained = run.train()
+        run.train()
+    trained = run.record()
     run.destroy()
     del run
     gc.collect()
