@@ -32,7 +32,7 @@ def main() -> None:
     if not arguments.minutes and not arguments.cases and not arguments.case:
         parser.error("--minutes, --cases or --case says how much to run")
     ranks.prepare_environment()
-    pools = ranks.RankPools(limit=3)
+    pools = ranks.RankPools(limit=6)
     try:
         if arguments.case:
             problems = campaign.problems_of(pools, campaign.parse(arguments.case))

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
-from scripts.checks.fuzz import cases, drawing
-from scripts.checks.fuzz.cases import ORACLE, Case, PipeCase
+from scripts.checks.fuzz import cases, contradictions, drawing, in_ranks
+from scripts.checks.fuzz.cases import FOUND, ORACLE, Case, PipeCase
+from scripts.checks.fuzz.contradictions import Contradiction
 from tests.harness.ranks import RankError, RankPools, RankTimeout
 
-KINDS = drawing.KINDS
+CONTRADICTION = "contradiction"
+KINDS = (*drawing.KINDS, CONTRADICTION)
 BATCH = 25  # cases that are drawn together
 TIMEOUT = 45.0  # seconds, after which a case counts as a hang
 
@@ -38,32 +40,34 @@ class _Failed(Exception):
 
 def parse(text: str) -> Any:
     """Return the case of a printed one."""
-    return eval(text, {"__builtins__": {}}, {name: getattr(cases, name) for name in _NAMES} | {"True": True})
+    return eval(text, {"__builtins__": {}}, _NAMES)
 
 
-_NAMES = ("Case", "PipeCase", "Block", "Step", "Event")
+_NAMES = {kind.__name__: kind for kind in (Case, PipeCase, cases.Block, cases.Step, cases.Event, Contradiction)}
 
 
-def problems_of(pools: RankPools, case: Case | PipeCase, happened: Counter[str] | None = None) -> list[str]:
-    """Run a case; what is wrong with it, each once."""
-    from scripts.checks.fuzz import in_ranks
-
+def problems_of(pools: RankPools, case: Any, happened: Counter[str] | None = None) -> list[str]:
+    """Run a case, a pipeline or a contradiction; what is wrong with it, each once."""
+    if isinstance(case, Contradiction):
+        problems = contradictions.problems_of(pools, case)
+        if happened is not None and not problems:
+            happened[f"refused: {case.name}"] += 1
+        return problems
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
             verdicts = pools(case.world).run(in_ranks.judged, case, timeout=TIMEOUT)
     except (RankTimeout, RankError) as error:
         what = "hang" if isinstance(error, RankTimeout) else "error"
+        if FOUND in str(error):
+            return [str(error).partition(FOUND)[2].splitlines()[0].strip()]
         if ORACLE in str(error):
             if happened is not None:
-                happened[f"stock ends in a {what}, or aborts"] += case.world
+                happened[f"stock ends in a {what}"] += 1
             return []
         return [f"{what}: {_told(str(error))}"]
-    problems: dict[str, None] = {}
-    for found, events in verdicts:
-        problems.update(dict.fromkeys(found))
-        if happened is not None:
-            happened.update(set(events))
-    return list(problems)
+    if happened is not None:
+        happened.update({event for _, events in verdicts for event in events})
+    return list(dict.fromkeys(problem for found, _ in verdicts for problem in found))
 
 
 def _told(message: str) -> str:
@@ -84,6 +88,13 @@ def signature(problems: Sequence[str]) -> str:
     return re.sub(r"[0-9.e+-]+|layers\S*|head\S*", "#", first)[:300]
 
 
+def _cases_of(kind: str, worlds: tuple[int, ...]) -> Any:
+    """What Hypothesis draws for a kind."""
+    if kind == CONTRADICTION:
+        return contradictions.contradictions(tuple(world for world in worlds if world < 5))
+    return drawing.of_kind(kind, worlds)
+
+
 class Campaign:
     """A run of the fuzzer.
 
@@ -95,7 +106,7 @@ class Campaign:
 
     Attributes:
         counts: cases by kind and number of ranks.
-        happened: what the cases were compared with, and how often.
+        happened: what the cases were compared with, or refused for, and in how many.
         failures: one for each cause.
         again: cases that failed like one before, by its cause.
     """
@@ -154,7 +165,7 @@ class Campaign:
                 suppress_health_check=list(HealthCheck),
                 report_multiple_bugs=False,
                 print_blob=False,
-            )(hypothesis.given(drawing.of_kind(kind, self._worlds))(check))
+            )(hypothesis.given(_cases_of(kind, self._worlds))(check))
         )
         with contextlib.suppress(_Failed, hypothesis.errors.Flaky):
             run()
@@ -172,7 +183,7 @@ class Campaign:
             rows.append(f"{kind:<16}" + "".join(f"{count:>7}" for count in (*row, sum(row))))
         columns = [sum(self.counts[kind, world] for kind in kinds) for world in worlds]
         rows.append(f"{'all':<16}" + "".join(f"{count:>7}" for count in (*columns, sum(columns))))
-        rows += [f"{count:>7} ranks' cases: {what}" for what, count in sorted(self.happened.items())]
+        rows += [f"{count:>7} cases: {what}" for what, count in sorted(self.happened.items())]
         rows += [
             f"\n{number}. failed {self.again[cause]} times: {failure}"
             for number, (cause, failure) in enumerate(self.failures.items(), 1)

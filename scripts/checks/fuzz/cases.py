@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 ORACLE = "Now stock DeepSpeed trains."  # what a rank logs before that
+FOUND = "It differs:"  # likewise, before other stages are asked
 
 
 class Plain:

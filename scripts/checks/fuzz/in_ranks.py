@@ -3,6 +3,7 @@
 """What ranks are asked to run. The process that draws the cases imports this module, and so no torch."""
 
 from scripts.checks.fuzz.cases import Case, PipeCase
+from scripts.checks.fuzz.contradictions import Contradiction
 
 
 def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
@@ -11,3 +12,31 @@ def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
 
     problems, happened = judge(case)
     return problems, happened
+
+
+def refused(given: Contradiction) -> tuple[str, str, str]:
+    """Type and message of what refuses a configuration, empty if nothing does; what was communicated until then."""
+    import os
+    import tempfile
+    from unittest import mock
+
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from torch.distributed import ProcessGroup
+
+    from scripts.checks.fuzz import refusals
+
+    get_accelerator().is_fp16_supported = lambda: True
+    os.chdir(tempfile.gettempdir())
+    model = refusals.model_of(given)
+    called: list[str] = []
+    with (
+        refusals.noting(ProcessGroup, called),
+        mock.patch("torch.distributed.new_group", refusals.noted_groups(called)),
+    ):
+        try:
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=given.config)
+        except Exception as error:
+            return type(error).__name__, str(error), ", ".join(called)
+    engine.destroy()
+    return "", "", ""
