@@ -51,7 +51,7 @@ def blocks(draw: Draw, stage: int, optimizer: str) -> tuple[Block, ...]:
     if stage == 3:
         kinds.append("lent")
     drawn = []
-    for _ in range(draw(some.integers(1, 4))):
+    for _ in range(draw(one_of(1, 2, 2, 3))):
         kind = draw(one_of(*kinds))
         recomputed = draw(one_of(None, None, None, False, True)) if kind != "experts" else None
         frozen = seldom(draw, 6)
@@ -84,7 +84,7 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
 def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:
     """All steps of a case."""
     accumulation, found = case["accumulation"], []
-    number = draw(one_of(2, 3, 3, 4))
+    number = draw(one_of(2, 2, 3))
     for _ in range(number):
         micro_steps = draw(some.integers(1, accumulation)) if case["boundary"] == "user" else 0
         count = micro_steps or accumulation
@@ -94,8 +94,8 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
                 skipped.append((at, draw(some.integers(0, len(case["blocks"]) - 1))))
             if case["dtype"] == "fp16" and seldom(draw, 8):
                 overflow.append((at, draw(some.integers(0, case["world"] - 1))))
-            # Two loss.backward() are two micro-batches for DeepSpeed, if it counts them.
-            if (case["backward"] == "engine" or case["boundary"] == "step") and seldom(draw, 10):
+            # Of two loss.backward() behind one forward, DeepSpeed loses one, or raises.
+            if case["backward"] == "engine" and seldom(draw, 10):
                 twice.append(at)
         before = events(draw, case, convertible, lossy)
         found.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
@@ -124,7 +124,10 @@ def training(draw: Draw, stage: int) -> dict[str, Any]:
     if keys["dtype"] == "fp32":
         maybe(draw, config, 12, torch_autocast=some.just({"enabled": True, "dtype": "bfloat16"}))
     if keys["optimizer"] == "Adam":
-        maybe(draw, config, 4, optimizer=some.just({"params": {"weight_decay": 0.1}}))
+        # In 16 bits, small gradients have no sign to rely on: with a large eps their steps are small, too.
+        eps = 1e-3 if keys["dtype"] == "fp32" and "torch_autocast" not in config else 0.1
+        decay = draw(one_of(0.0, 0.0, 0.1))
+        config["optimizer"] = {"params": {"lr": 1e-2, "eps": eps, "torch_adam": True, "weight_decay": decay}}
     return {**keys, "config": config}
 
 
@@ -157,7 +160,7 @@ def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, A
     """With p = I and G."""
     zero = common_keys(draw)
     maybe(draw, zero, 2, stage3_param_persistence_threshold=one_of(0, 20, 10_000))
-    maybe(draw, zero, 2, sub_group_size=one_of(100, 10, 1_000_000))
+    maybe(draw, zero, 2, sub_group_size=one_of(100, 30, 1_000_000))
     maybe(draw, zero, 4, stage3_prefetch_bucket_size=one_of(0, 100, 1000))
     maybe(draw, zero, 6, stage3_max_live_parameters=one_of(100, 1000), stage3_max_reuse_distance=one_of(0, 100))
     maybe(draw, zero, 8, memory_efficient_linear=some.just(False), reduce_scatter=some.just(False))
@@ -221,8 +224,9 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         case["boundary"] = "engine"  # DeepSpeed refuses it
     case["zero"] = {"paro_strategy": strategy, "paro_group_size": group, **zero}
     case["blocks"] = blocks(draw, stage, case["optimizer"])
-    case["routed"] = stage == 3 and strategy != "IGG" and draw(some.booleans())
-    if case["routed"]:  # then stage 0 is the oracle, which has no other way
+    exact = case["dtype"] == "fp32" and "torch_autocast" not in case["config"]
+    case["routed"] = stage == 3 and strategy != "IGG" and exact and draw(some.booleans())
+    if case["routed"]:  # then stage 0 is the oracle, which is one in fp32, and has no other way
         case.update(backward="engine", boundary="user" if case["boundary"] == "user" else "engine")
     case["empty"] = stage < 3 and seldom(draw, 8)
     if stage == 1 and case["boundary"] == "engine" and case["accumulation"] > 1 and "overlap_comm" not in zero:

@@ -117,7 +117,9 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
 def _bytes(case: Case, ours: Trained) -> Iterator[str]:
     """Bytes between groups, of the last step; the formula is of models whose parameters are all used."""
     size = case.zero.get("paro_group_size")
-    plain = not (case.config or case.network or case.tensor_parallel > 1 or case.optimizer == "Muon")
+    plain = not (
+        set(case.config) - {"optimizer"} or case.network or case.tensor_parallel > 1 or case.optimizer == "Muon"
+    )
     if not plain or not size or case.zero.get("paro_strategy") not in STRATEGIES or case.boundary == "coalesce":
         return
     width = 4 if case.dtype == "fp32" else 2
