@@ -31,7 +31,6 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
-from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
 
@@ -193,7 +192,7 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
     return True
 
 
-def _record_use(params: Sequence[ZeroParameter]) -> None:
+def _record_use(params: Sequence[Any]) -> None:
     """Have the memory of gathered parameters wait for what reads them before it is given out again.
 
     DeepSpeed does so where it frees a parameter, but not where it lets go of a leaf module with a granularity

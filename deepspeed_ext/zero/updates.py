@@ -11,7 +11,7 @@ Note [Updates under the forward]
     and the next step. To wait is not collective: all ranks have started the same gathers.
 
     What reads parameters otherwise (a weight average that goes over ``model.parameters()``, a module that uses the
-    parameter of another one without calling it) calls ``deepspeed_ext.wait_for_updates()`` first.
+    parameter of one that is not a part of it without calling it) calls ``deepspeed_ext.wait_for_updates()`` first.
 """
 
 import weakref
@@ -40,20 +40,40 @@ def wait_for_updates() -> None:
 
 
 class _BeforeUse:
-    """A hook of a module: waits for windows up to a number. A copy of the module, or a pickled one, needs none."""
+    """A hook of a module: waits for windows. A copy of the module, or a pickled one, needs none.
 
-    def __init__(self, updates: "Updates | None" = None, number: int = 0) -> None:
+    Some modules read parameters of their parts without calling these, as torch's MultiheadAttention and the gate of
+    DeepSpeed's MoE layers do. So a module waits for all of its parts that nobody has called yet, too.
+
+    Args:
+        updates: weakly held; None in a copy.
+        number: of the last window with parameters of the module itself; -1 for none.
+        parts: hooks of the modules in it.
+    """
+
+    def __init__(self, updates: "Updates | None" = None, number: int = -1, parts: Sequence["_BeforeUse"] = ()) -> None:
         self._updates = None if updates is None else weakref.ref(updates)
         self._number = number
+        self._parts = parts
+        self._called = False
 
     @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
+        self._called = True
+        self._wait()
+
+    def _wait(self) -> None:
         updates = None if self._updates is None else self._updates()
-        if updates is not None:
-            updates.wait_for(self._number)
+        if updates is not None and updates.begun:
+            last = self._last()
+            if last >= 0:
+                updates.wait_for(last)
+
+    def _last(self) -> int:
+        return max([self._number, *(part._last() for part in self._parts if not part._called)])
 
     def __reduce__(self) -> tuple[type["_BeforeUse"], tuple[()]]:
-        self()  # the module's parameters are copied next
+        self._wait()  # the module's parameters are copied next
         return _BeforeUse, ()
 
 
@@ -104,6 +124,11 @@ class Updates:
         if not self.ahead:
             self._schedule.drain()
 
+    @property
+    def begun(self) -> bool:
+        """Whether some stream may still have to come behind the arrival of a window."""
+        return bool(self._started)
+
     def wait_for(self, number: int) -> None:
         """Have the current stream come behind the arrival of the windows up to a number."""
         if number >= len(self._started):
@@ -127,15 +152,13 @@ class Updates:
         """
         last = {place: number for number, window in enumerate(self._windows) for place in window.members}
         everything = _BeforeUse(self, len(self._windows))
-        for used in module.modules():
-            # One that has parameters of its own may read those of its parts without calling them, as torch's
-            # MultiheadAttention does.
-            own = list(used.parameters(recurse=False))
-            parts = [part for part in used.children() if not any(part.children())] if own else []
-            read = own + [param for part in parts for param in part.parameters(recurse=False)]
-            numbers = [last[places[id(p)]] for p in read if places.get(id(p)) in last]
-            if numbers:
-                self._hooks.append(used.register_forward_pre_hook(_BeforeUse(self, max(numbers)), prepend=True))
+        hooks: dict[int, _BeforeUse] = {}
+        for used in reversed(list(module.modules())):  # parts first
+            own = [last[places[id(p)]] for p in used.parameters(recurse=False) if places.get(id(p)) in last]
+            parts = [hooks[id(part)] for part in used.children() if id(part) in hooks]
+            hook = hooks[id(used)] = _BeforeUse(self, max(own, default=-1), parts)
+            if own or parts:
+                self._hooks.append(used.register_forward_pre_hook(hook, prepend=True))
             self._hooks.append(used.register_state_dict_pre_hook(everything))
             self._hooks.append(used.register_load_state_dict_pre_hook(everything))
         # Layers of a pipeline may be functions of tied weights, which no module's forward tells of.

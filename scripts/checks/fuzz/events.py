@@ -129,7 +129,8 @@ def read_states(run: "Run", value: int) -> None:
     trained = [p for p in run.model.parameters() if p.requires_grad and training_size(p)]
     if trained and run.stepped:
         param = trained[value % len(trained)]
-        name = "momentum_buffer" if run.job.optimizer == "SGD" else "exp_avg"
+        by_momentum = run.job.optimizer == "SGD" or getattr(param, "use_muon", False)
+        name = "momentum_buffer" if by_momentum else "exp_avg"
         for whole in (safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, name)):
             run.seen.append(whole.float().abs().sum())
 

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks are asked to run. The process that draws the cases imports this module, and so no torch."""
 
+from typing import Any
+
 from scripts.checks.fuzz.cases import Case, PipeCase
 from scripts.checks.fuzz.contradictions import Contradiction
 
@@ -40,3 +42,10 @@ def refused(given: Contradiction) -> tuple[str, str, str]:
             return type(error).__name__, str(error), ", ".join(called)
     engine.destroy()
     return "", "", ""
+
+
+def soaked(case: Case, steps: int, anew: int, seed: int) -> Any:
+    """Samples of a long run; see ``soaking``."""
+    from scripts.checks.fuzz.soaking import soak
+
+    return soak(case, steps, anew, seed)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One order in which units leave, whatever is complete first."""
 
+import copy
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -44,17 +45,30 @@ def test_a_member_that_is_complete_twice_counts_once() -> None:
     assert order.ready("a") == [] and order.rest() == [0, 1]
 
 
+class Gate(nn.Module):
+    """Reads the weight of its part, and never calls that: as torch's attention does, and the gate of DeepSpeed's MoE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.part.weight)
+
+
 def test_a_module_waits_for_what_it_may_read_of_its_parts() -> None:
-    """torch's attention reads the weight of its last layer, and never calls that."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.Linear(4, 4)))
     places = {id(param): place for place, param in enumerate(model.parameters())}
     windows = [Window(0, place, 1, frozenset([place])) for place in places.values()]
     updates = Updates(windows, lambda window: iter(()), lambda window, cells: None, True, True)
     updates.watch(model, places)
-    numbers = [[hook._number for hook in layer._forward_pre_hooks.values()] for layer in model]
-    assert numbers == [[1], [5], [7]]
+    hooks = [next(iter(module._forward_pre_hooks.values())) for module in (model, *model)]
+    assert [hook._last() for hook in hooks] == [4, 1, 2, 4]
+    copy.deepcopy(model)  # reads parameters, and calls nothing
+    model(torch.ones(1, 4))
+    assert [hook._last() for hook in hooks] == [-1, 1, 2, -1]
     updates.drop()
-    assert not any(layer._forward_pre_hooks for layer in model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def parameters(*numels: int) -> list[Any]:
