@@ -94,8 +94,9 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
                 skipped.append((at, draw(some.integers(0, len(case["blocks"]) - 1))))
             if case["dtype"] == "fp16" and seldom(draw, 8):
                 overflow.append((at, draw(some.integers(0, case["world"] - 1))))
-            # Of two loss.backward() behind one forward, DeepSpeed loses one, or raises.
-            if case["backward"] == "engine" and seldom(draw, 10):
+            # Of two loss.backward() behind one forward, DeepSpeed loses one, or raises; its timers stop once.
+            once = case["backward"] == "loss" or "wall_clock_breakdown" in case["config"]
+            if not once and seldom(draw, 10):
                 twice.append(at)
         before = events(draw, case, convertible, lossy)
         found.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
