@@ -75,11 +75,10 @@ class ParameterBucket:
         for run in self._runs:
             for place, layout, part in run.parts(cells):
                 many = part.permute(2, 1, 0, 3).reshape(run.times, -1)
+                if many.stride(1) != 1:  # of chunks of one element; a parameter is contiguous, and viewed as bytes
+                    many = many.clone(memory_format=torch.contiguous_format)
                 last = run.first + run.times * len(run.pattern)
-                flats = many[:, : layout.numel].unbind()
-                if layout.numel == 1:  # of one element any stride is contiguous, but not all may be viewed as bytes
-                    flats = tuple(flat.as_strided((1,), (1,)) for flat in flats)
-                wholes[run.first + place : last : len(run.pattern)] = flats
+                wholes[run.first + place : last : len(run.pattern)] = many[:, : layout.numel].unbind()
         return wholes
 
     def pack(self, flats: Sequence[Tensor | None], cells: Tensor) -> None:

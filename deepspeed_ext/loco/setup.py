@@ -154,7 +154,8 @@ def _report_to(engine: Engine, hop: LocoHop, events: str) -> None:
 
     def report_all() -> None:
         report()
-        if engine.wall_clock_breakdown() and engine.global_steps % engine.steps_per_print() == 0:
+        every = engine.steps_per_print()  # None by default
+        if engine.wall_clock_breakdown() and every and engine.global_steps % every == 0:
             engine.timers.log([COMPRESS_TIMER, DECOMPRESS_TIMER])
 
     hop.errors.on_step = report_all

@@ -200,5 +200,5 @@ def _record_use(params: Sequence[Any]) -> None:
     """
     if not get_accelerator().is_synchronized_device():
         for param in params:
-            if hasattr(param, "ds_tensor") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so
+            if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so
                 param.data.record_stream(get_accelerator().current_stream())

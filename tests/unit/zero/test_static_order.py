@@ -46,7 +46,7 @@ def test_a_member_that_is_complete_twice_counts_once() -> None:
 
 
 class Gate(nn.Module):
-    """Reads the weight of its part, which it never calls: as torch's attention does, and the gate of DeepSpeed's MoE."""
+    """Reads the weight of a part that it never calls, as torch's attention and the gate of DeepSpeed's MoE do."""
 
     def __init__(self) -> None:
         super().__init__()
