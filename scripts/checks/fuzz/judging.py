@@ -164,15 +164,19 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
         if off:
             yield f"{name} apart: number {off[0][0]} is {off[0][1]!r}, stock's {off[0][2]!r}"
     if stock.states and ours.states:
-        yield from _states(case, ours.states, stock.states, max(filter(math.isfinite, stock.norms), default=0.0))
+        norm = max(filter(math.isfinite, stock.norms), default=0.0)
+        yield from _states(case, ours.states, stock.states, norm, stock.weights.abs().max().item())
 
 
-def _states(case: Case, ours: dict[str, Tensor], stock: dict[str, Tensor], norm: float) -> Iterator[str]:
+def _states(
+    case: Case, ours: dict[str, Tensor], stock: dict[str, Tensor], norm: float, weight: float
+) -> Iterator[str]:
     """States, in parts of the largest of their kind; of moments, also of what the largest gradient makes of them."""
     if ours.keys() != stock.keys():
         yield f"states of one only: {sorted(ours.keys() ^ stock.keys())[:4]}"
         return
     largest = {"exp_avg": 0.1 * norm, "exp_avg_sq": 1e-3 * norm**2, "momentum_buffer": norm}
+    largest.update(fp32=weight, model=weight)
     for name, state in stock.items():
         kind = name.rpartition(" ")[2]
         if state.numel():
