@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=campaign.KINDS, default=campaign.KINDS)
     parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS, help="ranks, drawn from these")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for the smallest case of each failure")
+    parser.add_argument("--batch", type=int, default=25, help="cases of one kind, before those of the next")
+    parser.add_argument("--first", action="store_true", help="end with the first failure, and do not shrink it")
     parser.add_argument("--case", help="run this one, as it was printed")
     arguments = parser.parse_args()
     if not arguments.minutes and not arguments.cases and not arguments.case:
@@ -39,7 +41,14 @@ def main() -> None:
             print("\n".join(problems) or "as it must be")
             sys.exit(bool(problems))
         deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
-        found = campaign.Campaign(pools, arguments.seed, tuple(arguments.worlds), arguments.shrink)
+        found = campaign.Campaign(
+            pools,
+            arguments.seed,
+            tuple(arguments.worlds),
+            0.0 if arguments.first else arguments.shrink,
+            arguments.batch,
+            arguments.first,
+        )
         found.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
     finally:
         pools.close()

@@ -20,7 +20,6 @@ from tests.harness.ranks import RankError, RankPools, RankTimeout
 
 CONTRADICTION = "contradiction"
 KINDS = (*drawing.KINDS, CONTRADICTION)
-BATCH = 25  # cases that are drawn together
 TIMEOUT = 45.0  # seconds, after which a case counts as a hang
 
 
@@ -103,6 +102,8 @@ class Campaign:
         seed: of what is drawn.
         worlds: numbers of ranks to draw from.
         shrinking: seconds that shrinking a case may take.
+        batch: cases of one kind that are drawn together, before those of the next kind.
+        first: whether to end with the first failure.
 
     Attributes:
         counts: cases by kind and number of ranks.
@@ -111,10 +112,19 @@ class Campaign:
         again: cases that failed like one before, by its cause.
     """
 
-    def __init__(self, pools: RankPools, seed: int, worlds: tuple[int, ...], shrinking: float) -> None:
+    def __init__(
+        self,
+        pools: RankPools,
+        seed: int,
+        worlds: tuple[int, ...],
+        shrinking: float,
+        batch: int = 25,
+        first: bool = False,
+    ) -> None:
         self.counts, self.happened, self.again = Counter[tuple[str, int]](), Counter[str](), Counter[str]()
         self.failures: dict[str, Failure] = {}
         self._pools, self._seed, self._worlds, self._shrinking = pools, seed, worlds, shrinking
+        self._batch, self._first = batch, first
         self._deadline = float("inf")
 
     def run(self, kinds: Sequence[str], number: int, deadline: float) -> None:
@@ -123,8 +133,10 @@ class Campaign:
         batch = 0
         while sum(self.counts.values()) < number and time.monotonic() < deadline:
             kind = kinds[batch % len(kinds)]
-            self._run_batch(kind, batch, min(BATCH, number - sum(self.counts.values())))
+            self._run_batch(kind, batch, min(self._batch, number - sum(self.counts.values())))
             batch += 1
+            if self._first and self.failures:
+                return
             total = sum(self.counts.values())
             print(f"{total} cases, {len(self.failures)} causes of {sum(self.again.values())} failures", flush=True)
 
@@ -134,6 +146,8 @@ class Campaign:
 
         def check(case: Any) -> None:
             now = time.monotonic()
+            if self._first and self.failures:
+                return
             if now > self._deadline or (shrinking_since and now > shrinking_since[0] + self._shrinking):
                 return
             problems = problems_of(self._pools, case, self.happened)

@@ -282,6 +282,7 @@ def contradictions(draw: Callable[[SearchStrategy[Any]], Any], worlds: tuple[int
         zero.update(reduce_bucket_size=draw(one_of(300, 1000)), overlap_comm=draw(some.booleans()))
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
         "gradient_accumulation_steps": draw(some.integers(1, 3)),
         "gradient_clipping": draw(one_of(0.0, 0.5)),
         "optimizer": {"type": draw(one_of("SGD", "Adam")), "params": {"lr": 0.1}},

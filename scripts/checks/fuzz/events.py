@@ -16,7 +16,12 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 
 from tests.harness import snapshots, training
 
@@ -109,8 +114,14 @@ def change_frozen(run: "Run", value: float) -> None:
 def change_weights(run: "Run", value: float) -> None:
     """Change the optimizer's weights of a parameter."""
     param = max((p for p in run.model.parameters() if p.requires_grad), key=training_size)
-    whole = safe_get_full_fp32_param(param)
-    safe_set_full_fp32_param(param, whole * value)
+    changed = safe_get_full_fp32_param(param) * value
+    if run.ours or not hasattr(param, "ds_tensor"):
+        safe_set_full_fp32_param(param, changed)
+        return
+    # Stock's stage 3 reads behind the end of a parameter that ranks do not divide: its last rank raises, others wait.
+    held = param.ds_tensor.numel()
+    padded = torch.nn.functional.pad(changed.flatten(), (0, held * dist.get_world_size() - changed.numel()))
+    safe_set_local_fp32_param(param, padded[held * dist.get_rank() :][:held])
 
 
 def training_size(param: Any) -> int:
