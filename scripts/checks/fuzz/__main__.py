@@ -16,7 +16,7 @@ import time
 from scripts.checks.fuzz import campaign
 from tests.harness import ranks
 
-WORLDS = [2] * 14 + [4] * 4 + [3, 6, 8]  # ranks; four take four times as long as two
+WORLDS = [2] * 40 + [4] * 10 + [3] * 3 + [6, 8]  # ranks; four take three times as long as two, eight ten times
 
 
 def main() -> None:
