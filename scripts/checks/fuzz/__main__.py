@@ -13,7 +13,7 @@ import argparse
 import sys
 import time
 
-from scripts.checks.fuzz import campaign
+from scripts.checks.fuzz import campaign, in_ranks
 from tests.harness import ranks
 
 WORLDS = [2] * 40 + [4] * 10 + [3] * 3 + [6, 8]  # ranks; four take three times as long as two, eight ten times
@@ -36,6 +36,7 @@ def main() -> None:
     ranks.prepare_environment()
     pools = ranks.RankPools(limit=6)
     try:
+        pools(1).run(in_ranks.build_kernels, timeout=900.0)
         if arguments.case:
             problems = campaign.problems_of(pools, campaign.parse(arguments.case))
             print("\n".join(problems) or "as it must be")

@@ -96,6 +96,8 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
                 overflow.append((at, draw(some.integers(0, case["world"] - 1))))
             # Of two loss.backward() behind one forward, DeepSpeed loses one, or raises; its timers stop once.
             once = case["backward"] == "loss" or "wall_clock_breakdown" in case["config"]
+            # ZeRO-3 gathers parameters of the first module, whose input has no gradient, for one backward only.
+            once = once or (case["zero"]["paro_strategy"][0] != "N" and bool(skipped) and skipped[-1][0] == at)
             if not once and seldom(draw, 10):
                 twice.append(at)
         before = events(draw, case, convertible, lossy)
@@ -152,7 +154,7 @@ def replicated_keys(draw: Draw, case: dict[str, Any]) -> dict[str, Any]:
     """With p = N."""
     zero = common_keys(draw)
     maybe(draw, zero, 6, reduce_scatter=some.just(False), paro_overlap_updates=some.just(True))
-    maybe(draw, zero, 10, parameter_alignment=some.just(True), ignore_unused_parameters=some.just(False))
+    maybe(draw, zero, 10, parameter_alignment=some.just(True))
     offload_to_host(draw, zero, case)
     return zero
 
@@ -239,6 +241,7 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     if kind == "model-parallel":
         # Stock's zero.Init shards over all ranks there, unless it is told otherwise.
         case.update(world=4, tensor_parallel=2, routed=False, zero_init=None)
+        case["config"].pop("gradient_predivide_factor", None)  # a fault of stage 3, and norms let no other be asked
         if case["optimizer"] == "Muon":
             case["optimizer"] = "SGD"
         case["zero"]["paro_group_size"] = draw(one_of(1, 2))

@@ -8,6 +8,13 @@ from scripts.checks.fuzz.cases import Case, PipeCase
 from scripts.checks.fuzz.contradictions import Contradiction
 
 
+def build_kernels() -> bool:
+    """Build those of LoCo, for which no case should have to wait; whether there are any."""
+    from deepspeed_ext.loco import ops
+
+    return bool(ops.load_kernels())
+
+
 def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
     """Problems of a case, and what happened; see ``judging``."""
     from scripts.checks.fuzz.judging import judge

@@ -236,6 +236,23 @@ def _blame(case: Case, ours: Trained) -> Iterator[str]:
         yield f"plain stage {stage} is {apart:.1e} from us{'' if apart <= _bound(case, WEIGHTS) else ' (!)'}"
 
 
+def stock_is_wrong(number: int) -> bool:
+    """Whether a fault of ``oracles.FAULTS`` that has a smallest case is still there. Collective."""
+    fault = oracles.FAULTS[number]
+    case = fault.smallest
+    assert case is not None
+    try:
+        stock = runs.train(case, case.zero, True)
+    except Exception:
+        return True
+    whole = oracles.as_stock_runs_it(case)
+    plain = runs.train(dataclasses.replace(whole, backward="engine", boundary="engine"), {"stage": 0}, False)
+    if _relative(stock.weights, plain.weights) > WEIGHTS["fp32"]:
+        return True
+    kept = {key: value for key, value in case.zero.items() if key not in fault.without}
+    return any(_states(case, stock.states, runs.train(whole, kept, True).states, 0.0, 1.0))
+
+
 def _judge_pipe(case: PipeCase) -> Verdict:
     pipe = pipelines.Pipe(**{**case.pipe, "zero": case.zero})
     groups = case.world // pipe.stages

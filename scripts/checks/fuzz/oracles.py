@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scripts.checks.fuzz.cases import Case
+from scripts.checks.fuzz.cases import Case, Event, Step
 
 OURS = ("paro_strategy", "paro_group_size", "paro_overlap_updates", "paro_quantized_updates", "stage3_leaf_bytes")
 REVIVED = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param", "zero_quantized_gradients")
@@ -22,12 +22,19 @@ class Fault(NamedTuple):
         found: whether a case meets it.
         without: keys of zero_optimization without which it does not happen, and which change no numbers otherwise;
             none if another stage has to be the oracle.
+        smallest: a case that shows it, of stock itself; None where ranks abort, or wait for each other.
     """
 
     what: str
     stages: tuple[int, ...]
     found: Callable[[Case], Any]
     without: tuple[str, ...] = ()
+    smallest: Case | None = None
+
+
+def _never(case: Case) -> bool:
+    """For what no case is drawn with, or what the oracle's run leaves out."""
+    return False
 
 
 def _rests(case: Case, at_end: int) -> bool:
@@ -43,6 +50,9 @@ def _rests(case: Case, at_end: int) -> bool:
     return False
 
 
+_RESTS_LAST = (Step(skipped=((1, 0),)),)
+_ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "With an optimizer on the host, gradients of a parameter that the last micro-step does not use are lost, of "
@@ -50,28 +60,73 @@ FAULTS: tuple[Fault, ...] = (
         (1, 2, 3),
         lambda case: "offload_optimizer" in case.zero,
         ("offload_optimizer",),
+        Case(
+            zero={"stage": 2, **_ON_HOST},
+            config={"zero_force_ds_cpu_optimizer": False},
+            accumulation=2,
+            steps=_RESTS_LAST,
+        ),
     ),
     Fault(
         "With round_robin_gradients, safe_get_full_... and universal checkpoints have weights of other parameters.",
         (1, 2),
         lambda case: case.zero.get("round_robin_gradients"),
         ("round_robin_gradients",),
+        Case(zero={"stage": 2, "round_robin_gradients": True}),
     ),
     Fault(
         "With overlap_comm, a parameter that the last micro-step does not use steps with this rank's own gradient.",
         (1,),
         lambda case: case.zero.get("overlap_comm") and _rests(case, -1),
         ("overlap_comm",),
+        Case(zero={"stage": 1, "overlap_comm": True}, accumulation=2, steps=_RESTS_LAST),
     ),
     Fault(
         "Of a parameter that the first micro-step of a step does not use, the gradient of the step before stays.",
         (3,),
         lambda case: _rests(case, 0),
+        smallest=Case(zero={"stage": 3}, steps=(Step(), Step(skipped=((0, 0),)))),
+    ),
+    Fault(
+        "With reduce_scatter false, gradients stay divided by gradient_predivide_factor.",
+        (3,),
+        lambda case: case.config.get("gradient_predivide_factor", 1.0) != 1.0,
+        smallest=Case(
+            zero={"stage": 3, "reduce_scatter": False}, config={"gradient_predivide_factor": 2.0}, steps=(Step(),)
+        ),
     ),
     Fault(
         "All ranks must use the same parameters; else it aborts, or hangs.",
         (1, 2),
         lambda case: case.routed and any(block.kind == "experts" for block in case.blocks),
+    ),
+    Fault(
+        "Of two engine.backward() at one accumulation boundary, the first is lost.",
+        (1, 2),
+        _never,
+        smallest=Case(zero={"stage": 2}, steps=(Step(twice=(0,)),)),
+    ),
+    Fault(
+        "Of two loss.backward() behind one forward, one is lost, also at strategies with p = N; or they raise.",
+        (1, 2, 3),
+        _never,
+        smallest=Case(zero={"stage": 2}, accumulation=3, backward="loss", boundary="step", steps=(Step(twice=(1,)),)),
+    ),
+    Fault(
+        "safe_get_full_optimizer_state raises behind a load, and for all parameter groups but the first.",
+        (1, 2),
+        _never,
+        smallest=Case(zero={"stage": 2}, steps=(Step(), Step((Event("save and load"), Event("states", 0))))),
+    ),
+    Fault(
+        "With Muon, it raises on some ranks, and others wait for them.",
+        (1, 2),
+        _never,
+    ),
+    Fault(
+        "safe_set_full_fp32_param raises on the last rank if ranks do not divide the parameter, and others wait.",
+        (3,),
+        _never,
     ),
 )
 

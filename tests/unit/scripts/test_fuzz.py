@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from scripts.checks.fuzz import campaign
+from scripts.checks.fuzz import campaign, oracles
 from scripts.checks.fuzz.cases import Block, Case, Event, Step
 from scripts.checks.fuzz.contradictions import Contradiction
 
@@ -92,6 +92,18 @@ def broken_case(what: str, case: Case) -> list[str]:
 
     with mock.patch(what, lambda self, *args: args[0] if args else None):
         return judge(case).problems
+
+
+@pytest.mark.parametrize("number", [at for at, fault in enumerate(oracles.FAULTS) if fault.smallest is not None])
+def test_stock_does_still_wrong_what_no_oracle_is_asked_for(ranks: Any, number: int) -> None:
+    assert all(ranks(2).run(stock_case, number))
+
+
+def stock_case(number: int) -> bool:
+    """Whether a known fault is still there."""
+    from scripts.checks.fuzz.judging import stock_is_wrong
+
+    return stock_is_wrong(number)
 
 
 def test_a_case_can_be_run_again_from_what_is_printed() -> None:
