@@ -1,16 +1,18 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Changes the package at random, in one place at a time, and counts the changes that the quick tests find.
+"""Changes the package at random, in one place at a time, and counts what the quick tests, or the fuzzer, find.
 
     python -m scripts.checks.mutants --number 20 --seed 1
+    python -m scripts.checks.mutants --number 20 --rooms --fuzz 10   # minutes of the fuzzer; in each room as many
 
 A change swaps a comparison, an operator or a constant, or drops a statement, within a function. Each is made in a copy
-of the repository, where ``pytest -m quick -x`` then runs. Some changes make no difference to any caller; so look at
-what survives.
+of the repository, where ``pytest -m quick -x``, or ``scripts.checks.fuzz``, then runs. Some changes make no difference
+to any caller; so look at what survives.
 """
 
 import argparse
 import ast
+import itertools
 import os
 import random
 import shutil
@@ -117,9 +119,28 @@ def mutants() -> list[Mutant]:
     return [one for path in chosen for one in Mutations(path.relative_to(ROOT)).found]
 
 
-def run(copy: Path, limit: float) -> tuple[str, float]:
-    """Run the quick tests of a copy; the first test that fails ("" if all pass, "hangs"), and seconds."""
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "quick", "-p", "no:cacheprovider", "-o", "addopts=-q"]
+def of_rooms(everything: list[Mutant], number: int, seed: int) -> list[Mutant]:
+    """Choose so many changes, of each room of the package about as many."""
+    chance, rooms = random.Random(seed), dict[str, list[Mutant]]()
+    for one in everything:
+        rooms.setdefault(one.path.parts[1], []).append(one)
+    for changes in rooms.values():
+        chance.shuffle(changes)
+    in_turns = itertools.chain(*itertools.zip_longest(*rooms.values()))
+    return [one for one in in_turns if one is not None][:number]
+
+
+QUICK_TESTS = ("-m", "pytest", "-x", "-m", "quick", "-p", "no:cacheprovider", "-o", "addopts=-q")
+
+
+def fuzzer(minutes: float) -> tuple[str, ...]:
+    """What runs the fuzzer until its first failure."""
+    return ("-m", "scripts.checks.fuzz", "--minutes", str(minutes), "--first", "--batch", "5")
+
+
+def run(copy: Path, limit: float, what: tuple[str, ...]) -> tuple[str, float]:
+    """Run tests in a copy; the first that fails ("" if all pass, "hangs"), and seconds."""
+    command = [sys.executable, *what]
     begin = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -137,8 +158,13 @@ def run(copy: Path, limit: float) -> tuple[str, float]:
             process.wait()
             return "hangs", time.monotonic() - begin
         output.seek(0)
-        lines = [line for line in output.read().splitlines() if line.startswith(("FAILED", "ERROR"))]
-    failed = lines[0].split(" - ")[0] if lines else "the session"
+        lines = output.read().splitlines()
+    told = [at for at, line in enumerate(lines) if line.startswith(("FAILED", "ERROR"))]
+    failed = "the session"
+    if told and what == QUICK_TESTS:
+        failed = lines[told[0]].split(" - ")[0]
+    elif told:  # below the case
+        failed = lines[told[0] + 1].strip()[:100]
     return "" if passed else failed, time.monotonic() - begin
 
 
@@ -148,21 +174,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of their choice")
     parser.add_argument("--first", type=int, default=0, help="of them to run")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds until tests count as hanging")
+    parser.add_argument("--rooms", action="store_true", help="choose as many in each room")
+    parser.add_argument("--fuzz", type=float, default=0.0, help="minutes of the fuzzer, in place of the quick tests")
     arguments = parser.parse_args()
     everything = mutants()
-    chosen = random.Random(arguments.seed).sample(everything, arguments.number)[arguments.first :]
+    chosen = random.Random(arguments.seed).sample(everything, arguments.number)
+    if arguments.rooms:
+        chosen = of_rooms(everything, arguments.number, arguments.seed)
+    chosen = chosen[arguments.first :]
+    what = fuzzer(arguments.fuzz) if arguments.fuzz else QUICK_TESTS
     print(f"{len(chosen)} of {len(everything)} changes, seed {arguments.seed}", flush=True)
     found = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, Path(folder, name))
-        if failed := run(Path(folder), arguments.limit)[0]:
+        if failed := run(Path(folder), arguments.limit, what)[0]:
             sys.exit(f"without a change: {failed}")
         for mutant in chosen:
             path = Path(folder, mutant.path)
             text = path.read_bytes()
             path.write_bytes(mutant.applied(text))
-            failed, seconds = run(Path(folder), arguments.limit)
+            failed, seconds = run(Path(folder), arguments.limit, what)
             path.write_bytes(text)
             found += bool(failed)
             print(f"{'found' if failed else 'SURVIVED':<9}{seconds:5.0f} s  {mutant}  {failed}", flush=True)
