@@ -158,6 +158,7 @@ class Campaign:
             cause = signature(problems)
             self.again[cause] += 1
             if cause in self.failures:
+                print(f"AGAIN {Failure(case, problems[:1])}", flush=True)
                 return
             if not self._shrinking:
                 self.failures[cause] = Failure(case, problems)
