@@ -69,8 +69,10 @@ def _judge(case: Case) -> Verdict:
         plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
         problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
     print(ORACLE, flush=True)  # who hangs from now on is not ours
+    stage = oracles.stage_for(case)
+    if stage is None:
+        return Verdict(problems, [*happened, "no oracle"])
     try:
-        stage = oracles.stage_for(case)
         stock = runs.train(oracles.as_stock_runs_it(case), oracles.keys_of(case, stage), False)
     except Exception as error:
         return Verdict(problems, [*happened, f"stock raises {type(error).__name__}: {str(error)[:80]}"])

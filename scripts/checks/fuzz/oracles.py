@@ -75,6 +75,12 @@ FAULTS: tuple[Fault, ...] = (
         Case(zero={"stage": 2, "round_robin_gradients": True}),
     ),
     Fault(
+        "With contiguous_gradients false, norms of models with experts are others.",
+        (1, 2),
+        lambda case: case.network and case.zero.get("contiguous_gradients") is False,
+        ("contiguous_gradients",),
+    ),
+    Fault(
         "With overlap_comm, a parameter that the last micro-step does not use steps with this rank's own gradient.",
         (1,),
         lambda case: case.zero.get("overlap_comm") and _rests(case, -1),

@@ -16,6 +16,7 @@ from scripts.checks.fuzz.events import act
 from scripts.checks.fuzz.runs import Run, live_bytes
 from scripts.checks.soak import Sample, Soaked
 from tests.harness import training
+from tests.harness.rank_process import function_caches
 
 
 def soak(case: Case, steps: int, anew: int, seed: int) -> Soaked:
@@ -54,7 +55,10 @@ def _event(chance: random.Random, number: int) -> Event:
 
 
 def sample() -> Sample:
-    """What this process holds now."""
+    """What this process holds now, without what DeepSpeed's ZeRO-3 keeps of each model that was ever trained: a cache
+    of its coordinator has the modules as keys."""
+    for cache in function_caches():
+        cache.cache_clear()
     gc.collect()
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
