@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from scripts.checks.fuzz.cases import Case, Event, Step
+from scripts.checks.fuzz.cases import Block, Case, Event, Step
 
 OURS = ("paro_strategy", "paro_group_size", "paro_overlap_updates", "paro_quantized_updates", "stage3_leaf_bytes")
 REVIVED = ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param", "zero_quantized_gradients")
@@ -79,6 +79,13 @@ FAULTS: tuple[Fault, ...] = (
         (1, 2),
         lambda case: case.network and case.zero.get("contiguous_gradients") is False,
         ("contiguous_gradients",),
+        Case(
+            network="RoutedOverTwo",
+            zero={"stage": 1, "contiguous_gradients": False},
+            blocks=(Block(), Block(), Block()),
+            clipping=0.5,
+            steps=(Step(), Step()),
+        ),
     ),
     Fault(
         "With overlap_comm, a parameter that the last micro-step does not use steps with this rank's own gradient.",
