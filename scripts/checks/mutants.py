@@ -135,7 +135,19 @@ QUICK_TESTS = ("-m", "pytest", "-x", "-m", "quick", "-p", "no:cacheprovider", "-
 
 def fuzzer(minutes: float) -> tuple[str, ...]:
     """What runs the fuzzer until its first failure."""
-    return ("-m", "scripts.checks.fuzz", "--minutes", str(minutes), "--first", "--batch", "5")
+    return (
+        "-m",
+        "scripts.checks.fuzz",
+        "--minutes",
+        str(minutes),
+        "--first",
+        "--batch",
+        "5",
+        "--worlds",
+        "2",
+        "2",
+        "4",
+    )
 
 
 def run(copy: Path, limit: float, what: tuple[str, ...]) -> tuple[str, float]:

@@ -119,9 +119,9 @@ def change_weights(run: "Run", value: float) -> None:
         safe_set_full_fp32_param(param, changed)
         return
     # Stock's stage 3 reads behind the end of a parameter that ranks do not divide: its last rank raises, others wait.
-    held = param.ds_tensor.numel()
-    padded = torch.nn.functional.pad(changed.flatten(), (0, held * dist.get_world_size() - changed.numel()))
-    safe_set_local_fp32_param(param, padded[held * dist.get_rank() :][:held])
+    held, group = param.ds_tensor.numel(), param.ds_process_group
+    padded = torch.nn.functional.pad(changed.flatten(), (0, held * dist.get_world_size(group) - changed.numel()))
+    safe_set_local_fp32_param(param, padded[held * dist.get_rank(group) :][:held])
 
 
 def training_size(param: Any) -> int:
