@@ -99,7 +99,7 @@ NOT_COUNTS = (0, -1, -7, 1.0, 2.5, True, False, None, "2", "auto", [2], {})
 NOT_BOOLEANS = (0, 1, None, "true", "auto", [], 1.0)
 LOCO, UPDATES, CPU = "zeropp_loco_param", "paro_quantized_updates", {"device": "cpu"}
 QUANTIZABLE = of(lambda s: s[0] != "G")
-OTHER_OPTIMIZER = {"type": "Muon", "params": {"lr": 0.1}}
+OTHER_OPTIMIZER = {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}}
 
 CONTRADICTIONS: tuple[Row, ...] = (
     Row(

@@ -119,7 +119,7 @@ UNFOUND = {
     "planner/probe.py:_runner:finish": _MEASURES,
     "planner/probe.py:_runner:finish 2": _MEASURES,
     "planner/probe.py:_timed:synchronize": _MEASURES,
-    "zero/coordinator.py:_record_use:record_stream": "a case that the fuzzer has found: tests/unit/scripts/test_fuzz.py",
+    "zero/coordinator.py:_record_use:record_stream": "a case of tests/unit/scripts/test_fuzz.py",
     "zero/expert_windows.py:WindowGradients._move:record_stream": "no case gives that memory out again so soon",
     "zero/expert_windows.py:WindowGathers._send:_wait_for_updates": "what is prefetched waits for later blocks before",
     "zero/optimizer.py:ParoOptimizer._finish_buckets:_wait_for_reductions": f"{_READ}, and the boundary waits again",
