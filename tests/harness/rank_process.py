@@ -109,7 +109,7 @@ class _ProcessState:
         self._values = [_copied(getattr(owner, name)) for owner, name in self._globals]
         self._objects = [vars(pkgutil.resolve_name(path)) for path in _OBJECTS]
         self._attributes = [{name: _copied(value) for name, value in entry.items()} for entry in self._objects]
-        self._caches = function_caches()
+        self._caches = _function_caches()
         gc.freeze()  # a collection need not visit all that was imported before
 
     def restore(self) -> None:
@@ -131,7 +131,7 @@ class _ProcessState:
         # ZeRO-3 numbers modules over all engines of the process, and compares the numbers: stages have different ones.
         numbering = pkgutil.resolve_name("deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload")
         numbering._register_deepspeed_module.__defaults__[0][0] = 0
-        for cache in self._caches + function_caches():
+        for cache in self._caches + _function_caches():
             cache.cache_clear()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
@@ -155,7 +155,7 @@ def _destroy_engines() -> None:
                 vars(entry).clear()
 
 
-def function_caches() -> list[Any]:
+def _function_caches() -> list[Any]:
     """The ``functools`` caches of DeepSpeed and its add-ons, among the objects that are not frozen.
 
     One of them, on a method of ZeRO-3, keeps every model alive that was ever trained, and with it its groups.
