@@ -6,9 +6,9 @@
 
 Four ranks in groups of two train each of ``RUNS``. Between steps, what users do: evaluation, a look at parameters, a
 changed learning rate, saving and loading, an early end of the accumulation, an overflow; now and then the engine is
-destroyed and made anew (with p = I and G loaded, since DeepSpeed's ZeRO-3 keeps every engine). Right behind the first
-step after that, each rank counts its tensors' bytes, its resident memory, threads, open files and process groups. After
-a fifth of the steps, none may grow.
+destroyed and made anew (with p = I and G loaded, since DeepSpeed's ZeRO-3 keeps every engine). Behind the first step
+after that, each rank counts its tensors' bytes, its resident memory, threads, open files and process groups. After a
+fifth of the steps, none may grow.
 """
 
 import argparse
