@@ -239,6 +239,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         case["world"], case["optimizer"] = draw(one_of(4, 4, 2)), draw(one_of("SGD", "Adam"))
         case["zero"]["paro_group_size"] = 2
         case["zero"].pop("reduce_scatter", None)  # which DeepSpeed asserts
+        if stage == 2:
+            case["zero"].pop("contiguous_gradients", None)  # and this
     if kind == "model-parallel":
         # Stock's zero.Init shards over all ranks there, unless it is told otherwise.
         case.update(world=4, tensor_parallel=2, routed=False, zero_init=None)
@@ -246,6 +248,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         if case["optimizer"] == "Muon":
             case["optimizer"] = "SGD"
         case["zero"]["paro_group_size"] = draw(one_of(1, 2))
+    if case["optimizer"] != "Adam":
+        case["config"].pop("optimizer", None)
     convertible = []
     if case["optimizer"] == "Adam" and not lossy and kind in ("replicated", "sharded") and not case["empty"]:
         others = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
