@@ -162,7 +162,8 @@ def configuration(pipe: Pipe, zero: dict[str, Any]) -> dict[str, Any]:
     if pipe.optimizer == "Muon":
         learning = {"lr": 2e-2, "adam_lr": 1e-2, "eps": 1e-3, "torch_adam": True}
     elif pipe.optimizer != "SGD":
-        learning = {"lr": 1e-2, "eps": 1e-3, "torch_adam": True}
+        # In 16 bits, small gradients have no sign to rely on: with a large eps their steps are small, too.
+        learning = {"lr": 1e-2, "eps": 1e-3 if pipe.dtype == "fp32" else 0.1, "torch_adam": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": pipe.micro_batches,

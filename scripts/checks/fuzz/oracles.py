@@ -109,6 +109,18 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "With leaf modules, small buckets and coalesce_grad_reduction, gradients of leaf modules are others.",
+        (3,),
+        lambda case: "stage3_module_granularity_threshold" in case.zero and case.boundary == "coalesce",
+        ("stage3_module_granularity_threshold",),
+        Case(
+            zero={"stage": 3, "stage3_module_granularity_threshold": 300, "reduce_bucket_size": 50},
+            blocks=(Block("unit", 13),),
+            backward="loss",
+            boundary="coalesce",
+        ),
+    ),
+    Fault(
         "With grad_accum_dtype fp32 and parameters of 16 bits, Muon's updates are others, by half a percent and more.",
         (2,),
         lambda case: case.optimizer == "Muon" and "data_types" in case.config and case.dtype != "fp32",
@@ -149,11 +161,11 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
-def stage_for(case: Case) -> int:
-    """The stage that is nearest to a case's strategy, and has no known fault with it."""
+def stage_for(case: Case) -> int | None:
+    """The stage that is nearest to a case's strategy and has no known fault with it, if there is one."""
     nearest = case.stage
     if case.tensor_parallel > 1:  # norms are others at each stage: of replicated parameters stage 3 counts each copy
-        return nearest
+        return None if any(not fault.without for fault in faults(case, nearest)) else nearest
     others = [stage for stage in (2, 1, 3, 0) if stage != nearest]
     return next(stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
 
