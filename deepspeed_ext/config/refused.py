@@ -1,16 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What our optimizers do not do, and a user may have beside a strategy. Refused, never skipped; a row for each.
+"""What our optimizers do not do, and a user may configure beside a strategy. Refused, never skipped; a row for each.
 
-``REFUSED`` has what the configuration tells, ``UNSUPPORTED`` what only the model or the optimizer object can tell.
+What only the model or the optimizer object can tell is in ``unsupported.py``.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.keys import QUANTIZED_UPDATES, SECTION, STRATEGY, asked_by, our_keys
+from deepspeed_ext.config.keys import QUANTIZED_UPDATES, SECTION, STRATEGY, asked_by
 from deepspeed_ext.loco.settings import EXACT, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
@@ -18,24 +17,27 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 
-def _always(strategy: Strategy) -> bool:
+def always(strategy: Strategy) -> bool:
+    """With every strategy."""
     return True
 
 
-def _replicated(strategy: Strategy) -> bool:
+def replicated(strategy: Strategy) -> bool:
+    """With p = N."""
     return strategy.p == Placement.N
 
 
-def _sharded(strategy: Strategy) -> bool:
+def sharded(strategy: Strategy) -> bool:
+    """With p = I or G."""
     return strategy.p != Placement.N
 
 
 def _sharded_with_states_inside_groups(strategy: Strategy) -> bool:
-    return _sharded(strategy) and strategy.os == Placement.I
+    return sharded(strategy) and strategy.os == Placement.I
 
 
 def _sharded_and_gathered_after_steps(strategy: Strategy) -> bool:
-    return _sharded(strategy) and strategy.p != strategy.os
+    return sharded(strategy) and strategy.p != strategy.os
 
 
 def _shards_gradients(strategy: Strategy) -> bool:
@@ -68,24 +70,7 @@ class Refusal:
     key: str
     find: Callable[["DeepSpeedConfig"], Any]
     why: str
-    applies: Callable[[Strategy], bool] = _always
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """A kind of engine, model or optimizer that a strategy does not run with.
-
-    Attributes:
-        find: looks for it in the engine and what it was given, and returns something true if it is there.
-        why: the reason; ``{}`` stands for what was found.
-        applies: with which strategies.
-        advice: what to do instead, from the strategy and the engine.
-    """
-
-    find: Callable[[Any, Any], Any]
-    why: str
-    applies: Callable[[Strategy], bool] = _always
-    advice: Callable[[Strategy, Any], str] = lambda strategy, engine: ""
+    applies: Callable[[Strategy], bool] = always
 
 
 def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
@@ -100,25 +85,6 @@ def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
     for row in REFUSED:
         if row.applies(strategy) and row.find(config):
             raise ValueError(f"{row.key} cannot be combined with {SECTION}.{given}: {row.why}. Remove one of the two.")
-
-
-def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, given: Any) -> None:
-    """Refuse what only objects can tell; the same on all ranks.
-
-    Args:
-        given: what the rows look at beside the engine: an optimizer, or a model.
-
-    Raises:
-        ValueError: the engine, the model or the optimizer is of a kind that the strategy does not support.
-    """
-    for row in rows:
-        found = row.applies(strategy) and row.find(engine, given)
-        if found:
-            advice = row.advice(strategy, engine)
-            raise ValueError(
-                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {row.why.format(found)}."
-                f"{advice and f' {advice}.'}"
-            )
 
 
 def _passes(config: "DeepSpeedConfig") -> set[str]:
@@ -156,19 +122,19 @@ REFUSED: tuple[Refusal, ...] = (
         f"{SECTION}.offload_param",
         lambda c: c.zero_config.offload_param,
         "parameters are not sharded; it needs stage 3",
-        _replicated,
+        replicated,
     ),
     Refusal(
         f"{SECTION}.stage3_module_granularity_threshold",
         lambda c: c.zero_config.module_granularity_threshold,
         "parameters are not sharded; it needs stage 3",
-        _replicated,
+        replicated,
     ),
     Refusal(
         f"{SECTION}.offload_param.device",
         lambda c: getattr(c.zero_config.offload_param, "device", None) == "nvme",
         "parameters on NVMe are not supported; use device cpu",
-        _sharded,
+        sharded,
     ),
     Refusal(
         f"{SECTION}.offload_param.device",
@@ -181,13 +147,13 @@ REFUSED: tuple[Refusal, ...] = (
         f"{SECTION}.stage3_use_all_reduce_for_fetch_params",
         lambda c: c.zero_config.use_all_reduce_for_fetch_params,
         "parameters are gathered by all-gathers within and between groups",
-        _sharded,
+        sharded,
     ),
     Refusal(
         f"{SECTION}.enable_sanity_checks",
         lambda c: c.zero_config.enable_sanity_checks,
         "it compares buckets over all ranks, but groups reduce their own",
-        _sharded,
+        sharded,
     ),
     Refusal(
         f"{SECTION}.pipeline_loading_checkpoint",
@@ -275,7 +241,7 @@ REFUSED: tuple[Refusal, ...] = (
         lambda c: _quantizes_updates(c) and c.torch_autocast_enabled,
         f"the optimizer's weights may be the parameters themselves, which with {QUANTIZED_UPDATES} have to stay what "
         f"other ranks hold",
-        lambda strategy: _updates_may_be_quantized(strategy) and _sharded(strategy),
+        lambda strategy: _updates_may_be_quantized(strategy) and sharded(strategy),
     ),
     Refusal(
         f"{SECTION}.elastic_checkpoint",
@@ -298,100 +264,12 @@ REFUSED: tuple[Refusal, ...] = (
         "compile.passes autotp",
         lambda c: "autotp" in _passes(c),
         "this pass compiles the model as one graph, in which no parameter can be gathered",
-        _sharded,
+        sharded,
     ),
     Refusal(
         f"{SECTION}.save_muon_momentum_buffer_in_memory",
         lambda c: c.zero_config.save_muon_momentum_buffer_in_memory,
         "it keeps Muon's momentum from being offloaded to NVMe, which no strategy supports; the momentum is where the "
         "other optimizer states are",
-    ),
-)
-
-
-def _plain(engine: Any, stage: int | str) -> str:
-    """Return how to have a stage of DeepSpeed's own."""
-    keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
-    # Without a key of ours this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
-    return f"Remove {keys}, and set {SECTION}.stage to {stage}" if keys else f"Set {SECTION}.stage to 1"
-
-
-def _has_compiled_modules(model: Any) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # whoever has compiled a module has imported it
-    return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
-
-
-def _folded(engine: Any) -> int:
-    """Return the tensor-parallel ranks into which AutoEP has folded experts; 0 for none."""
-    ranks = int(getattr(getattr(engine, "_autoep_folding_spec", None), "tp_size", 1))
-    return ranks if ranks > 1 else 0
-
-
-def has_native_mixtures(model: Any) -> bool:
-    """Whether a model has DeepSpeed's MoE layers, and not only what AutoEP has made."""
-    layer = sys.modules.get("deepspeed.moe.layer")
-    return layer is not None and any(isinstance(module, layer.MoE) for module in model.modules())
-
-
-_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-
-
-def _other_muon(optimizer: object) -> str:
-    """Return the class of an optimizer that is a Muon, but not the one that strategies have; else nothing."""
-    kind = type(optimizer)
-    known = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
-    return kind.__name__ if "muon" in kind.__name__.lower() and not known else ""
-
-
-def _no_matrix(engine: Any, optimizer: Any) -> str:
-    """Return what a parameter group for Muon has that is no matrix; else nothing."""
-    names = {id(param): name for name, param in engine.module.named_parameters()}
-    groups = getattr(optimizer, "param_groups", ())
-    for param in (param for group in groups if group.get("use_muon", False) for param in group["params"]):
-        shape = tuple(getattr(param, "ds_shape", param.shape))
-        if len(shape) < 2:
-            return f"the parameter {names.get(id(param), '')} of shape {shape}"
-    return ""
-
-
-UNSUPPORTED: tuple[Unsupported, ...] = (
-    Unsupported(
-        lambda engine, optimizer: _folded(engine),
-        "AutoEP folds experts into {} tensor-parallel ranks, and corrects gradients in DeepSpeed's own reductions",
-        advice=lambda strategy, engine: "Set tensor_parallel.autotp_size to 1",
-    ),
-    Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and engine.pipeline_parallelism,
-        "the model has DeepSpeed MoE layers, of which stages of a pipeline would have different families",
-        advice=lambda strategy, engine: _plain(engine, 1),
-    ),
-    Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and has_native_mixtures(engine.module),
-        "the model has DeepSpeed MoE layers, which are not sharded",
-        _sharded,
-        lambda strategy, engine: f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either",
-    ),
-    Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and "muon" in type(optimizer).__name__.lower(),
-        "Muon divides matrices among all data-parallel ranks, and these have different experts",
-        advice=lambda strategy, engine: "Set optimizer.type to another one",
-    ),
-    Unsupported(
-        lambda engine, optimizer: _other_muon(optimizer),
-        "{} steps whole matrices, and has shards of them",
-        advice=lambda strategy, engine: (
-            f"Use DeepSpeed's: set optimizer.type to Muon, or pass MuonWithAuxAdam of {_MUON} to deepspeed.initialize"
-        ),
-    ),
-    Unsupported(
-        lambda engine, optimizer: _no_matrix(engine, optimizer),
-        "Muon orthogonalizes matrices, and a parameter group with use_muon true has {}",
-        advice=lambda strategy, engine: "Give it to a group with use_muon false",
-    ),
-    Unsupported(
-        lambda engine, optimizer: _has_compiled_modules(engine.module),
-        "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
-        _sharded,
-        lambda strategy, engine: "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
     ),
 )

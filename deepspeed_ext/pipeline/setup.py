@@ -18,8 +18,8 @@ from torch import nn
 
 from deepspeed_ext.config.check import use_strategy_of_stage
 from deepspeed_ext.config.keys import FASTEST, QUANTIZED_UPDATES, SECTION, STRATEGY
-from deepspeed_ext.config.refused import Unsupported, refuse_unsupported
 from deepspeed_ext.config.section import active_strategy, undecided
+from deepspeed_ext.config.unsupported import Unsupported, refuse_unsupported
 from deepspeed_ext.pipeline.agreement import device_of, require_agreement, settings_of
 from deepspeed_ext.pipeline.engine import NOTHING_TO_TRAIN, ShardedPipelineEngine
 from deepspeed_ext.pipeline.tied import tied_stages

@@ -21,7 +21,7 @@ from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
 from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, MICRO_STEP, QUANTIZED_UPDATES, SECTION, STRATEGY
-from deepspeed_ext.config.refused import has_native_mixtures
+from deepspeed_ext.config.unsupported import has_native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings

@@ -21,7 +21,7 @@ from torch import nn
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.process_groups import get_topology, ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
-from deepspeed_ext.config.refused import UNSUPPORTED, refuse_unsupported
+from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device

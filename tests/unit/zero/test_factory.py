@@ -177,6 +177,17 @@ def test_a_muon_that_no_strategy_supports_gets_advice_that_works(ranks: Any) -> 
     ranks(4).run(unsupported_case, "DeepSpeed's", IIG)
 
 
+def test_a_model_that_is_sharded_beforehand_is_refused_where_parameters_are_replicated(ranks: Any) -> None:
+    for error in ranks(2).run_expect_error(unsupported_case, "zero.Init", NIG):
+        assert error.type == "ValueError", error
+        assert error.message == (
+            "zero_optimization.paro_strategy NIG is not supported here: it replicates parameters, and "
+            "deepspeed.zero.Init, under which the model was built, has sharded weight. Build the model without "
+            "zero.Init, or set paro_strategy to one with p = I or G."
+        )
+    ranks(2).run(unsupported_case, "zero.Init", IIG)
+
+
 @pytest.mark.parametrize("compiled", ["all of it", "a part"])
 def test_a_compiled_model_is_refused_where_parameters_are_sharded(ranks: Any, compiled: str) -> None:
     for error in ranks(2).run_expect_error(compiled_case, "IIG", compiled):
@@ -224,7 +235,8 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
             super().__init__()
             self.moe = MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=2)
 
-    model: torch.nn.Module = torch.nn.Linear(4, 4)
+    with deepspeed.zero.Init(enabled=what == "zero.Init", dtype=torch.float32):
+        model: torch.nn.Module = torch.nn.Linear(4, 4)
     if what.startswith("moe"):
         model = Expert()
     parameters: Any = list(model.parameters())
