@@ -292,11 +292,17 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         measure(*args)
         order.synchronize("stream", order.current.clock)  # as for copies to the device, of which the norms are taken
 
+    def taken(*args: Any) -> None:
+        take(*args)
+        order.synchronize("stream", order.current.clock)  # copies to the host block it
+
     with contextlib.ExitStack() as patches:
         measure = getattr(optimizer, "_measure_host_shards", None)
         if measure is not None and engine.optimizer_name() == "muon":
             patches.enter_context(mock.patch.object(optimizer, "_measure_host_shards", measured))
         if (gradients, "_begin") in parts and engine.zero_cpu_offload():
+            take = gradients._take
+            patches.enter_context(mock.patch.object(gradients, "_take", taken))
             patches.enter_context(mock.patch.object(reshard, "aligned_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))

@@ -33,7 +33,7 @@ class Contradiction(Plain):
         world: ranks.
         config: the whole of it.
         keys: the message must name one of them.
-        model: "plain", "pipeline", "experts" for DeepSpeed's MoE layer, or "compiled".
+        model: "plain", "experts" for DeepSpeed's MoE layer, "compiled", or "zero.Init" for one that is built under it.
         late: whether only the model or the optimizer tells.
     """
 
@@ -258,6 +258,7 @@ CONTRADICTIONS: tuple[Row, ...] = (
     ),
     Row("mesh", ("sequence_parallel_size",), config=some.just({"sequence_parallel_size": 2, "data_parallel_size": 1})),
     Row("experts, p is sharded", ("paro_strategy",), strategies=SHARDED, model="experts", late=True),
+    Row("sharded model, p = N", ("paro_strategy",), strategies=REPLICATED, model="zero.Init", late=True),
     Row("compiled model, p is sharded", ("paro_strategy",), strategies=SHARDED, model="compiled", late=True),
     Row(
         "experts with Muon",

@@ -83,6 +83,7 @@ def convert(run: "Run", value: Any) -> None:
         run.make_anew(value, {"checkpoint": {"load_universal": True}})
         path, _ = run.engine.load_checkpoint(str(folder), tag=f"{(folder / 'latest').read_text()}_universal")
         assert path is not None
+        run.engine._config.load_universal_checkpoint = False  # what is loaded later is its own
 
 
 def look(run: "Run", value: int) -> None:
@@ -160,7 +161,7 @@ def export(run: "Run", value: Any) -> None:
 
 def second_engine(run: "Run", value: Any) -> None:
     """Train another model for a step, in an engine of its own."""
-    engine, _ = training.make_engine(run.job, run.zero)
+    engine, _ = run.make_engine({})
     data = training.batches(run.job)
     for _ in range(run.job.accumulation):
         x, y = next(data)

@@ -122,8 +122,13 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
 def _bytes(case: Case, ours: Trained) -> Iterator[str]:
     """Bytes between groups, of the last step; the formula is of models whose parameters are all used."""
     size = case.zero.get("paro_group_size")
+    others = any(event.name == "universal" for event in case.events())  # the last step has other keys
     plain = not (
-        set(case.config) - {"optimizer"} or case.network or case.tensor_parallel > 1 or case.optimizer == "Muon"
+        others
+        or set(case.config) - {"optimizer"}
+        or case.network
+        or case.tensor_parallel > 1
+        or case.optimizer == "Muon"
     )
     if not plain or not size or case.zero.get("paro_strategy") not in STRATEGIES or case.boundary == "coalesce":
         return

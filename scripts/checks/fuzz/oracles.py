@@ -126,6 +126,12 @@ FAULTS: tuple[Fault, ...] = (
         lambda case: case.optimizer == "Muon" and "data_types" in case.config and case.dtype != "fp32",
     ),
     Fault(
+        "With Muon, it clips gradients; stages 1 to 3 clip updates.",
+        (0,),
+        lambda case: case.optimizer == "Muon" and case.clipping,
+        smallest=Case(zero={"stage": 1}, optimizer="Muon", clipping=0.05),
+    ),
+    Fault(
         "All ranks must use the same parameters; else it aborts, or hangs.",
         (1, 2),
         lambda case: case.routed and any(block.kind == "experts" for block in case.blocks),
@@ -167,7 +173,8 @@ def stage_for(case: Case) -> int | None:
     if case.tensor_parallel > 1:  # norms are others at each stage: of replicated parameters stage 3 counts each copy
         return None if any(not fault.without for fault in faults(case, nearest)) else nearest
     others = [stage for stage in (2, 1, 3, 0) if stage != nearest]
-    return next(stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
+    able = (stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
+    return next(able, None)
 
 
 def faults(case: Case, stage: int) -> list[Fault]:

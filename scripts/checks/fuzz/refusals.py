@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 from torch import nn
 
@@ -21,7 +22,8 @@ def model_of(given: Contradiction) -> nn.Module:
         from tests.harness.networks import SQUARE, Routed
 
         return Routed(SQUARE, None, False)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    with deepspeed.zero.Init(enabled=given.model == "zero.Init"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     if given.model == "compiled":
         model[0] = torch.compile(model[0], backend="eager")
     return model

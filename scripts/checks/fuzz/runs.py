@@ -3,6 +3,7 @@
 """Trains a drawn case, and records what can be compared; inside rank processes only."""
 
 import contextlib
+import dataclasses
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -140,9 +141,15 @@ class Run:
         self.calls = 0
         self._make({})
 
+    def make_engine(self, config: dict[str, Any]) -> tuple[Any, nn.Module]:
+        """Engine and model, with these keys beside. Under zero.Init only what is sharded then can be trained."""
+        stage = dataclasses.replace(self.case, zero=self.zero).stage
+        zero_init = self.job.zero_init if stage == 3 else None
+        job = dataclasses.replace(self.job, config={**self.job.config, **config}, zero_init=zero_init)
+        return training.make_engine(job, self.zero)
+
     def _make(self, config: dict[str, Any]) -> None:
-        job = Job(**{**self.job.__dict__, "config": {**self.job.config, **config}})
-        self.engine, self.model = training.make_engine(job, self.zero)
+        self.engine, self.model = self.make_engine(config)
         if self.order is not None:
             self.order.synchronize()  # what makes an engine is not looked at
             self.parts.enter_context(stream_cases.stepping_on_host(self.engine, self.order))
