@@ -20,8 +20,8 @@ class Fault(NamedTuple):
         what: in a sentence.
         stages: that do.
         found: whether a case meets it.
-        without: keys of zero_optimization without which it does not happen, and which change no numbers otherwise;
-            none if another stage has to be the oracle.
+        without: keys of the configuration, or of zero_optimization, without which it does not happen, and which change
+            no numbers otherwise; none if another stage has to be the oracle.
         smallest: a case that shows it, of stock itself; None where ranks abort, or wait for each other.
     """
 
@@ -48,6 +48,11 @@ def _rests(case: Case, at_end: int) -> bool:
             if not used[at_end]:
                 return True
     return False
+
+
+def _accumulates_muon_wider(case: Case) -> bool:
+    """Whether Muon's gradients are accumulated in more bits than parameters have."""
+    return case.optimizer == "Muon" and "data_types" in case.config and case.dtype != "fp32"
 
 
 _RESTS_LAST = (Step(skipped=((1, 0),)),)
@@ -123,7 +128,20 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "With grad_accum_dtype fp32 and parameters of 16 bits, Muon's updates are others, by half a percent and more.",
         (2,),
-        lambda case: case.optimizer == "Muon" and "data_types" in case.config and case.dtype != "fp32",
+        _accumulates_muon_wider,
+    ),
+    Fault(
+        "With grad_accum_dtype fp32 and parameters of 16 bits, norms of Muon's updates are of a part of them.",
+        (1,),
+        _accumulates_muon_wider,
+        ("data_types",),
+        Case(
+            zero={"stage": 1},
+            config={"data_types": {"grad_accum_dtype": "fp32"}},
+            blocks=(Block(width=1),),
+            dtype="bf16",
+            optimizer="Muon",
+        ),
     ),
     Fault(
         "With Muon, it clips gradients; stages 1 to 3 clip updates.",
@@ -190,9 +208,14 @@ def keys_of(case: Case, stage: int) -> dict[str, Any]:
     return {**{key: value for key, value in case.zero.items() if key not in left_out}, "stage": stage}
 
 
-def as_stock_runs_it(case: Case) -> Case:
-    """A case without what gives stock other numbers, though it must not.
+def as_stock_runs_it(case: Case, stage: int) -> Case:
+    """A case without what gives stock other numbers at a stage, though it must not.
 
     Of two backwards at one accumulation boundary, stages 1 and 2 lose the first, or raise; their sum is the same.
     """
-    return dataclasses.replace(case, steps=tuple(dataclasses.replace(step, twice=()) for step in case.steps))
+    without = {key for fault in faults(case, stage) for key in fault.without}
+    return dataclasses.replace(
+        case,
+        config={key: value for key, value in case.config.items() if key not in without},
+        steps=tuple(dataclasses.replace(step, twice=()) for step in case.steps),
+    )
