@@ -16,9 +16,10 @@ import dataclasses
 import math
 import traceback
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from deepspeed import comm as dist
 from torch import Tensor
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
@@ -238,7 +239,8 @@ def _blame(case: Case, ours: Trained) -> Iterator[str]:
         if any(not fault.without for fault in oracles.faults(case, stage)):
             continue
         try:
-            other = runs.train(oracles.as_stock_runs_it(case, stage), {"stage": stage}, False)
+            keys = {key: value for key, value in oracles.keys_of(case, stage).items() if key == "reduce_scatter"}
+            other = runs.train(oracles.as_stock_runs_it(case, stage), {**keys, "stage": stage}, False)
         except Exception as error:
             yield f"stage {stage} raises {type(error).__name__}"
             continue
@@ -247,9 +249,10 @@ def _blame(case: Case, ours: Trained) -> Iterator[str]:
 
 
 def stock_is_wrong(number: int) -> bool:
-    """Whether a fault of ``oracles.FAULTS`` that has a smallest case is still there. Collective.
+    """Whether this rank sees a fault of ``oracles.FAULTS`` that has a smallest case. Collective.
 
-    What is right is the same stage without the keys that the fault needs, else stage 0.
+    What is right is the same stage without the keys that the fault needs, else another stage; of norms, what other
+    ranks have.
     """
     fault = oracles.FAULTS[number]
     case = fault.smallest
@@ -260,10 +263,14 @@ def stock_is_wrong(number: int) -> bool:
     except Exception:
         return "raise" in fault.what
     whole = oracles.as_stock_runs_it(case, case.zero["stage"])
-    if not fault.without:
-        plain = runs.train(dataclasses.replace(whole, backward="engine", boundary="engine"), {"stage": 0}, False)
-        return _relative(stock.weights, plain.weights) > WEIGHTS[case.dtype]
-    return any(_apart(case, runs.train(whole, oracles.keys_of(case, case.zero["stage"]), acts), stock))
+    if fault.without:
+        return any(_apart(case, runs.train(whole, oracles.keys_of(case, case.zero["stage"]), acts), stock))
+    plain = dataclasses.replace(whole, backward="engine", boundary="engine", zero={"stage": case.zero["stage"]})
+    other = runs.train(plain, oracles.keys_of(plain, oracles.beside(fault, case)), False)
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, stock.norms)
+    unlike = any(norms != stock.norms for norms in everybody)
+    return unlike or _relative(stock.weights, other.weights) > WEIGHTS[case.dtype]
 
 
 def _judge_pipe(case: PipeCase) -> Verdict:

@@ -22,7 +22,8 @@ class Fault(NamedTuple):
         found: whether a case meets it.
         without: keys of the configuration, or of zero_optimization, without which it does not happen, and which change
             no numbers otherwise; none if another stage has to be the oracle.
-        smallest: a case that shows it, of stock itself; None where ranks abort, or wait for each other.
+        smallest: a case that shows it, of stock itself, at a stage that has it, or beside which one that has it is
+            other; None where ranks abort, or wait for each other.
     """
 
     what: str
@@ -144,6 +145,25 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     Fault(
+        "With Muon and a loss scale, norms are divided by it on a rank that has no part of the matrices.",
+        (1, 2),
+        lambda case: case.optimizer == "Muon" and case.dtype == "fp16",
+        smallest=Case(
+            zero={"stage": 1},
+            inputs=1,
+            outputs=1,
+            blocks=(Block(width=1),),
+            dtype="fp16",
+            optimizer="Muon",
+        ),
+    ),
+    Fault(
+        "With Muon and fp16, its updates are others.",
+        (0,),
+        lambda case: case.optimizer == "Muon" and case.dtype == "fp16",
+        smallest=Case(zero={"stage": 1}, dtype="fp16", optimizer="Muon"),
+    ),
+    Fault(
         "With Muon, it clips gradients; stages 1 to 3 clip updates.",
         (0,),
         lambda case: case.optimizer == "Muon" and case.clipping,
@@ -195,6 +215,13 @@ def stage_for(case: Case) -> int | None:
     return next(able, None)
 
 
+def beside(fault: Fault, case: Case) -> int:
+    """The stage beside which a smallest case shows a fault: one that has it if the case's own has not."""
+    if case.zero["stage"] not in fault.stages:
+        return fault.stages[0]
+    return 0 if not faults(case, 0) else 3
+
+
 def faults(case: Case, stage: int) -> list[Fault]:
     """What a stage is known to do wrong with a case."""
     return [fault for fault in FAULTS if stage in fault.stages and fault.found(case)]
@@ -205,7 +232,10 @@ def keys_of(case: Case, stage: int) -> dict[str, Any]:
     left_out = {*OURS, *REVIVED, *(key for fault in faults(case, stage) for key in fault.without)}
     if stage < 3:
         left_out.add("offload_param")
-    return {**{key: value for key, value in case.zero.items() if key not in left_out}, "stage": stage}
+    keys = {**{key: value for key, value in case.zero.items() if key not in left_out}, "stage": stage}
+    if stage == 3 and case.optimizer == "Muon":
+        keys["reduce_scatter"] = False  # else stage 3 refuses Muon; it changes no numbers
+    return keys
 
 
 def as_stock_runs_it(case: Case, stage: int) -> Case:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 # Of a process group's methods: the argument that has what all ranks have together, and how often a rank receives it.
+# On gloo our own all-gathers and all-to-alls are pairwise, which ``recv`` tells.
 _WHOLE = {
     **dict.fromkeys(("allgather", "_allgather_base", "allgather_into_tensor_coalesced", "all_gather_single"), (0, 1)),
     **dict.fromkeys(("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"), (1, 1)),
@@ -41,6 +42,17 @@ def counted(group_size: int) -> Iterator[Received]:
 
     received, own = Received(), get_rank() // group_size
 
+    def counting_pairs(receive: Callable[..., Any]) -> Callable[..., Any]:
+        def recv(group: Any, tensors: list[Tensor], source: int, *args: Any) -> Any:
+            elsewhere = get_process_group_ranks(group)[source] // group_size != own
+            number = sum(one.numel() * one.element_size() for one in tensors)
+            received.inter += number * elsewhere
+            received.intra += number * (not elsewhere)
+            received.messages += 1
+            return receive(group, tensors, source, *args)
+
+        return recv
+
     def counting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         place, times = _WHOLE[name]
 
@@ -57,6 +69,7 @@ def counted(group_size: int) -> Iterator[Received]:
         return collective
 
     with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(ProcessGroup, "recv", counting_pairs(ProcessGroup.recv)))
         for name in _WHOLE:
             if hasattr(ProcessGroup, name):
                 patches.enter_context(

@@ -96,7 +96,7 @@ def broken_case(what: str, case: Case) -> list[str]:
 
 @pytest.mark.parametrize("number", [at for at, fault in enumerate(oracles.FAULTS) if fault.smallest is not None])
 def test_stock_does_still_wrong_what_no_oracle_is_asked_for(ranks: Any, number: int) -> None:
-    assert all(ranks(2).run(stock_case, number))
+    assert any(ranks(2).run(stock_case, number))
 
 
 def stock_case(number: int) -> bool:
