@@ -84,7 +84,7 @@ def signature(problems: Sequence[str]) -> str:
     """What is the same of two failures with one cause: the first problem, without numbers and names."""
     lines = problems[0].splitlines()
     first = "\n".join(lines[-3:]) if problems[0].startswith(("error", "hang")) else lines[0]
-    return re.sub(r"[0-9.e+-]+|layers\S*|head\S*", "#", first)[:300]
+    return re.sub(r"\d[0-9.e+-]*|layers\S*|head\S*", "#", first)[:300]
 
 
 def _cases_of(kind: str, worlds: tuple[int, ...]) -> Any:

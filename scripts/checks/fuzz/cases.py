@@ -127,6 +127,17 @@ class Case(Plain):
         p, g, _ = self.strategy
         return 3 if p != "N" else 2 if g != "N" else 1
 
+    @property
+    def exact(self) -> bool:
+        """Whether updates cross without loss."""
+        return bool((self.zero.get("paro_quantized_updates") or {}).get("bits") == "exact")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients or updates cross in few bits."""
+        updates = "paro_quantized_updates" in self.zero and not self.exact
+        return updates or any(key in self.zero for key in ("zeropp_loco_param", "zero_quantized_gradients"))
+
     def events(self) -> list[Event]:
         """All of them."""
         return [event for step in self.steps for event in step.before]

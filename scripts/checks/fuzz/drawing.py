@@ -17,6 +17,7 @@ REPLICATED = ("NNG", "NGG", "NIG", "NII", "NNI", "NNN")
 SHARDED = ("GGG", "IIG", "IGG", "III", "INI", "ING", "GNG", "GIG")
 OFFLOADING = ("GGG", "III", "INI", "GNG", "GIG")  # their parameters may be on the host
 WIDTHS = some.sampled_from((7, 1, 5, 13, 29, 37))
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-1, "warmup_num_steps": 2}}
 BUCKETS = some.sampled_from((300, 50, 1000, 5_000_000))
 
 
@@ -75,9 +76,13 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
     if not lossy:  # there, these have all updates travel whole
         possible += [Event("weights", 1.25), Event("second engine"), Event("write nothing", draw(some.integers(0, 7)))]
     if case["zero"]["paro_strategy"][0] == "N" and not lossy:
-        possible.append(Event("offload"))
+        possible.append(Event("offload", draw(one_of(None, ("optim_states",), ("hp_params", "lp_params")))))
+    elif not lossy:  # stage 3 moves the optimizer states of FusedAdam only
+        possible.append(Event("offload", draw(one_of(("lp_params",), ("hp_params", "lp_grads")))))
     if convertible:
         possible.append(Event("universal", draw(one_of(*convertible))))
+        ours = [keys for keys in convertible if "paro_strategy" in keys]
+        possible.append(Event("elsewhere", draw(one_of(*ours))))
     return tuple(draw(one_of(*possible)) for _ in range(draw(one_of(0, 0, 0, 1, 1, 2))))
 
 
@@ -124,6 +129,9 @@ def training(draw: Draw, stage: int) -> dict[str, Any]:
     maybe(draw, config, 12, communication_data_type=one_of("fp32", "bf16"))
     maybe(draw, config, 12, gradient_predivide_factor=some.just(2.0))
     maybe(draw, config, 12, wall_clock_breakdown=some.just(True))
+    maybe(draw, config, 12, scheduler=some.just(WARMUP))
+    if keys["dtype"] == "fp16":
+        maybe(draw, config, 4, fp16=one_of({"loss_scale": 128.0}, {"hysteresis": 2}, {"loss_scale_window": 1}))
     if keys["dtype"] == "fp32":
         maybe(draw, config, 12, torch_autocast=some.just({"enabled": True, "dtype": "bfloat16"}))
     if keys["optimizer"] == "Adam":
@@ -140,6 +148,8 @@ def common_keys(draw: Draw) -> dict[str, Any]:
     maybe(draw, zero, 2, reduce_bucket_size=BUCKETS, allgather_bucket_size=BUCKETS)
     maybe(draw, zero, 3, overlap_comm=some.booleans())
     maybe(draw, zero, 6, contiguous_gradients=some.just(False), round_robin_gradients=some.just(True))
+    maybe(draw, zero, 12, allgather_partitions=some.just(False), use_multi_rank_bucket_allreduce=some.just(False))
+    maybe(draw, zero, 12, load_from_fp32_weights=some.just(False), ignore_unused_parameters=some.just(True))
     return zero
 
 
@@ -167,6 +177,8 @@ def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, A
     maybe(draw, zero, 4, stage3_prefetch_bucket_size=one_of(0, 100, 1000))
     maybe(draw, zero, 6, stage3_max_live_parameters=one_of(100, 1000), stage3_max_reuse_distance=one_of(0, 100))
     maybe(draw, zero, 8, memory_efficient_linear=some.just(False), reduce_scatter=some.just(False))
+    maybe(draw, zero, 8, stage3_model_persistence_threshold=one_of(0, 30))
+    maybe(draw, zero, 2, stage3_gather_16bit_weights_on_model_save=some.just(True))
     key = draw(one_of("", "", "", "stage3_leaf_bytes", "stage3_module_granularity_threshold"))
     if key == "stage3_leaf_bytes":
         zero[key] = draw(one_of(True, 20_000, 100_000))
@@ -188,24 +200,76 @@ def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str, dtype: str) -> 
         maybe(draw, loco, 3, err_beta=one_of(0.0, 0.5), error_bits=some.just(16))
         maybe(draw, loco, 4, hadamard=some.just(True), error_feedback=some.just(False))
         zero["zeropp_loco_param"] = loco
+        if seldom(draw):  # without error feedback
+            del zero["zeropp_loco_param"]
+            zero["zero_quantized_gradients"] = True
     if "updates" in keys and strategy[0] != "G":
         updates: dict[str, Any] = {}
         maybe(draw, updates, 3, bits=some.just(8), block_size=one_of(32, 64), resync_T=one_of(1, 2))
         zero["paro_quantized_updates"] = updates
     if zero.get("reduce_scatter") is False:
         del zero["reduce_scatter"]
-    return "zeropp_loco_param" in zero or "paro_quantized_updates" in zero
+    return True
+
+
+def strategies_of(kind: str) -> tuple[str, ...]:
+    """With which a kind of cases is drawn."""
+    if kind == "without loss":
+        return tuple(name for name in (*REPLICATED, *SHARDED) if name[2] == "G" and name[0] != "G")
+    return {"replicated": REPLICATED, "sharded": SHARDED, "experts": REPLICATED}.get(kind, (*REPLICATED, *SHARDED))
+
+
+def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
+    """Draw what crosses compressed, by the kind of the case; whether something is lost."""
+    kind = case["kind"]
+    lossy = kind == "few bits" or (kind in ("experts", "model-parallel") and seldom(draw))
+    if lossy:
+        lossy = in_few_bits(draw, zero, strategy, case["dtype"])
+    if kind == "without loss":
+        zero["paro_quantized_updates"] = {"bits": "exact", "resync_T": draw(one_of(1024, 2))}
+    if "paro_quantized_updates" in zero:
+        case["config"].pop("torch_autocast", None)
+        zero.pop("reduce_scatter", None)
+    return lossy
+
+
+def with_experts(draw: Draw, case: dict[str, Any], stage: int) -> None:
+    """Have DeepSpeed's MoE layers for a model."""
+    case.update(network="RoutedOverTwo", blocks=(Block(), Block(), Block()), routed=False, empty=False, unused=0)
+    case["world"], case["optimizer"] = draw(one_of(4, 4, 2)), draw(one_of("SGD", "Adam"))
+    case["zero"]["paro_group_size"] = 2
+    case["zero"].pop("reduce_scatter", None)  # which DeepSpeed asserts
+    if stage == 2:
+        case["zero"].pop("contiguous_gradients", None)  # and this
+
+
+def with_model_parallelism(draw: Draw, case: dict[str, Any]) -> None:
+    """Have two tensor-parallel ranks."""
+    # Stock's zero.Init shards over all ranks there, unless it is told otherwise.
+    case.update(world=draw(one_of(4, 4, 8)), tensor_parallel=2, routed=False, zero_init=None)
+    case["config"].pop("gradient_predivide_factor", None)  # a fault of stage 3, and norms let no other be asked
+    if case["optimizer"] == "Muon":
+        case["optimizer"] = "SGD"
+    case["zero"]["paro_group_size"] = 2 if case["world"] == 8 else draw(one_of(1, 2))
+
+
+def named_otherwise(draw: Draw, case: dict[str, Any]) -> None:
+    """Perhaps say the same in other keys: a stage that is implied, a size by default, MiCS."""
+    zero, stage = case["zero"], 1 if case["zero"]["paro_strategy"][1] == "N" else 2
+    stage = stage if case["zero"]["paro_strategy"][0] == "N" else 3
+    if seldom(draw, 12):
+        zero["stage"] = stage
+    if zero["paro_group_size"] == case["world"] and seldom(draw):
+        del zero["paro_group_size"]
+    elif zero["paro_strategy"] == "III" and seldom(draw):
+        case["zero"] = {"mics_shard_size": zero.pop("paro_group_size"), "stage": 3, **zero}
+        del case["zero"]["paro_strategy"]
 
 
 @some.composite
 def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     """A case of one of the ``KINDS`` that train a model without a pipeline."""
-    strategies = {"replicated": REPLICATED, "sharded": SHARDED}.get(kind, (*REPLICATED, *SHARDED))
-    if kind in ("without loss",):
-        strategies = tuple(name for name in strategies if name[2] == "G" and name[0] != "G")
-    if kind == "experts":
-        strategies = REPLICATED
-    strategy = draw(one_of(*strategies))
+    strategy = draw(one_of(*strategies_of(kind)))
     stage = 3 if strategy[0] != "N" else 2 if strategy[1] != "N" else 1
     world, group = sizes(draw, worlds)
     case = training(draw, stage)
@@ -214,12 +278,7 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         case["config"].pop("torch_autocast", None)
     case.update(kind=kind, world=world)
     zero = replicated_keys(draw, case) if stage < 3 else sharded_keys(draw, case, strategy)
-    lossy = in_few_bits(draw, zero, strategy, case["dtype"]) if kind == "few bits" else False
-    if kind == "without loss":
-        zero["paro_quantized_updates"] = {"bits": "exact", "resync_T": draw(one_of(1024, 2))}
-    if "paro_quantized_updates" in zero:
-        case["config"].pop("torch_autocast", None)
-        zero.pop("reduce_scatter", None)
+    lossy = compressed(draw, case, zero, strategy)
     if case["optimizer"] == "Muon":
         case["config"].pop("torch_autocast", None)
         case["backward"] = "engine"
@@ -237,19 +296,9 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     if stage == 1 and case["boundary"] == "engine" and case["accumulation"] > 1 and "overlap_comm" not in zero:
         case["no_sync"] = seldom(draw, 4)
     if kind == "experts":
-        case.update(network="RoutedOverTwo", blocks=(Block(), Block(), Block()), routed=False, empty=False, unused=0)
-        case["world"], case["optimizer"] = draw(one_of(4, 4, 2)), draw(one_of("SGD", "Adam"))
-        case["zero"]["paro_group_size"] = 2
-        case["zero"].pop("reduce_scatter", None)  # which DeepSpeed asserts
-        if stage == 2:
-            case["zero"].pop("contiguous_gradients", None)  # and this
+        with_experts(draw, case, stage)
     if kind == "model-parallel":
-        # Stock's zero.Init shards over all ranks there, unless it is told otherwise.
-        case.update(world=4, tensor_parallel=2, routed=False, zero_init=None)
-        case["config"].pop("gradient_predivide_factor", None)  # a fault of stage 3, and norms let no other be asked
-        if case["optimizer"] == "Muon":
-            case["optimizer"] = "SGD"
-        case["zero"]["paro_group_size"] = draw(one_of(1, 2))
+        with_model_parallelism(draw, case)
     if case["optimizer"] != "Adam":
         case["config"].pop("optimizer", None)
     convertible = []
@@ -257,6 +306,7 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         others = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
         convertible = [*others, {"stage": 1}, {"stage": 2}, {"stage": 3}]
     case["steps"] = steps(draw, case, convertible, lossy)
+    named_otherwise(draw, case)
     return Case(**case)
 
 
@@ -267,6 +317,8 @@ def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
     zero = common_keys(draw)
     zero.pop("round_robin_gradients", None)
     maybe(draw, zero, 8, zeropp_loco_param=some.just({}))
+    if strategy[0] != "G":
+        maybe(draw, zero, 8, paro_quantized_updates=some.just({}))
     if strategy[0] != "N":
         maybe(draw, zero, 3, stage3_param_persistence_threshold=one_of(0, 100))
     pipe = {
@@ -282,6 +334,8 @@ def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
         "clipping": draw(one_of(0.0, 0.5)),
         "widths": draw(one_of((29, 7, 17, 11), (5, 3), (13, 37, 3))),
     }
+    if "paro_quantized_updates" in zero:
+        pipe["tied"] = False  # whose copies would differ
     if len(pipe["widths"]) < 3:
         pipe["frozen"], pipe["two"] = (), None
     return PipeCase("pipeline", draw(one_of(4, 4, 8, 2)), strategy, zero, pipe)

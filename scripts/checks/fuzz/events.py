@@ -8,13 +8,14 @@ others must change nothing, and only our run has them: that also keeps stock's o
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -28,12 +29,19 @@ from tests.harness import snapshots, training
 if TYPE_CHECKING:
     from scripts.checks.fuzz.runs import Run
 
+GATHER = "stage3_gather_16bit_weights_on_model_save"
 SHARED = ("evaluate", "frozen", "weights", "rate", "restart")
 
 
 def act(run: "Run", name: str, value: Any) -> None:
     """Do what an event says."""
     EVENTS[name](run, value)
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise what is wrong."""
+    if not holds:
+        raise AssertionError(what)
 
 
 @contextlib.contextmanager
@@ -66,11 +74,26 @@ def save_and_load(run: "Run", value: Any) -> None:
 
 def resume(run: "Run", value: Any) -> None:
     """Go on in an engine that is made anew."""
+    stepped = run.stepped
     with shared_folder() as folder:
         run.engine.save_checkpoint(str(folder))
         run.make_anew()
         path, _ = run.engine.load_checkpoint(str(folder))
         assert path is not None
+    run.stepped = stepped
+
+
+def load_elsewhere(run: "Run", value: Any) -> None:
+    """Go on under another strategy, by an ordinary checkpoint."""
+    if not run.stepped:  # DeepSpeed's converter needs optimizer states
+        return
+    with shared_folder() as folder:
+        run.engine.save_checkpoint(str(folder))
+        run.make_anew(value, {"checkpoint": {"load_universal": True}})
+        path, _ = run.engine.load_checkpoint(str(folder))
+        assert path is not None
+        run.engine._config.load_universal_checkpoint = False  # what is loaded later is its own
+    run.stepped = True
 
 
 def convert(run: "Run", value: Any) -> None:
@@ -84,6 +107,7 @@ def convert(run: "Run", value: Any) -> None:
         path, _ = run.engine.load_checkpoint(str(folder), tag=f"{(folder / 'latest').read_text()}_universal")
         assert path is not None
         run.engine._config.load_universal_checkpoint = False  # what is loaded later is its own
+    run.stepped = True
 
 
 def look(run: "Run", value: int) -> None:
@@ -100,8 +124,13 @@ def write_nothing(run: "Run", value: int) -> None:
     some = [parameters[value % len(parameters)]]
     if all(getattr(p, "ds_status", None) in (None, ZeroParamStatus.NOT_AVAILABLE) for p in some):
         with deepspeed.zero.GatheredParameters(some, modifier_rank=0):
-            for param in some:
+            for param in some if modifies(run, some[0]) else ():
                 param.data.mul_(1.0)
+
+
+def modifies(run: "Run", param: Any) -> bool:
+    """Whether this rank is the one that may change what it has gathered: each, where parameters are replicated."""
+    return not hasattr(param, "ds_tensor") or dist.get_rank() // run.case.tensor_parallel == 0
 
 
 def change_frozen(run: "Run", value: float) -> None:
@@ -109,7 +138,8 @@ def change_frozen(run: "Run", value: float) -> None:
     frozen = [p for p in run.model.parameters() if not p.requires_grad]
     with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
         for param in frozen:
-            param.data.mul_(value)
+            if modifies(run, param):
+                param.data.mul_(value)
 
 
 def change_weights(run: "Run", value: float) -> None:
@@ -143,20 +173,31 @@ def read_states(run: "Run", value: int) -> None:
         param = trained[value % len(trained)]
         by_momentum = run.job.optimizer == "SGD" or getattr(param, "use_muon", False)
         name = "momentum_buffer" if by_momentum else "exp_avg"
-        for whole in (safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, name)):
-            run.seen.append(whole.float().abs().sum())
+        weights, moment = safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, name)
+        run.seen += [weights.float().abs().sum(), moment.float().abs().sum()]
+        if not run.case.lossy:  # else the optimizer's weights have what has not yet been sent
+            with deepspeed.zero.GatheredParameters([param]):
+                require(torch.equal(weights.to(param.dtype), param.detach()), "the optimizer's weights are others")
 
 
-def offload(run: "Run", value: Any) -> None:
-    """Move states to the host and back."""
-    run.engine.offload_states()
+def offload(run: "Run", value: Sequence[str] | None) -> None:
+    """Move states, or some kinds of them, to the host and back."""
+    run.engine.offload_states(None if value is None else [OffloadStateTypeEnum(name) for name in value])
     run.engine.reload_states()
 
 
 def export(run: "Run", value: Any) -> None:
-    """Save the weights as a model that other programs read."""
+    """Save the weights as a model that other programs read, and read them."""
+    named = dict(run.model.named_parameters())
     with shared_folder() as folder:
-        run.engine.save_16bit_model(str(folder))
+        saved = run.engine.save_16bit_model(str(folder))
+        sharded = any(hasattr(param, "ds_tensor") for param in named.values())
+        require(saved == (not sharded or bool(run.zero.get(GATHER))), "a model was saved, or not")
+        dist.barrier()
+        weights = torch.load(folder / "pytorch_model.bin") if saved and not run.case.network else {}
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        for name in weights.keys() & named.keys():
+            require(torch.equal(weights[name], named[name].detach()), f"the exported {name} is another")
 
 
 def second_engine(run: "Run", value: Any) -> None:
@@ -185,6 +226,7 @@ EVENTS: dict[str, Callable[["Run", Any], None]] = {
     "save and load": save_and_load,
     "resume": resume,
     "universal": convert,
+    "elsewhere": load_elsewhere,
     "look": look,
     "write nothing": write_nothing,
     "states": read_states,
