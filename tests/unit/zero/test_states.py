@@ -151,3 +151,34 @@ def reloaded_case(include: list[str] | None) -> dict[str, tuple[bool, bool]]:
         found[name] = read, all(bool((state == 5.0).any()) for state in states)
         engine.destroy()
     return found
+
+
+def test_an_optimizer_without_states_says_so_as_with_stock(ranks: Any) -> None:
+    (told,) = {tuple(told) for told in ranks(2).run(stateless_case)}
+    assert set(told) == {"momentum_buffer not found in optimizer state fragment"}
+
+
+def stateless_case() -> list[str]:
+    """What DeepSpeed raises where SGD without momentum is asked for it: behind a step, and ours before one, too."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    from tests.harness import training
+
+    # Each rank has a part of the weight: one without would wait for those that raise.
+    job = training.Job(sizes=(13, 37), config={"optimizer": {"params": {"lr": 0.1}}})
+    told = []
+
+    def ask(model: Any) -> None:
+        with pytest.raises(ValueError, match="not found") as raised:
+            safe_get_full_optimizer_state(model.layers[0].weight, "momentum_buffer")
+        told.append(str(raised.value))
+
+    for name in ("2", "NIG"):
+        engine, model = training.make_engine(job, training.placed(name, group_size=1))
+        if name != "2":
+            ask(model)
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        engine.step()
+        ask(model)
+        engine.destroy()
+    return told
