@@ -15,7 +15,7 @@ Note [Updates under the forward]
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,20 @@ class _BeforeUse:
     def __reduce__(self) -> tuple[type["_BeforeUse"], tuple[()]]:
         self._wait()  # the module's parameters are copied next
         return _BeforeUse, ()
+
+
+def _parts_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and all in it, each behind all of its parts, which ``modules()`` reversed does not do for a part
+    that several modules share.
+
+    Args:
+        seen: modules to leave out; those that are yielded are added.
+    """
+    if module not in seen:
+        seen.add(module)
+        for part in module.children():
+            yield from _parts_first(part, seen)
+        yield module
 
 
 class Updates:
@@ -153,9 +167,9 @@ class Updates:
         last = {place: number for number, window in enumerate(self._windows) for place in window.members}
         everything = _BeforeUse(self, len(self._windows))
         hooks: dict[int, _BeforeUse] = {}
-        for used in reversed(list(module.modules())):  # parts first
+        for used in _parts_first(module, set()):
             own = [last[places[id(p)]] for p in used.parameters(recurse=False) if places.get(id(p)) in last]
-            parts = [hooks[id(part)] for part in used.children() if id(part) in hooks]
+            parts = [hooks[id(part)] for part in used.children()]
             hook = hooks[id(used)] = _BeforeUse(self, max(own, default=-1), parts)
             if own or parts:
                 self._hooks.append(used.register_forward_pre_hook(hook, prepend=True))
