@@ -90,6 +90,46 @@ def test_all_modules_that_share_a_part_wait_for_it() -> None:
     assert [waits(updates, model), waits(updates, model)] == [[0, 0, 0], [0, 0]]
 
 
+class Projection(nn.Module):
+    """Calls its part in training, unless it is told to read the weight, as it does in evaluation."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4)) if scaled else 1.0
+        self.part = nn.Linear(4, 4, bias=False)
+        self.reads = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.reads:
+            return self.part(x * self.scale)
+        return nn.functional.linear(x * self.scale, self.part.weight)
+
+
+def test_evaluation_waits_for_what_only_training_has_called() -> None:
+    model = Projection(scaled=False)
+    updates = watched(model)
+    assert [waits(updates, model), waits(updates, model)] == [[0, 0], [0]]
+    model.eval()
+    assert [waits(updates, model), waits(updates, model)] == [[0], [0]]
+    model.train()
+    assert waits(updates, model) == [0]
+
+
+def test_a_module_with_parameters_waits_for_a_part_that_it_calls_now_and_then() -> None:
+    model = Projection(scaled=True)
+    updates = watched(model)
+    assert [waits(updates, model), waits(updates, model)] == [[1, 1], [1, 1]]
+    model.reads = True
+    assert waits(updates, model) == [1]
+
+
+def test_a_module_waits_for_a_part_that_another_one_calls() -> None:
+    part = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(Gate(part), nn.Sequential(part))
+    updates = watched(model)
+    assert [waits(updates, model), waits(updates, model)] == [[0, 0, 0, 0], [0, 0, 0]]
+
+
 def parameters(*numels: int) -> list[Any]:
     """Parameters of this many elements, numbered in turn; even ones in fp32, odd ones in bf16."""
     dtypes = (torch.float32, torch.bfloat16)
