@@ -50,6 +50,12 @@ class Stage12States(StripedPartitions):
         """Have parameters know their states again: the parent links these only behind the first step, so after a load
         or a return from the host ``safe_get_full_optimizer_state`` would not find any."""
         super()._link_all_hp_params()
+        for group, partition in enumerate(self.single_partition_of_fp32_groups):
+            # Nothing, for now: who asks for a state that there is not is told so, as the parent does behind a step.
+            lazy_init_hp_params_optimizer_state(self.bit16_groups[group], partition, {partition: {}})
+        self._link_states_again()
+
+    def _link_states_again(self) -> None:
         self._hp_optimizer_states_linked = False
         self._lazy_init_hp_params_optimizer_state()
 
@@ -264,6 +270,8 @@ class Stage12States(StripedPartitions):
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Bring back what ``offload_states`` has moved."""
         super().reload_states(*args, **kwargs)
+        # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
+        self._link_states_again()
         self.gradients.to(get_accelerator().current_device_name())
 
 

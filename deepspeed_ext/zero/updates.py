@@ -10,12 +10,14 @@ Note [Updates under the forward]
     every module, and with them whatever DeepSpeed saves and loads; ``GatheredParameters``; the end of each backward,
     and the next step. To wait is not collective: all ranks have started the same gathers.
 
-    What reads parameters otherwise (a weight average that goes over ``model.parameters()``, a module that uses the
-    parameter of one that is not a part of it without calling it) calls ``deepspeed_ext.wait_for_updates()`` first.
+    What reads parameters otherwise calls ``deepspeed_ext.wait_for_updates()`` first: a weight average that goes over
+    ``model.parameters()``; a module that uses the parameter of another one without calling it, if that is not a part
+    of it, or one that it calls at other times in the same mode, training or evaluation.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +45,12 @@ class _BeforeUse:
     """A hook of a module: waits for windows. A copy of the module, or a pickled one, needs none.
 
     Some modules read parameters of their parts without calling these, as torch's MultiheadAttention and the gate of
-    DeepSpeed's MoE layers do. So a module waits for all of its parts that nobody has called yet, too.
+    DeepSpeed's MoE layers do. So a module waits, too, for all of its parts that nobody has called yet: in its mode,
+    for there may be other code for evaluation than for training.
 
     Args:
         updates: weakly held; None in a copy.
-        number: of the last window with parameters of the module itself; -1 for none.
+        number: of the last window that the module waits for whatever has been called; -1 for none.
         parts: hooks of the modules in it.
     """
 
@@ -55,26 +58,41 @@ class _BeforeUse:
         self._updates = None if updates is None else weakref.ref(updates)
         self._number = number
         self._parts = parts
-        self._called = False
+        self._called: set[bool] = set()  # in which modes: whether in training
 
     @torch.compiler.disable
-    def __call__(self, *_: Any) -> None:
-        self._called = True
-        self._wait()
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self._called.add(module.training)
+        self._wait(module.training)
 
-    def _wait(self) -> None:
+    def _wait(self, training: bool | None) -> None:
         updates = None if self._updates is None else self._updates()
         if updates is not None and updates.begun:
-            last = self._last()
+            last = self.last(training)
             if last >= 0:
                 updates.wait_for(last)
 
-    def _last(self) -> int:
-        return max([self._number, *(part._last() for part in self._parts if not part._called)])
+    def last(self, training: bool | None = None) -> int:
+        """Return the number of the last window to wait for in a mode; with None, of the last one of all parts."""
+        return max([self._number, *(part.last(training) for part in self._parts if training not in part._called)])
 
     def __reduce__(self) -> tuple[type["_BeforeUse"], tuple[()]]:
-        self._wait()  # the module's parameters are copied next
+        self._wait(None)  # the module's parameters are copied next
         return _BeforeUse, ()
+
+
+def _parts_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a module and all in it, each behind all of its parts, which ``modules()`` reversed does not do for a part
+    that several modules share.
+
+    Args:
+        seen: modules to leave out; those that are yielded are added.
+    """
+    if module not in seen:
+        seen.add(module)
+        for part in module.children():
+            yield from _parts_first(part, seen)
+        yield module
 
 
 class Updates:
@@ -152,12 +170,18 @@ class Updates:
         """
         last = {place: number for number, window in enumerate(self._windows) for place in window.members}
         everything = _BeforeUse(self, len(self._windows))
+        parents = Counter(part for used in module.modules() for part in used.children())
         hooks: dict[int, _BeforeUse] = {}
-        for used in reversed(list(module.modules())):  # parts first
-            own = [last[places[id(p)]] for p in used.parameters(recurse=False) if places.get(id(p)) in last]
-            parts = [hooks[id(part)] for part in used.children() if id(part) in hooks]
-            hook = hooks[id(used)] = _BeforeUse(self, max(own, default=-1), parts)
-            if own or parts:
+        for used in _parts_first(module, set()):
+            own = list(used.parameters(recurse=False))
+            # A layer that has been called may still be read uncalled: by a module that has parameters of its own, so
+            # computes by itself, and may do so now this way, now that; or where another module has called it.
+            read = [part for part in used.children() if (own or parents[part] > 1) and not list(part.children())]
+            numbers = [last[places[id(p)]] for p in own if places.get(id(p)) in last]
+            number = max([-1, *numbers, *(hooks[id(part)].last() for part in read)])
+            parts = [hooks[id(part)] for part in used.children()]
+            hook = hooks[id(used)] = _BeforeUse(self, number, parts)
+            if numbers or parts:
                 self._hooks.append(used.register_forward_pre_hook(hook, prepend=True))
             self._hooks.append(used.register_state_dict_pre_hook(everything))
             self._hooks.append(used.register_load_state_dict_pre_hook(everything))

@@ -106,3 +106,79 @@ def offload_states_case(name: str) -> tuple[float, int]:
         optimizer = engine.optimizer
         engine.destroy()
     return (weights[0] - weights[1]).abs().max().item(), len(optimizer.gradients.slices)
+
+
+@pytest.mark.parametrize("include", [None, ["optim_states"]], ids=["everything", "states only"])
+def test_stock_accessors_see_states_that_are_back_from_the_host(ranks: Any, include: list[str] | None) -> None:
+    assert ranks(4).run(reloaded_case, include) == [dict.fromkeys(REPLICATED, (True, True))] * 4
+
+
+def reloaded_case(include: list[str] | None) -> dict[str, tuple[bool, bool]]:
+    """Of each strategy, behind a return from the host: whether what the optimizer's states are set to is read, and
+    whether what is set is theirs."""
+    from unittest import mock
+
+    import torch
+    from deepspeed.runtime.zero import stage_1_and_2
+    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
+
+    from tests.harness import training
+
+    def moved(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
+        """Make new tensors of states, as on a device that is not the host."""
+        for state in optimizer.state.values():
+            state.update({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
+
+    job = training.Job(groups=2, zero=SEVERAL_BUCKETS)
+    found = {}
+    for name in REPLICATED:
+        engine, model = training.make_engine(job, training.placed(name))
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        engine.step()
+        with (
+            mock.patch.object(stage_1_and_2, "offload_optimizer_states", moved),
+            mock.patch.object(stage_1_and_2, "reload_optimizer_states", moved),
+        ):
+            engine.offload_states(include, pin_memory=False)
+            engine.reload_states()
+        states = [state["momentum_buffer"] for state in engine.optimizer.optimizer.state.values()]
+        used = [p for layer in model.layers for p in layer.parameters()]
+        for state in states:
+            state.fill_(3.0)
+        read = all(bool((safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
+        for param in used:
+            safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
+        found[name] = read, all(bool((state == 5.0).any()) for state in states)
+        engine.destroy()
+    return found
+
+
+def test_an_optimizer_without_states_says_so_as_with_stock(ranks: Any) -> None:
+    (told,) = {tuple(told) for told in ranks(2).run(stateless_case)}
+    assert set(told) == {"momentum_buffer not found in optimizer state fragment"}
+
+
+def stateless_case() -> list[str]:
+    """What DeepSpeed raises where SGD without momentum is asked for it: behind a step, and ours before one, too."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    from tests.harness import training
+
+    # Each rank has a part of the weight: one without would wait for those that raise.
+    job = training.Job(sizes=(13, 37), config={"optimizer": {"params": {"lr": 0.1}}})
+    told = []
+
+    def ask(model: Any) -> None:
+        with pytest.raises(ValueError, match="not found") as raised:
+            safe_get_full_optimizer_state(model.layers[0].weight, "momentum_buffer")
+        told.append(str(raised.value))
+
+    for name in ("2", "NIG"):
+        engine, model = training.make_engine(job, training.placed(name, group_size=1))
+        if name != "2":
+            ask(model)
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        engine.step()
+        ask(model)
+        engine.destroy()
+    return told
