@@ -205,9 +205,14 @@ class FlatGradients(Gradients):
         if self._os == Placement.N:
             for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
                 for start, width in self.layouts[buffer].windows(self._reshard.cols, bucket):
-                    sums = held[:, start : start + width].to(dtype).view(-1)
-                    self._schedule.submit(self._reshard.gather_slice(sums), partial(self._place, buffer, start))
+                    transfer = self._gather(held[:, start : start + width], dtype)
+                    self._schedule.submit(transfer, partial(self._place, buffer, start))
             self._schedule.drain()
+
+    def _gather(self, sums: Tensor, dtype: torch.dtype) -> Transfer:
+        """Gather a window of slices inside the group. What it is sent as is made in here, where hops run: there its
+        memory waits for them."""
+        return (yield from self._reshard.gather_slice(sums.to(dtype).view(-1)))
 
     def _cross(self, numbers: Iterable[int]) -> None:
         for number in numbers:

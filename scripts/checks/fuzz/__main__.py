@@ -17,7 +17,7 @@ from scripts.checks.fuzz import campaign, in_ranks
 from tests.harness import ranks
 
 # Ranks. Groups inside of groups take four; these take three times as long as two, and eight ten times.
-WORLDS = [2] * 24 + [4] * 20 + [3] * 2 + [6, 8]
+WORLDS = [2] * 30 + [4] * 14 + [3] * 2 + [6, 8]
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from tests.harness.ranks import RankError, RankPools, RankTimeout
 
 CONTRADICTION = "contradiction"
 KINDS = (*drawing.KINDS, CONTRADICTION)
-TIMEOUT = 45.0  # seconds, after which a case counts as a hang
+TIMEOUT = 45.0  # seconds, after which a case on up to four ranks counts as a hang
 
 
 class Failure(NamedTuple):
@@ -54,7 +54,8 @@ def problems_of(pools: RankPools, case: Any, happened: Counter[str] | None = Non
         return problems
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
-            verdicts = pools(case.world).run(in_ranks.judged, case, timeout=TIMEOUT)
+            limit = TIMEOUT * max(1.0, case.world / 4)
+            verdicts = pools(case.world).run(in_ranks.judged, case, timeout=limit)
     except (RankTimeout, RankError) as error:
         what = "hang" if isinstance(error, RankTimeout) else "error"
         if FOUND in str(error):

@@ -77,8 +77,8 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
         possible += [Event("weights", 1.25), Event("second engine"), Event("write nothing", draw(some.integers(0, 7)))]
     if case["zero"]["paro_strategy"][0] == "N" and not lossy:
         possible.append(Event("offload", draw(one_of(None, ("optim_states",), ("hp_params", "lp_params")))))
-    elif not lossy:  # stage 3 moves the optimizer states of FusedAdam only
-        possible.append(Event("offload", draw(one_of(("lp_params",), ("hp_params", "lp_grads")))))
+    elif not lossy and "offload_param" not in case["zero"]:  # stage 3 moves the optimizer of FusedAdam only
+        possible.append(Event("offload", draw(one_of(("lp_params",), ("lp_params", "lp_grads")))))
     if convertible:
         possible.append(Event("universal", draw(one_of(*convertible))))
         ours = [keys for keys in convertible if "paro_strategy" in keys]
@@ -246,7 +246,7 @@ def with_experts(draw: Draw, case: dict[str, Any], stage: int) -> None:
 def with_model_parallelism(draw: Draw, case: dict[str, Any]) -> None:
     """Have two tensor-parallel ranks."""
     # Stock's zero.Init shards over all ranks there, unless it is told otherwise.
-    case.update(world=draw(one_of(4, 4, 8)), tensor_parallel=2, routed=False, zero_init=None)
+    case.update(world=draw(one_of(4, 4, 4, 4, 8)), tensor_parallel=2, routed=False, zero_init=None)
     case["config"].pop("gradient_predivide_factor", None)  # a fault of stage 3, and norms let no other be asked
     if case["optimizer"] == "Muon":
         case["optimizer"] = "SGD"

@@ -210,7 +210,9 @@ def stage_for(case: Case) -> int | None:
     nearest = case.stage
     if case.tensor_parallel > 1:  # norms are others at each stage: of replicated parameters stage 3 counts each copy
         return None if any(not fault.without for fault in faults(case, nearest)) else nearest
-    others = [stage for stage in (2, 1, 3, 0) if stage != nearest]
+    # A model that is made in 16 bits has other weights.
+    made_in_16_bits = case.zero_init is not None and case.dtype != "fp32"
+    others = [] if made_in_16_bits else [stage for stage in (2, 1, 3, 0) if stage != nearest]
     able = (stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
     return next(able, None)
 

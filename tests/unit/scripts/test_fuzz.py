@@ -63,6 +63,12 @@ FOUND = {
         outputs=1,
         steps=(Step((Event("write nothing", 3),)), Step()),
     ),
+    "sums in 16 bits gave their memory out while they were sent": Case(
+        world=4,
+        zero={"paro_strategy": "NNN", **TWO, "reduce_bucket_size": 50, "overlap_comm": True},
+        config={"data_types": {"grad_accum_dtype": "fp32"}},
+        dtype="bf16",
+    ),
     "LoCo reported every None steps": Case(
         zero={"paro_strategy": "NIG", **TWO, "zeropp_loco_param": {}}, config={"wall_clock_breakdown": True}
     ),
