@@ -3,6 +3,7 @@
 """Parameters of a stage-1/2 optimizer of ours after a step: os -> N."""
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -203,9 +204,13 @@ class Stage12Updates(Stage12States):
                 param.set_full_hp_param = self._heard(param.set_full_hp_param)
 
     def _heard(self, change: Callable[..., None]) -> Callable[..., None]:
+        whole = weakref.ref(self.whole)  # a parameter may outlive the engine, and must not keep it
+
         @functools.wraps(change)
         def changed(*args: Any, **kwargs: Any) -> None:
-            self.whole.ask()
+            asked = whole()
+            if asked is not None:
+                asked.ask()
             change(*args, **kwargs)
 
         return changed

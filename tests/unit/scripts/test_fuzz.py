@@ -69,6 +69,12 @@ FOUND = {
         config={"data_types": {"grad_accum_dtype": "fp32"}},
         dtype="bf16",
     ),
+    "parameters in the graph of a router's loss kept the engine that was destroyed": Case(
+        world=4,
+        network="RoutedOverTwo",
+        zero={"paro_strategy": "NGG", **TWO, "paro_quantized_updates": {}},
+        blocks=(Block(), Block(), Block()),
+    ),
     "LoCo reported every None steps": Case(
         zero={"paro_strategy": "NIG", **TWO, "zeropp_loco_param": {}}, config={"wall_clock_breakdown": True}
     ),
