@@ -181,7 +181,9 @@ def read_states(run: "Run", value: int) -> None:
 
 
 def offload(run: "Run", value: Sequence[str] | None) -> None:
-    """Move states, or some kinds of them, to the host and back."""
+    """Move states, or some kinds of them, to the host and back; of shards stage 3 moves FusedAdam's only."""
+    if any(hasattr(param, "ds_tensor") for param in run.model.parameters()):
+        value = [name for name in value or ("lp_params",) if name.startswith("lp_")]
     run.engine.offload_states(None if value is None else [OffloadStateTypeEnum(name) for name in value])
     run.engine.reload_states()
 

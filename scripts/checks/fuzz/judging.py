@@ -39,8 +39,8 @@ LOSSES = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 1e-2}
 LOSSY = 0.5
 HELD = 4096  # bytes more than before: losses and norms are kept
 INTER, MESSAGE = 1.10, 128  # of the formula; bytes of each message, for what fills it up
-# Muon's directions are less exact, and in 16 bits hardly determined where a matrix has a rank below its sizes.
-MUON, MUON_IN_16_BITS = 4, 8
+# Muon makes rounding several hundred times larger where a gradient has a rank below its sizes, as here most have.
+MUON, MUON_IN_16_BITS, MUON_NORMS = 4, 20, 0.9
 
 
 class Verdict(NamedTuple):
@@ -228,8 +228,9 @@ def _bound(case: Case, bounds: dict[str, float]) -> float:
     """The bound of what a case computes in."""
     lower = case.config.get("torch_autocast") or case.config.get("communication_data_type") == "bf16"
     precision = "bf16" if lower and case.dtype == "fp32" else case.dtype
-    muon = MUON if precision == "fp32" else MUON_IN_16_BITS
-    return bounds[precision] * (muon if case.optimizer == "Muon" else 1)
+    if case.optimizer == "Muon":
+        return min(MUON_NORMS, bounds[precision] * (MUON if precision == "fp32" else MUON_IN_16_BITS))
+    return bounds[precision]
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
