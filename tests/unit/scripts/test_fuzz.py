@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from scripts.checks import mutants, soak
 from scripts.checks.fuzz import campaign, oracles
 from scripts.checks.fuzz.cases import Block, Case, Event, Step
 from scripts.checks.fuzz.contradictions import Contradiction
@@ -134,8 +135,29 @@ def test_what_is_not_refused_is_found(ranks: Any) -> None:
     assert "names none of ('stage9',)" in problem
 
 
+@pytest.mark.quick
+def test_what_grows_is_found_and_what_comes_and_goes_is_not() -> None:
+    def samples(*tensors: float) -> list[soak.Sample]:
+        return [soak.Sample(number, 300.0, 12.0, 36.0, 4.0) for number in tensors]
+
+    comes_and_goes = [10.0, 30.0, 20.0, 10.0, 20.0] * 2 + [35.0, 10.0]
+    assert soak.growth(samples(*comes_and_goes)) == []
+    assert soak.growth(samples(*range(10, 30))) == ["tensors grows from 21 to 29"]
+    wider = [one._replace(resident_mb=300.0 + 5 * number) for number, one in enumerate(samples(*[1.0] * 10))]
+    assert soak.growth(wider) == ["resident_mb grows from 325 to 345"]
+
+
+@pytest.mark.quick
+def test_mutants_are_of_all_rooms() -> None:
+    everything = mutants.mutants()
+    rooms = {one.path.parts[1] for one in everything}
+    chosen = mutants.of_rooms(everything, len(rooms), seed=1)
+    assert {one.path.parts[1] for one in chosen} == rooms and chosen == mutants.of_rooms(everything, len(rooms), 1)
+
+
 def test_a_minute_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
     found = campaign.Campaign(ranks, seed=20, worlds=(2, 2, 2, 4), shrinking=60.0, batch=4)
     found.run(campaign.KINDS, 10_000, time.monotonic() + 60)
     assert not found.failures, found.report()
     assert sum(found.counts.values()) >= 8, found.report()
+    assert any(what.startswith("oracle: stage") for what in found.happened), found.report()
