@@ -157,7 +157,7 @@ def test_mutants_are_of_all_rooms() -> None:
 
 def test_a_minute_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
     found = campaign.Campaign(ranks, seed=20, worlds=(2, 2, 2, 4), shrinking=60.0, batch=4)
-    found.run(campaign.KINDS, 10_000, time.monotonic() + 60)
+    found.run(campaign.KINDS, 96, time.monotonic() + 60)
     assert not found.failures, found.report()
     assert sum(found.counts.values()) >= 8, found.report()
     assert any(what.startswith("oracle: stage") for what in found.happened), found.report()
