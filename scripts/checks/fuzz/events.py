@@ -9,6 +9,7 @@ others must change nothing, and only our run has them: that also keeps stock's o
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,28 +84,17 @@ def resume(run: "Run", value: Any) -> None:
     run.stepped = stepped
 
 
-def load_elsewhere(run: "Run", value: Any) -> None:
-    """Go on under another strategy, by an ordinary checkpoint."""
+def go_on_elsewhere(run: "Run", value: Any, universal: bool) -> None:
+    """Go on under other keys of zero_optimization, by a checkpoint that is universal, or becomes so in the load."""
     if not run.stepped:  # DeepSpeed's converter needs optimizer states
         return
     with shared_folder() as folder:
         run.engine.save_checkpoint(str(folder))
+        if universal:
+            snapshots.convert(str(folder))
         run.make_anew(value, {"checkpoint": {"load_universal": True}})
-        path, _ = run.engine.load_checkpoint(str(folder))
-        assert path is not None
-        run.engine._config.load_universal_checkpoint = False  # what is loaded later is its own
-    run.stepped = True
-
-
-def convert(run: "Run", value: Any) -> None:
-    """Go on under other keys of zero_optimization, by a universal checkpoint."""
-    if not run.stepped:  # DeepSpeed's converter needs optimizer states
-        return
-    with shared_folder() as folder:
-        run.engine.save_checkpoint(str(folder))
-        snapshots.convert(str(folder))
-        run.make_anew(value, {"checkpoint": {"load_universal": True}})
-        path, _ = run.engine.load_checkpoint(str(folder), tag=f"{(folder / 'latest').read_text()}_universal")
+        tag = f"{(folder / 'latest').read_text()}_universal" if universal else None
+        path, _ = run.engine.load_checkpoint(str(folder), tag=tag)
         assert path is not None
         run.engine._config.load_universal_checkpoint = False  # what is loaded later is its own
     run.stepped = True
@@ -227,8 +217,8 @@ EVENTS: dict[str, Callable[["Run", Any], None]] = {
     "restart": restart,
     "save and load": save_and_load,
     "resume": resume,
-    "universal": convert,
-    "elsewhere": load_elsewhere,
+    "universal": partial(go_on_elsewhere, universal=True),
+    "elsewhere": partial(go_on_elsewhere, universal=False),
     "look": look,
     "write nothing": write_nothing,
     "states": read_states,
