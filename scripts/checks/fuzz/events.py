@@ -66,11 +66,15 @@ def evaluate(run: "Run", value: Any) -> None:
 
 
 def save_and_load(run: "Run", value: Any) -> None:
-    """Bring back what has just been saved, into the same engine."""
+    """Bring back what has just been saved, into the same engine; it has replaced another of the same tag."""
     with shared_folder() as folder:
-        run.engine.save_checkpoint(str(folder))
-        path, _ = run.engine.load_checkpoint(str(folder))
-        assert path is not None
+        for number in (1, 2):
+            run.engine.save_checkpoint(str(folder), client_state={"number": number})
+        dist.barrier()  # the first rank removes what was replaced
+        tags = [entry for entry in folder.iterdir() if entry.is_dir()]
+        require(len(tags) == 1, f"a save leaves {tags}")
+        path, client_state = run.engine.load_checkpoint(str(folder))
+        require(path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}")
 
 
 def resume(run: "Run", value: Any) -> None:
