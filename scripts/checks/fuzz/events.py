@@ -190,7 +190,9 @@ def export(run: "Run", value: Any) -> None:
         sharded = any(hasattr(param, "ds_tensor") for param in named.values())
         require(saved == (not sharded or bool(run.zero.get(GATHER))), "a model was saved, or not")
         dist.barrier()
-        weights = torch.load(folder / "pytorch_model.bin") if saved and not run.case.network else {}
+        # Experts have files of their own, and tensor-parallel ranks, which train apart here, one file together.
+        alone = saved and not run.case.network and run.case.tensor_parallel == 1
+        weights = torch.load(folder / "pytorch_model.bin") if alone else {}
     with deepspeed.zero.GatheredParameters(list(named.values())):
         for name in weights.keys() & named.keys():
             require(torch.equal(weights[name], named[name].detach()), f"the exported {name} is another")
