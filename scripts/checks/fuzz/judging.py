@@ -82,7 +82,7 @@ def _judge(case: Case) -> Verdict:
     except Exception as error:
         return Verdict(problems, [*happened, f"stock raises {type(error).__name__}: {str(error)[:80]}"])
     alike = stage == case.stage and not case.events() and not oracles.faults(case, stage)
-    if alike and stock.left <= HELD < ours.left:
+    if alike and stock.left <= HELD < ours.left - stock.left:
         problems.append(f"{ours.left} bytes live longer than the engine, of stock's {stock.left}")
     differences = list(_apart(case, ours, stock))
     if differences:
