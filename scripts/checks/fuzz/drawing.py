@@ -102,7 +102,10 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
             # Of two loss.backward() behind one forward, DeepSpeed loses one, or raises; its timers stop once.
             once = case["backward"] == "loss" or "wall_clock_breakdown" in case["config"]
             # ZeRO-3 gathers parameters of the first module, whose input has no gradient, for one backward only.
-            once = once or (case["zero"]["paro_strategy"][0] != "N" and bool(skipped) and skipped[-1][0] == at)
+            # A layer that is computed again ends its backward twice, which ZeRO-3 asserts.
+            again = any(block.recomputed is not None for block in case["blocks"])
+            first = bool(skipped) and skipped[-1][0] == at
+            once = once or (case["zero"]["paro_strategy"][0] != "N" and (first or again))
             if not once and seldom(draw, 10):
                 twice.append(at)
         before = events(draw, case, convertible, lossy)
