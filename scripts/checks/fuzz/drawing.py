@@ -312,6 +312,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     if case["optimizer"] == "Adam" and not lossy and kind in ("replicated", "sharded") and not case["empty"]:
         others = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
         convertible = [*others, {"stage": 1}, {"stage": 2}, {"stage": 3}]
+    if "gradient_predivide_factor" in case["config"]:
+        convertible = []  # stage 3 has it with reduce_scatter false alone, which goes with the other keys
     case["steps"] = steps(draw, case, convertible, lossy)
     named_otherwise(draw, case)
     return Case(**case)

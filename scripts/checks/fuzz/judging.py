@@ -134,6 +134,7 @@ def _bytes(case: Case, ours: Trained) -> Iterator[str]:
         or case.network
         or case.tensor_parallel > 1
         or case.optimizer == "Muon"
+        or case.steps[-1].twice  # each backward at the boundary is reduced
     )
     if not plain or not size or case.zero.get("paro_strategy") not in STRATEGIES or case.boundary == "coalesce":
         return
