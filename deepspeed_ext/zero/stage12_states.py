@@ -50,24 +50,25 @@ class Stage12States(StripedPartitions):
         """Have parameters know their states again: the parent links these only behind the first step, so after a load
         or a return from the host ``safe_get_full_optimizer_state`` would not find any."""
         super()._link_all_hp_params()
-        for group, partition in enumerate(self.single_partition_of_fp32_groups):
-            # Nothing, for now: who asks for a state that there is not is told so, as the parent does behind a step.
-            lazy_init_hp_params_optimizer_state(self.bit16_groups[group], partition, {partition: {}})
-        self._link_states_again()
-
-    def _link_states_again(self) -> None:
-        self._hp_optimizer_states_linked = False
-        self._lazy_init_hp_params_optimizer_state()
+        self._link_states()
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
-        if self._hp_optimizer_states_linked:
-            return
-        state, partitions = self.optimizer.state, self.single_partition_of_fp32_groups
-        having = [group for group, partition in enumerate(partitions) if state.get(partition)]
-        for group in having:
-            lazy_init_hp_params_optimizer_state(self.bit16_groups[group], partitions[group], state)
-        self._hp_optimizer_states_linked = len(having) == len(partitions)
+        if not self._hp_optimizer_states_linked and any(self._states_by_group):
+            self._link_states()
+
+    @property
+    def _states_by_group(self) -> list[Any]:
+        """The optimizer's states of each parameter group; empty where there are none yet."""
+        return [self.optimizer.state.get(partition) or {} for partition in self.single_partition_of_fp32_groups]
+
+    def _link_states(self) -> None:
+        """Link what there is: who asks for a state that there is not is told so, as the parent does behind a step."""
+        held = self._states_by_group
+        groups = zip(self.bit16_groups, self.single_partition_of_fp32_groups, held, strict=True)
+        for params, partition, states in groups:
+            lazy_init_hp_params_optimizer_state(params, partition, {partition: states})
+        self._hp_optimizer_states_linked = all(held)
 
     # In ZeRO's order ################################################################################
 
@@ -271,7 +272,7 @@ class Stage12States(StripedPartitions):
         """Bring back what ``offload_states`` has moved."""
         super().reload_states(*args, **kwargs)
         # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
-        self._link_states_again()
+        self._link_states()
         self.gradients.to(get_accelerator().current_device_name())
 
 

@@ -3,7 +3,6 @@
 """Parameters of a stage-1/2 optimizer of ours after a step: os -> N."""
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.stage12_states import Stage12States
 from deepspeed_ext.zero.updates import Updates
-from deepspeed_ext.zero.whole_updates import Loaded
+from deepspeed_ext.zero.whole_updates import Asking
 from deepspeed_ext.zero.windows import Window, windows_in_forward_order
 
 
@@ -194,7 +193,7 @@ class Stage12Updates(Stage12States):
             self.updates.watch(module, self._places)
         if not self.whole.always:
             for used in module.modules():
-                self._watching.append(used.register_load_state_dict_post_hook(Loaded(self.whole)))
+                self._watching.append(used.register_load_state_dict_post_hook(Asking(self.whole)))
 
     def _link_all_hp_params(self) -> None:
         """Also hear when somebody sets the optimizer's weights by DeepSpeed's ``safe_set_full_...``."""
@@ -204,13 +203,11 @@ class Stage12Updates(Stage12States):
                 param.set_full_hp_param = self._heard(param.set_full_hp_param)
 
     def _heard(self, change: Callable[..., None]) -> Callable[..., None]:
-        whole = weakref.ref(self.whole)  # a parameter may outlive the engine, and must not keep it
+        ask = Asking(self.whole)
 
         @functools.wraps(change)
         def changed(*args: Any, **kwargs: Any) -> None:
-            asked = whole()
-            if asked is not None:
-                asked.ask()
+            ask()
             change(*args, **kwargs)
 
         return changed

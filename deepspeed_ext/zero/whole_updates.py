@@ -55,8 +55,9 @@ class _Vote:
         return bool(self._found.item())
 
 
-class Loaded:
-    """A hook of a module, behind ``load_state_dict``: asks. One of a copy of the module does not."""
+class Asking:
+    """Asks, as long as there is somebody to ask: for hooks of modules and of parameters, which may outlive the engine
+    and must not keep it. One of a copy of the module does not."""
 
     def __init__(self, whole: "WholeUpdates | None" = None) -> None:
         self._whole = None if whole is None else weakref.ref(whole)
@@ -66,8 +67,8 @@ class Loaded:
         if whole is not None:
             whole.ask()
 
-    def __reduce__(self) -> tuple[type["Loaded"], tuple[()]]:
-        return Loaded, ()
+    def __reduce__(self) -> tuple[type["Asking"], tuple[()]]:
+        return Asking, ()
 
 
 class WholeUpdates:

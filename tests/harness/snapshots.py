@@ -19,6 +19,7 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 from tests.harness import training
 
 MOMENTS = {"Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
@@ -91,9 +92,9 @@ def run(engine: Any, job: training.Job, steps: Sequence[tuple[Tensor, Tensor]], 
 def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tensor]:
     """All that is saved, by name: whole tensors in the precision in which they are held; numbers as tensors."""
     seen: dict[str, Tensor] = {}
-    if type(engine.optimizer).__module__.startswith("deepspeed.") and hasattr(
-        engine.optimizer, "_hp_optimizer_states_linked"
-    ):  # stock's stages 1 and 2 link the states of all parameter groups when only the first has stepped
+    ours = isinstance(engine.optimizer, ParoOptimizer)
+    if not ours and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+        # Stock's stages 1 and 2 link the states of all parameter groups when only the first has stepped.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     parameters = dict(model.named_parameters())
