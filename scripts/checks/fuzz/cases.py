@@ -26,6 +26,17 @@ class Plain:
         return f"{type(self).__name__}({', '.join(given)})"
 
 
+def is_exact(zero: dict[str, Any]) -> bool:
+    """Whether updates cross without loss, by the keys of zero_optimization."""
+    return bool((zero.get("paro_quantized_updates") or {}).get("bits") == "exact")
+
+
+def is_lossy(zero: dict[str, Any]) -> bool:
+    """Whether gradients or updates cross in few bits, by the keys of zero_optimization."""
+    updates = "paro_quantized_updates" in zero and not is_exact(zero)
+    return updates or any(key in zero for key in ("zeropp_loco_param", "zero_quantized_gradients"))
+
+
 @dataclass(frozen=True, repr=False)
 class Block(Plain):
     """A part of a model.
@@ -130,13 +141,12 @@ class Case(Plain):
     @property
     def exact(self) -> bool:
         """Whether updates cross without loss."""
-        return bool((self.zero.get("paro_quantized_updates") or {}).get("bits") == "exact")
+        return is_exact(self.zero)
 
     @property
     def lossy(self) -> bool:
         """Whether gradients or updates cross in few bits."""
-        updates = "paro_quantized_updates" in self.zero and not self.exact
-        return updates or any(key in self.zero for key in ("zeropp_loco_param", "zero_quantized_gradients"))
+        return is_lossy(self.zero)
 
     def events(self) -> list[Event]:
         """All of them."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as some
 from hypothesis.strategies import SearchStrategy
 
-from scripts.checks.fuzz.cases import Block, Case, Event, PipeCase, Step
+from scripts.checks.fuzz.cases import Block, Case, Event, PipeCase, Step, is_lossy
 
 T = TypeVar("T")
 Draw = Callable[[SearchStrategy[Any]], Any]
@@ -194,8 +194,8 @@ def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, A
     return zero
 
 
-def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str, dtype: str) -> bool:
-    """Have gradients, or updates, cross in few bits; whether any do."""
+def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str) -> None:
+    """Have gradients, or updates where there is something to send them to, cross in few bits."""
     keys = set(draw(some.sets(one_of("gradients", "updates"), min_size=1)))
     if "gradients" in keys:
         loco: dict[str, Any] = {}
@@ -212,7 +212,6 @@ def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str, dtype: str) -> 
         zero["paro_quantized_updates"] = updates
     if zero.get("reduce_scatter") is False:
         del zero["reduce_scatter"]
-    return True
 
 
 def strategies_of(kind: str) -> tuple[str, ...]:
@@ -225,14 +224,14 @@ def strategies_of(kind: str) -> tuple[str, ...]:
 def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
     """Draw what crosses compressed, by the kind of the case; whether something is lost."""
     kind = case["kind"]
-    lossy = kind == "few bits" or (kind in ("experts", "model-parallel") and seldom(draw))
-    if lossy:
-        lossy = in_few_bits(draw, zero, strategy, case["dtype"])
+    if kind == "few bits" or (kind in ("experts", "model-parallel") and seldom(draw)):
+        in_few_bits(draw, zero, strategy)
     if kind == "without loss":
         zero["paro_quantized_updates"] = {"bits": "exact", "resync_T": draw(one_of(1024, 2))}
     if "paro_quantized_updates" in zero:
         case["config"].pop("torch_autocast", None)
         zero.pop("reduce_scatter", None)
+    lossy = is_lossy(zero)
     if lossy and case["optimizer"] == "Adam":
         case["config"]["optimizer"]["params"]["eps"] = 0.1  # as in 16 bits
     return lossy
@@ -258,17 +257,16 @@ def with_model_parallelism(draw: Draw, case: dict[str, Any]) -> None:
     case["zero"]["paro_group_size"] = 2 if case["world"] == 8 else draw(one_of(1, 2))
 
 
-def named_otherwise(draw: Draw, case: dict[str, Any]) -> None:
+def named_otherwise(draw: Draw, case: dict[str, Any], stage: int) -> None:
     """Perhaps say the same in other keys: a stage that is implied, a size by default, MiCS."""
-    zero, stage = case["zero"], 1 if case["zero"]["paro_strategy"][1] == "N" else 2
-    stage = stage if case["zero"]["paro_strategy"][0] == "N" else 3
+    zero = case["zero"]
     if seldom(draw, 12):
         zero["stage"] = stage
     if zero["paro_group_size"] == case["world"] and seldom(draw):
         del zero["paro_group_size"]
     elif zero["paro_strategy"] == "III" and seldom(draw):
-        case["zero"] = {"mics_shard_size": zero.pop("paro_group_size"), "stage": 3, **zero}
-        del case["zero"]["paro_strategy"]
+        zero.update(mics_shard_size=zero.pop("paro_group_size"), stage=stage)
+        del zero["paro_strategy"]
 
 
 @some.composite
@@ -315,7 +313,7 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     if "gradient_predivide_factor" in case["config"]:
         convertible = []  # stage 3 has it with reduce_scatter false alone, which goes with the other keys
     case["steps"] = steps(draw, case, convertible, lossy)
-    named_otherwise(draw, case)
+    named_otherwise(draw, case, stage)
     return Case(**case)
 
 

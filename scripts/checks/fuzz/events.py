@@ -39,12 +39,6 @@ def act(run: "Run", name: str, value: Any) -> None:
     EVENTS[name](run, value)
 
 
-def require(holds: bool, what: str) -> None:
-    """Raise what is wrong."""
-    if not holds:
-        raise AssertionError(what)
-
-
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
     """A folder of rank 0's that all ranks know, and that is removed when all have left."""
@@ -72,9 +66,9 @@ def save_and_load(run: "Run", value: Any) -> None:
             run.engine.save_checkpoint(str(folder), client_state={"number": number})
         dist.barrier()  # the first rank removes what was replaced
         tags = [entry for entry in folder.iterdir() if entry.is_dir()]
-        require(len(tags) == 1, f"a save leaves {tags}")
+        assert len(tags) == 1, f"a save leaves {tags}"
         path, client_state = run.engine.load_checkpoint(str(folder))
-        require(path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}")
+        assert path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}"
 
 
 def resume(run: "Run", value: Any) -> None:
@@ -115,10 +109,10 @@ def look(run: "Run", value: int) -> None:
 def write_nothing(run: "Run", value: int) -> None:
     """Gather a parameter as one who may change it, and leave it as it is."""
     parameters = list(run.model.parameters())
-    some = [parameters[value % len(parameters)]]
-    if all(getattr(p, "ds_status", None) in (None, ZeroParamStatus.NOT_AVAILABLE) for p in some):
-        with deepspeed.zero.GatheredParameters(some, modifier_rank=0):
-            for param in some if modifies(run, some[0]) else ():
+    param = parameters[value % len(parameters)]
+    if getattr(param, "ds_status", None) in (None, ZeroParamStatus.NOT_AVAILABLE):
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            if modifies(run, param):
                 param.data.mul_(1.0)
 
 
@@ -171,7 +165,7 @@ def read_states(run: "Run", value: int) -> None:
         run.seen += [weights.float().abs().sum(), moment.float().abs().sum()]
         if not run.case.lossy:  # else the optimizer's weights have what has not yet been sent
             with deepspeed.zero.GatheredParameters([param]):
-                require(torch.equal(weights.to(param.dtype), param.detach()), "the optimizer's weights are others")
+                assert torch.equal(weights.to(param.dtype), param.detach()), "the optimizer's weights are others"
 
 
 def offload(run: "Run", value: Sequence[str] | None) -> None:
@@ -188,14 +182,14 @@ def export(run: "Run", value: Any) -> None:
     with shared_folder() as folder:
         saved = run.engine.save_16bit_model(str(folder))
         sharded = any(hasattr(param, "ds_tensor") for param in named.values())
-        require(saved == (not sharded or bool(run.zero.get(GATHER))), "a model was saved, or not")
+        assert saved == (not sharded or bool(run.zero.get(GATHER))), "a model was saved, or not"
         dist.barrier()
         # Experts have files of their own, and tensor-parallel ranks, which train apart here, one file together.
         alone = saved and not run.case.network and run.case.tensor_parallel == 1
         weights = torch.load(folder / "pytorch_model.bin") if alone else {}
     with deepspeed.zero.GatheredParameters(list(named.values())):
         for name in weights.keys() & named.keys():
-            require(torch.equal(weights[name], named[name].detach()), f"the exported {name} is another")
+            assert torch.equal(weights[name], named[name].detach()), f"the exported {name} is another"
 
 
 def second_engine(run: "Run", value: Any) -> None:

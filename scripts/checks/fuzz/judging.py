@@ -16,7 +16,7 @@ import dataclasses
 import math
 import traceback
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -30,6 +30,7 @@ from tests.harness import pipelines, stream_cases
 from tests.harness.stream_order import device_with_streams
 from tests.harness.training import DTYPES, placed
 
+T = TypeVar("T")
 # Of what is largest of its kind. An ulp or two in what is added up in another order, and what steps make of that.
 WEIGHTS = {"fp32": 3e-5, "bf16": 1.5e-2, "fp16": 4e-3}
 MOMENTS = {"fp32": 2e-4, "bf16": 6e-2, "fp16": 2e-2}
@@ -71,16 +72,16 @@ def _judge(case: Case) -> Verdict:
     if case.exact:
         plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
         problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
-    if _any_rank(problems):
+    if any(_everybody(bool(problems))):  # all ranks go on, or none
         return Verdict(problems, happened)
     print(ORACLE, flush=True)  # who hangs from now on is not ours
     stage = oracles.stage_for(case)
     if stage is None:
-        return Verdict(problems, [*happened, "no oracle"])
+        return Verdict([], [*happened, "no oracle"])
     try:
         stock = runs.train(oracles.as_stock_runs_it(case, stage), oracles.keys_of(case, stage), False)
     except Exception as error:
-        return Verdict(problems, [*happened, f"stock raises {type(error).__name__}: {str(error)[:80]}"])
+        return Verdict([], [*happened, f"stock raises {type(error).__name__}: {str(error)[:80]}"])
     alike = stage == case.stage and not case.events() and not oracles.faults(case, stage)
     if alike and stock.left <= HELD < ours.left - stock.left:
         problems.append(f"{ours.left} bytes live longer than the engine, of stock's {stock.left}")
@@ -91,11 +92,11 @@ def _judge(case: Case) -> Verdict:
     return Verdict(problems + differences, [*happened, f"oracle: stage {stage}"])
 
 
-def _any_rank(problems: list[str]) -> bool:
-    """Whether there are problems on any rank: all must go on, or none. Collective."""
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, bool(problems))
-    return any(everybody)
+def _everybody(mine: T) -> list[T]:
+    """What all ranks have. Collective."""
+    everybody = [mine] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    return everybody
 
 
 def _refused(case: Case, error: Exception) -> Verdict:
@@ -246,12 +247,12 @@ def _close(one: float, other: float, bound: float, root: float) -> bool:
 
 def _blame(case: Case, ours: Trained) -> Iterator[str]:
     """Which stages have our weights, without a key but the stage; stage 0 is plain data parallelism."""
+    plain = dataclasses.replace(case, zero={"stage": case.stage})
     for stage in (0, 1, 2, 3):
         if any(not fault.without for fault in oracles.faults(case, stage)):
             continue
         try:
-            keys = {key: value for key, value in oracles.keys_of(case, stage).items() if key == "reduce_scatter"}
-            other = runs.train(oracles.as_stock_runs_it(case, stage), {**keys, "stage": stage}, False)
+            other = runs.train(oracles.as_stock_runs_it(case, stage), oracles.keys_of(plain, stage), False)
         except Exception as error:
             yield f"stage {stage} raises {type(error).__name__}"
             continue
@@ -278,9 +279,7 @@ def stock_is_wrong(number: int) -> bool:
         return any(_apart(case, runs.train(whole, oracles.keys_of(case, case.zero["stage"]), acts), stock))
     plain = dataclasses.replace(whole, backward="engine", boundary="engine", zero={"stage": case.zero["stage"]})
     other = runs.train(plain, oracles.keys_of(plain, oracles.beside(fault, case)), False)
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, stock.norms)
-    unlike = any(norms != stock.norms for norms in everybody)
+    unlike = any(norms != stock.norms for norms in _everybody(stock.norms))
     return unlike or _relative(stock.weights, other.weights) > WEIGHTS[case.dtype]
 
 

@@ -23,7 +23,7 @@ class Fault(NamedTuple):
         without: keys of the configuration, or of zero_optimization, without which it does not happen, and which change
             no numbers otherwise; none if another stage has to be the oracle.
         smallest: a case that shows it, of stock itself, at a stage that has it, or beside which one that has it is
-            other; None where ranks abort, or wait for each other.
+            other; None where ranks abort, or wait for each other, or where it is a matter of a bound.
     """
 
     what: str
