@@ -5,10 +5,9 @@
 gloo's messages can't be asked whether they have arrived: a second hop starts when somebody has waited for the first.
 """
 
-import atexit
 import itertools
+import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ import torch
 
 from deepspeed_ext.comm.pairwise import tagged
 
-_PATIENCE = 10.0  # seconds that an ending process gives what others may still read
-
 # Ranks make their schedules in one order, so those of a world have the same numbers on all ranks.
 _numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
-_running: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a thread that runs keeps its own
+_failed: "set[Background]" = set()  # those whose failure nobody knows of yet
 _CHANNELS = 2**15 - 1  # schedules, and jobs of each, that tags tell from one another
 _JOBS = 2**16
 
@@ -30,11 +28,13 @@ class Job:
     """Something that the thread does.
 
     Args:
+        background: whose job it is.
         run: what.
         tag: of its messages.
     """
 
-    def __init__(self, run: Callable[[], None], tag: int) -> None:
+    def __init__(self, background: "Background", run: Callable[[], None], tag: int) -> None:
+        self._background = background
         self._run: Callable[[], None] | None = run
         self._tag = tag
         self._over = threading.Event()
@@ -44,6 +44,7 @@ class Job:
         """Wait until it is done; raises what it has raised."""
         self._over.wait()
         if self._failure is not None:
+            self._background.failure_told()
             raise self._failure
 
     def do(self) -> None:
@@ -54,17 +55,13 @@ class Job:
                 self._run()
         except BaseException as error:
             self._failure = error
+            self._background.fail(error)
         self._end()
 
     def give_up(self, failure: BaseException) -> None:
-        """Have it fail by this, without doing it."""
+        """Fail by this, without doing it."""
         self._failure = failure
         self._end()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What it has raised."""
-        return self._failure
 
     def _end(self) -> None:
         self._run = None  # and what it refers to
@@ -78,16 +75,23 @@ class Background:
     starts first, each message finds its receiver.
 
     What comes behind a job that has failed fails by the same exception: other ranks would wait for another message.
+
+    Args:
+        owed: whether other ranks need what the jobs send, even if this rank's script has ended; see Note [Endings] in
+            ``endings.py``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, owed: bool = False) -> None:
+        self.owed = owed
         self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
         self._last: Job | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # the last one
+        self._busy = False  # whether it will take what is added
         self._failure: BaseException | None = None
         self._first_tag = 1 + _channel() * _JOBS
         self._added = itertools.count()
+        _all.add(self)
 
     def next_tag(self) -> int:
         """Return a tag for messages of a job, the same on all ranks."""
@@ -100,13 +104,13 @@ class Background:
             run: what.
             tag: of ``next_tag``, where something of it has been started.
         """
-        job = Job(run, self.next_tag() if tag is None else tag)
+        job = Job(self, run, self.next_tag() if tag is None else tag)
         with self._lock:
             self._jobs.append(job)
             self._last = job
-            if self._thread is None:
+            if not self._busy:
+                self._busy = True
                 self._thread = threading.Thread(target=self._do_all, name="deepspeed_ext transfers", daemon=True)
-                _running.add(self._thread)
                 self._thread.start()
         return job
 
@@ -119,17 +123,32 @@ class Background:
         """Nobody will wait for what was added so far; it is done all the same, since other ranks may wait."""
         self._last = None
 
+    def fail(self, failure: BaseException) -> None:
+        """Fail from now on by what a job has raised. Called before anybody who waits for the job is told."""
+        self._failure = failure
+        if self.owed:
+            _failed.add(self)
+
+    def failure_told(self) -> None:
+        """Called when somebody who waits is told of the failure."""
+        _failed.discard(self)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until the thread has ended, for at most so many seconds; return whether it has."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
+
     @torch.no_grad()
     def _do_all(self) -> None:
         while True:
             with self._lock:
                 if not self._jobs:
-                    self._thread = None
+                    self._busy = False
                     return
                 job = self._jobs.popleft()
             if self._failure is None:
                 job.do()
-                self._failure = job.failure
             else:
                 job.give_up(self._failure)
 
@@ -142,9 +161,22 @@ def _channel() -> int:
     return next(numbers) % _CHANNELS
 
 
-@atexit.register
-def _finish() -> None:
-    """Give other ranks what they may wait for. The interpreter must not end under a thread that comes back to it."""
-    end = time.monotonic() + _PATIENCE
-    for thread in list(_running):
-        thread.join(max(0.0, end - time.monotonic()))
+def running() -> list[Background]:
+    """Return those that have something to do."""
+    return [background for background in list(_all) if not background.join(0)]
+
+
+def untold_failures() -> list[BaseException]:
+    """Return what jobs that other ranks need have raised, where nobody has been told; it is told by this."""
+    failures = [background._failure for background in _failed if background._failure is not None]
+    _failed.clear()
+    return failures
+
+
+def _forget_all() -> None:
+    """Called in a forked process, which has the objects, but not the threads."""
+    _all.clear()
+    _failed.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

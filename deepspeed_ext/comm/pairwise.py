@@ -10,8 +10,9 @@ to twice the time). Here all receives are posted first.
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any
 
 from deepspeed import comm as dist
@@ -63,6 +64,21 @@ class PairwiseHandles(Handles):
         super().wait()
         self._handles.clear()  # a second wait for such a message would block
         self._others.discard(self)
+
+    def break_off(self) -> None:
+        """Close the connections of the group if a message is still under way: whoever waits for one gets an error."""
+        for handle in list(self._handles):
+            with suppress(RuntimeError):
+                handle.wait(timedelta(milliseconds=1))
+
+
+def break_off_all() -> None:
+    """Close the connections of all groups over which messages are under way.
+
+    gloo cannot take a message back, but a wait that ends by its time ends all waits for messages of the same group.
+    """
+    for handles in [handles for started in list(_under_way.values()) for handles in list(started)]:
+        handles.break_off()
 
 
 def pairwise_all_to_all(

@@ -27,6 +27,7 @@ Note [Relays]
 """
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from torch import Tensor
 
+from deepspeed_ext.comm import endings
 from deepspeed_ext.comm.background import Background, Job
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.pairwise import tagged
@@ -64,6 +66,17 @@ class Point:
             current.wait_event(self._event)
             for tensor in read:
                 tensor.record_stream(current)
+
+    def synchronize(self, limit: float | None = None) -> None:
+        """Make the host wait for the point, for at most so many seconds."""
+        if self._stream is None:
+            return
+        if limit is None:
+            self._event.synchronize()
+            return
+        end = time.monotonic() + limit
+        while not self._event.query() and time.monotonic() < end:
+            time.sleep(0.001)
 
 
 class Started:
@@ -229,6 +242,8 @@ class Schedule:
         completed: whether a thread completes them there.
         newest_first: whether, of those on the wire, later ones move on before earlier ones, where nothing else moves
             them: if what they do between two hops takes long, the earlier ones travel meanwhile.
+        owed: whether other ranks need the transfers even if this rank's script ends; see Note [Endings] in
+            ``endings.py``.
     """
 
     def __init__(
@@ -238,6 +253,7 @@ class Schedule:
         background: bool = False,
         completed: bool = False,
         newest_first: bool = False,
+        owed: bool = False,
     ) -> None:
         self._overlap = overlap
         self._newest_first = newest_first
@@ -245,10 +261,12 @@ class Schedule:
         self._completed: deque[_Completed] = deque()  # what a thread may still be completing
         streams = not get_accelerator().is_synchronized_device()
         self._relayed = relayed and overlap and streams
-        self._background = Background() if (background or completed) and overlap and not streams else None
+        self._background = Background(owed) if (background or completed) and overlap and not streams else None
         self._whole = background
         self._relays: deque[Any] = deque()
         self._last: Sequence[Point] = ()  # of the last transfer that a relay has taken
+        if owed:
+            endings.owe(self)
 
     @property
     def unattended(self) -> bool:
@@ -321,6 +339,17 @@ class Schedule:
             step.follow()
         while self._open:
             self._advance(self._open)
+
+    def synchronize(self, limit: float | None = None) -> None:
+        """Make the host wait until all transfers that no thread completes have arrived.
+
+        Args:
+            limit: seconds for what the device completes; then what only the host could move on is left where it is.
+        """
+        while self._open and limit is None:
+            self._advance(self._open)
+        for step in self._last[-1:]:
+            step.synchronize(limit)
 
     def drop(self) -> None:
         """Leave all transfers where they are: nobody will read what they bring."""

@@ -8,6 +8,7 @@ With the seams, the only module that knows both DeepSpeed's symbols and all of o
 from deepspeed_ext.integration.relied_on import RELIED_ON
 from deepspeed_ext.integration.seams import (
     checkpoints,
+    endings,
     frameworks,
     granularity,
     kernels,
@@ -206,5 +207,12 @@ BESIDE: tuple[Patch, ...] = (
         "have Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",
         "(self)",
         frameworks.read_the_stage_that_is_implied,
+    ),
+    Patch(
+        "torch.distributed.distributed_c10d:destroy_process_group",
+        "complete updated parameters that are under way before the connections between ranks are closed",
+        "(group=None)",
+        endings.complete_transfers_first,
+        copies=("torch.distributed",),
     ),
 )

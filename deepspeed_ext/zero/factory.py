@@ -33,7 +33,7 @@ from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
-from deepspeed_ext.zero.updates import wait_for_updates
+from deepspeed_ext.zero.updates import wait_for_whole_parameters
 
 
 def configure_with(
@@ -55,7 +55,7 @@ def configure_with(
         RuntimeError: the engine did not look the class up under that name.
     """
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
-    wait_for_updates()  # of an engine before this one
+    wait_for_whole_parameters()  # of an engine before this one
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
     families = families_of(engine, topology, alone=strategy.os == Placement.N)

@@ -31,6 +31,7 @@ from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.updates import announce
 
 
 class Slices:
@@ -65,9 +66,10 @@ class Slices:
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._block_of: dict[int, int] = {}  # ds_id: number of the block
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
-        self._updates = Schedule(overlap=True, relayed=True, background=reshard.pairwise)
+        self._updates = Schedule(overlap=True, relayed=True, background=reshard.pairwise, owed=True)
         self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
         self._changed: dict[int, Update] = {}  # number: what is sent as what the others lack of it
+        announce(self)
 
     @property
     def sliced(self) -> bool:
@@ -267,8 +269,15 @@ class Slices:
 
     # Reading and writing ##############################################################################
 
+    def wait(self) -> None:
+        """Make the current stream wait for the gathers of all blocks; see ``wait_for_updates``."""
+        self._wait_for_blocks(list(self._update_of))
+
     def _wait_for_updates(self, params: Iterable[ZeroParameter]) -> None:
-        for number in sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}):
+        self._wait_for_blocks(sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}))
+
+    def _wait_for_blocks(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
             update = self._update_of.get(number)
             if update is not None:
                 self._updates.finish(update)  # for each stream that reads the block

@@ -18,7 +18,7 @@ Note [Updates under the forward]
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -28,17 +28,40 @@ from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.zero.windows import Window
 
-_all: "weakref.WeakSet[Updates]" = weakref.WeakSet()
+
+class Arriving(Protocol):
+    """Updated parameters that may still be on their way after a step."""
+
+    def wait(self) -> None:
+        """Make the current stream wait for all of them."""
+
+
+_all: "weakref.WeakSet[Arriving]" = weakref.WeakSet()
+
+
+def announce(updates: Arriving) -> None:
+    """Make ``wait_for_updates`` wait for these as well, for as long as they live."""
+    _all.add(updates)
 
 
 def wait_for_updates() -> None:
     """Wait until the parameters of all engines of this process are those of their last step.
 
-    Only with ``zero_optimization.paro_overlap_updates`` they may not be, between a step and the next forward. On a
-    device with streams the current stream waits; the host does not.
+    Between a step and the next forward they may not be with ``zero_optimization.paro_overlap_updates``, and with
+    p = I. Not collective. On a device with streams the current stream waits; the host does not.
+
+    Raises:
+        RuntimeError: updates did not arrive, since another rank has ended or failed.
     """
     for updates in list(_all):
-        updates.drain()
+        updates.wait()
+
+
+def wait_for_whole_parameters() -> None:
+    """Do so for engines with p = N, whose parameters anybody may read at any time."""
+    for updates in list(_all):
+        if isinstance(updates, Updates):
+            updates.wait()
 
 
 class _BeforeUse:
@@ -120,11 +143,11 @@ class Updates:
         self._gather = gather
         self._place = place
         self.ahead = ahead
-        self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead and threads)
+        self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead and threads, owed=True)
         self._started: list[Started] = []
         self._hooks: list[Any] = []
         if ahead:
-            _all.add(self)
+            announce(self)
 
     def start(self) -> None:
         """Gather all windows: have them arrive by themselves, or wait for them."""
@@ -153,6 +176,10 @@ class Updates:
             self.drain()
         else:
             self._schedule.wait(self._started[number])  # they arrive in order
+
+    def wait(self) -> None:
+        """See ``wait_for_updates``."""
+        self.drain()
 
     def drain(self) -> None:
         """Have the current stream come behind the arrival of all windows."""

@@ -81,10 +81,10 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
         from deepspeed_ext.zero.modifier_rank import listed, replicated, sharded_over_all
-        from deepspeed_ext.zero.updates import wait_for_updates
+        from deepspeed_ext.zero.updates import wait_for_whole_parameters
         from deepspeed_ext.zero.whole_updates import ask_all
 
-        wait_for_updates()
+        wait_for_whole_parameters()
         if modifier_rank is not None:
             ask_all()
         params = listed(params)

@@ -1,0 +1,130 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of scripts while updated parameters are under way: every process ends as stock's would, and nothing is lost.
+
+Most cases are two real processes that end by Python's own finalization, with one rank that takes its last step later.
+"""
+
+import time
+from typing import Any
+
+import pytest
+
+from scripts.checks.endings import Case, Ended, served
+
+LATE = 1.0  # seconds; the other rank has ended by then
+CASES = {
+    "read, IIG": Case("read", "IIG", LATE),
+    "read, ahead": Case("read", "NIG, updates ahead", LATE),
+    "destroy, all": Case("destroy", "NIG, all", LATE),
+    "end, IIG": Case("end", "IIG", LATE),
+    "exit, IIG": Case("exit", "IIG", LATE),
+    "error on one, all": Case("error on one", "NIG, all", first=True),
+    "killed late, IIG": Case("killed late", "IIG", 2 * LATE, 1),
+    "killed late and destroyed, ahead": Case("killed late, destroyed", "NIG, updates ahead", 2 * LATE, 1),
+    "interrupted, ahead": Case("interrupted", "NIG, updates ahead", moment=0.2),
+}
+
+
+@pytest.fixture(scope="module")
+def ends() -> dict[str, Ended]:
+    return dict(zip(CASES, served(list(CASES.values())), strict=True))
+
+
+def test_whoever_ends_first_completes_what_a_late_rank_reads(ends: dict[str, Ended]) -> None:
+    """That rank destroys its groups, and ends; both strategies give the same weights."""
+    of_slices, of_windows = ends["read, IIG"], ends["read, ahead"]
+    assert (of_slices.statuses, of_windows.statuses) == ((0, 0), (0, 0)), of_slices.written + of_windows.written
+    assert of_slices.weights is not None and of_slices.weights == of_windows.weights
+
+
+@pytest.mark.parametrize("name", ["destroy, all", "end, IIG", "exit, IIG"])
+def test_no_thread_is_alive_when_the_interpreter_is_torn_down(ends: dict[str, Ended], name: str) -> None:
+    ended = ends[name]
+    assert ended.statuses == ((3, 3) if "exit" in name else (0, 0)), ended.written
+    assert not ended.alive and "Traceback" not in ended.written
+
+
+@pytest.mark.parametrize("name", ["killed late, IIG", "killed late and destroyed, ahead"])
+def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ended], name: str) -> None:
+    """The other rank is killed before it takes its last step: the script of the first one has ended well by itself."""
+    ended = ends[name]
+    assert ended.statuses == (1, -9), ended.written
+    assert "Updated parameters of the last step did not arrive" in ended.written
+    assert ("Traceback" in ended.written) == ("destroyed" in name) and not ended.alive
+
+
+def test_who_fails_keeps_nobody_waiting(ends: dict[str, Ended]) -> None:
+    ended = ends["error on one, all"]
+    assert ended.statuses == (1, 1) and "the script's own" in ended.written, ended.written
+    assert ended.seconds < 10
+
+
+def test_a_signal_ends_all(ends: dict[str, Ended]) -> None:
+    ended = ends["interrupted, ahead"]
+    assert set(ended.statuses) <= {-2, 1} and -2 in ended.statuses and not ended.alive, ended.written
+
+
+def given_up_case() -> tuple[float, str, int]:
+    """An end after an error, where the other rank never takes part in a reduction: its seconds, what has become of the
+    reduction, and how many threads run."""
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm import background, endings
+    from deepspeed_ext.comm.hops import GatherHop
+    from deepspeed_ext.comm.schedule import Schedule
+
+    group = dist.new_group([0, 1])
+    schedule, failure = Schedule(overlap=True, background=True), "none"
+    if dist.get_rank() == 0:
+        started = schedule.start(GatherHop(group).all_gather(torch.ones(3)))
+        time.sleep(0.1)
+        begin = time.monotonic()
+        assert endings.complete(after_an_error=True) is None  # gradients are owed to nobody
+        seconds = time.monotonic() - begin
+        try:
+            started.wait()
+        except RuntimeError as error:
+            failure = str(error)
+    else:
+        seconds = 0.0
+    running = len(background.running())
+    dist.barrier()
+    return seconds, failure, running
+
+
+def test_after_an_error_a_reduction_is_given_up(ranks: Any) -> None:
+    (seconds, failure, running), _ = ranks(2).run(given_up_case)
+    assert seconds < 3 and running == 0
+    assert "closure" in failure  # of the connections that the thread waited on
+
+
+def wait_case() -> tuple[int, int]:
+    """Transfers that run after a step of IIG which the other rank takes later: before ``wait_for_updates``, after."""
+    from deepspeed import comm as dist
+
+    import deepspeed_ext
+    from deepspeed_ext.comm import background
+    from tests.harness import training
+
+    job = training.Job(empty=False)
+    engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
+    x, y = next(training.batches(job))
+    training.micro_step(engine, job, 0, x, y)
+    step = engine.optimizer.optimizer.step
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5 * dist.get_rank())
+        return step(*args, **kwargs)
+
+    engine.optimizer.optimizer.step = late
+    engine.step()
+    before = len([one for one in background.running() if one.owed])
+    deepspeed_ext.wait_for_updates()
+    return before, len(engine.optimizer.parameters._update_of)
+
+
+def test_wait_for_updates_covers_slices(ranks: Any) -> None:
+    (before, after), _ = ranks(2).run(wait_case)
+    assert before == 1 and after == 0
