@@ -44,10 +44,13 @@ DEV = [
 ]
 
 
-def version() -> str:
-    """The version in the package, read without importing it."""
-    text = (HERE / "deepspeed_ext" / "version.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE).group(1)
+def constant(name: str, file: str) -> str:
+    """Return a string that a module of the package has under a name, without importing it."""
+    text = (HERE / "deepspeed_ext" / file).read_text(encoding="utf-8")
+    return re.search(rf'^{name} = "([^"]+)"', text, re.MULTILINE).group(1)
+
+
+DEEPSPEED = constant("DEEPSPEED_VERSIONS", "integration/patches.py")  # what the package does not refuse when it runs
 
 
 def kernels() -> dict[str, Any]:
@@ -69,7 +72,7 @@ def kernels() -> dict[str, Any]:
 
 setup(
     name="deepspeed-ext",
-    version=version(),
+    version=constant("__version__", "version.py"),
     description="Group-aware ZeRO for DeepSpeed: PaRO sharding and LoCo gradients, switched on by ds_config keys",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -79,7 +82,7 @@ setup(
     packages=[*find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]), "deepspeed_ext.csrc.loco"],
     package_dir={"deepspeed_ext.csrc.loco": "csrc/loco"},
     package_data={"deepspeed_ext.csrc.loco": ["*.h", "*.cpp", "*.cu"]},
-    install_requires=["deepspeed>=0.19.8", "torch>=2.10", "packaging", "ninja"],
+    install_requires=[f"deepspeed{DEEPSPEED}", "torch>=2.10", "packaging", "ninja"],
     extras_require={"test": TEST, "plot": PLOT, "dev": DEV},
     # torch imports the entry points of this group at the end of its own import: installing is activating.
     entry_points={"torch.backends": ["deepspeed_ext = deepspeed_ext.integration.activation:autoload"]},

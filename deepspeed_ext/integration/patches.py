@@ -23,7 +23,7 @@ from deepspeed_ext.integration.seams import (
 )
 from deepspeed_ext.integration.symbols import ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
 
-DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"
+DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"  # setup.py reads it as well: pip installs no other
 TESTED_VERSIONS = ("0.19.8",)
 
 

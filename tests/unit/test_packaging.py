@@ -3,13 +3,21 @@
 """The package builds without torch, without a compiler and without an index."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import deepspeed_ext
+from deepspeed_ext.integration import patcher
+from deepspeed_ext.integration.patches import DEEPSPEED_VERSIONS
 from scripts import ROOT
 
 
@@ -34,9 +42,22 @@ def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
         names = content.namelist()
         metadata = next(name for name in names if name.endswith("entry_points.txt"))
         assert "deepspeed_ext = deepspeed_ext.integration.activation:autoload" in content.read(metadata).decode()
+        metadata = next(name for name in names if name.endswith("METADATA"))
+        needed = re.findall("^Requires-Dist: (deepspeed[^;\n]*)$", content.read(metadata).decode(), re.MULTILINE)
+    # pip installs what the patcher does not refuse.
+    assert [Requirement(line).specifier for line in needed] == [SpecifierSet(DEEPSPEED_VERSIONS)]
     modules = {
         f"deepspeed_ext/{p.relative_to(ROOT / 'deepspeed_ext')}" for p in (ROOT / "deepspeed_ext").rglob("*.py")
     }
     assert modules == {name for name in names if name.endswith(".py")}
     kernels = {f"deepspeed_ext/csrc/loco/{path.name}" for path in (ROOT / "csrc" / "loco").iterdir()}
     assert kernels == {name for name in names if "/csrc/" in name}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("version, known", [("0.19.7", False), ("0.19.8", True), ("0.19.9", True), ("0.20.0", False)])
+def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
+    assert SpecifierSet(DEEPSPEED_VERSIONS).contains(version) == known
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
+    refused = None if known else f"its version is {version}, supported is {DEEPSPEED_VERSIONS}"
+    assert patcher.foreign() == refused
