@@ -116,7 +116,9 @@ def check(
             numel = (saved[PARAM] if isinstance(saved, dict) else saved).numel()
             padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # by tensor parallelism, as it needs
             if expected and numel not in expected and not padded:
-                raise CheckpointError(f"{path} has {numel} elements, expected {' or '.join(map(str, expected))}.")
+                raise CheckpointError(
+                    f"{path} has {numel} elements, expected {' or '.join(map(str, sorted(expected)))}."
+                )
     for name, param in engine.module.named_parameters():
         frozen = None if is_optimized_parameter(param) else _frozen(name, model_states)
         numel = getattr(param, "ds_numel", param.numel())

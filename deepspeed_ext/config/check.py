@@ -49,6 +49,7 @@ def _check_strategy(
     if strategy is None and not zero.undecided:
         return
     refuse_mesh(given, mpu, mesh_device)
+    _check_muon(config)
     if strategy is None:
         possible_strategies(config)
         return
@@ -59,6 +60,24 @@ def _check_strategy(
             f"reduced to the owners of its parts either way",
             ranks=[0],
         )
+
+
+def _check_muon(config: "DeepSpeedConfig") -> None:
+    """Refuse a Newton-Schulz method that DeepSpeed does not have.
+
+    DeepSpeed does so as well, when it makes the optimizer, with a text that differs between ranks: it prints a set.
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    params = config.optimizer_params or {}
+    if config.optimizer_name != "muon" or "ns_method" not in params:
+        return
+    from deepspeed.runtime.zero.muon.original_muon import NS_METHODS
+
+    known = sorted(NS_METHODS)
+    if params["ns_method"] not in known:
+        raise ValueError(f"optimizer.params.ns_method must be one of {', '.join(known)}, got {params['ns_method']!r}.")
 
 
 def use_strategy_of_stage(config: "DeepSpeedConfig", mpu: Any) -> None:

@@ -341,6 +341,13 @@ QUANTIZED_UPDATES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (UPDATES | {"stage": 2, "zenflow": {}}, {}, "zenflow cannot be combined with .*paro_quantized_updates: ZenFlow"),
 ]
+
+
+def muon(method: Any) -> dict[str, Any]:
+    """The configuration of a Muon."""
+    return {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "ns_method": method}}}
+
+
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"paro_strategy": "NIG", "paro_group_size": 3},
@@ -351,6 +358,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"paro_strategy": "IIG", "paro_group_size": 8}, {}, r"paro_group_size 8 with 4 data-parallel"),
     ({"paro_strategy": "NIG", "stage": 1}, {}, "stage 2, got stage 1"),
     ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*belongs into zero_optimization"),
+    (NIG, muon("gramm"), "^optimizer.params.ns_method must be one of gram, standard, got 'gramm'.$"),
+    ({"paro_strategy": "fastest"}, muon(["gram"]), r"ns_method must be one of gram, standard, got \['gram'\]"),
     *((section, {}, message) for section, message in BAD_SECTIONS),
 ]
 

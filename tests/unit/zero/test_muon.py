@@ -100,6 +100,27 @@ def zero_init_case() -> list[Difference]:
     ]
 
 
+def test_an_unknown_iteration_is_refused_in_the_same_words(ranks: Any) -> None:
+    """Whatever the order in which a rank has DeepSpeed's set."""
+    wanted = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
+    assert ranks(1).run(unknown_case) == [[wanted, wanted]]
+
+
+def unknown_case() -> list[str]:
+    """The errors with both orders."""
+    from unittest import mock
+
+    from deepspeed.runtime.zero.muon import original_muon
+
+    from tests.harness.snapshots import error_of
+
+    job, messages = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}}), []
+    for known in (["gram", "standard"], ["standard", "gram"]):
+        with mock.patch.object(original_muon, "NS_METHODS", known):
+            messages.append(error_of(training.make_engine, job, placed("NIG", 1)))
+    return messages
+
+
 @BOTH
 def test_one_process_with_whole_matrices_does_the_same(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(6).run(whole_case, names):
