@@ -9,27 +9,35 @@ Note [Converted checkpoints]
     says of which files it was made: it is used again as long as these are the same. Only the newest one is kept.
     A universal checkpoint of the user's own making is loaded as DeepSpeed does.
 
-    Converting takes minutes where a collective must not. So the other ranks look at the disk, not at the network.
+    Converting takes minutes where a collective must not. So the other ranks look at the disk, not at the network. The
+    first rank lengthens a file there as long as it is at work: where that stops, it is gone, and the others raise.
+    They look for a change, since the clocks of hosts differ, and count only the time in which they could look, since
+    a file server may halt all of them.
 """
 
+import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed import comm as dist
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, remove, sync
 from deepspeed_ext.comm.agreement import together, told
 
 SUFFIX = "_converted"
 _SOURCE = "converted_from.json"  # names, sizes and times of the files that were converted
 _STAGING = ".converting"
 _DONE = "done"
+_AT_WORK = "at_work"  # a byte for each second in which the first rank was there
+_BEAT = 1.0  # seconds
 _LOOKS = 0.2  # seconds
+_SILENT = 60.0  # seconds of looking after which a first rank that has shown nothing is given up
 _VISIBLE = 60.0  # seconds until what one node has written is seen by others, as NFS may take
 _SHOWN = 2000  # characters of what the converter says
 
@@ -50,7 +58,8 @@ def converted(load_dir: str, tag: str, why: str) -> str:
         why: it cannot be loaded as it is.
 
     Raises:
-        CheckpointError: on all ranks, if it cannot be converted. Nothing is left of the attempt.
+        CheckpointError: on all ranks, if it cannot be converted: nothing is left of the attempt. On the ranks that
+            are left, if the first one has died.
     """
     folder = Path(load_dir, tag)
     target = folder.with_name(folder.name + SUFFIX)
@@ -61,11 +70,11 @@ def converted(load_dir: str, tag: str, why: str) -> str:
         together(lambda: _begin(staging) if first else None, f"{staging} cannot be written", CheckpointError)
         dist.barrier()
         together(lambda: _find(staging), f"{staging} is not seen by all ranks", CheckpointError)
-        problem = _convert(folder, target, staging) if first else _wait(staging)
+        problem = _convert(folder, target, staging) if first else _wait(folder, staging)
         together(lambda: _raise(problem, folder, why), f"{folder} cannot be converted", CheckpointError)
         if first:
             _clear(target, staging)
-    return os.path.relpath(target, load_dir)
+    return str(Path(tag).with_name(target.name))
 
 
 def _signature(folder: Path) -> list[list[str | int]]:
@@ -82,6 +91,7 @@ def _begin(staging: Path) -> None:
     if staging.exists():  # of a conversion that was killed
         shutil.rmtree(staging)
     staging.mkdir()
+    (staging / _AT_WORK).touch()
 
 
 def _find(staging: Path) -> None:
@@ -96,36 +106,86 @@ def _find(staging: Path) -> None:
 
 
 def _convert(folder: Path, target: Path, staging: Path) -> str:
-    """Have DeepSpeed convert the checkpoint; return what has failed."""
-    made, problem = staging / target.name, ""
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    """Have DeepSpeed convert the checkpoint, and let the others see when that has ended; return what has failed."""
+    problem = ""
+    with _at_work(staging):
+        try:
+            _run(folder, target, staging / target.name)
+        except CheckpointError as error:
+            problem = str(error)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
     try:
-        signature = _signature(folder)
-        done = subprocess.run(
-            [*command, "--input_folder", str(folder), "--output_folder", str(made)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            problem = f"{' '.join(command[1:])} has failed: {done.stdout[-_SHOWN:].strip()}"
-        else:
-            (made / _SOURCE).write_text(json.dumps(signature))
-            sync(made)
-            if target.exists():
-                shutil.rmtree(target)
-            made.rename(target)
-            sync(target.parent)
-    except OSError as error:
-        problem = str(error)
-    (staging / _DONE).write_text("")
+        (staging / _DONE).write_text("")
+    except OSError as error:  # a full disk; the others take the end of the folder for that of the work
+        problem = problem or f"{type(error).__name__}: {error}"
+        shutil.rmtree(staging)
     return problem
 
 
-def _wait(staging: Path) -> str:
+def _run(folder: Path, target: Path, made: Path) -> None:
+    """Convert ``folder`` into ``made``, which takes the place of ``target``.
+
+    Raises:
+        CheckpointError: with what the converter says.
+    """
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    signature = _signature(folder)
+    done = subprocess.run(
+        [*command, "--input_folder", str(folder), "--output_folder", str(made)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        raise CheckpointError(f"{' '.join(command[1:])} has failed: {done.stdout[-_SHOWN:].strip()}")
+    (made / _SOURCE).write_text(json.dumps(signature))
+    sync(made)
+    remove(target)
+    made.rename(target)
+    sync(target.parent)
+
+
+@contextlib.contextmanager
+def _at_work(staging: Path) -> Iterator[None]:
+    """Show the other ranks meanwhile that this one is there."""
+    over = threading.Event()
+
+    def show() -> None:
+        while not over.wait(_BEAT):
+            with contextlib.suppress(OSError), (staging / _AT_WORK).open("ab") as file:
+                file.write(b".")
+
+    thread = threading.Thread(target=show, name="deepspeed_ext converting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _wait(folder: Path, staging: Path) -> str:
+    """Wait until the first rank has ended its work; what has failed, that one says.
+
+    Raises:
+        CheckpointError: it shows nothing any more. The others find that as well: they must not wait for it either.
+    """
+    seen, silent = b"", 0.0
     while not (staging / _DONE).exists() and staging.exists():
+        if silent > _SILENT:
+            raise CheckpointError(
+                f"{folder} was not converted: for {_SILENT:g} s the first rank, which converts it, has not written to "
+                f"{staging / _AT_WORK}, so it has died or cannot write."
+            )
         time.sleep(_LOOKS)
+        shown = b""
+        with contextlib.suppress(OSError):
+            shown = (staging / _AT_WORK).read_bytes()  # opening a file brings what another node has written to it
+        silent = silent + _LOOKS if shown == seen else 0.0
+        seen = shown
     return ""
 
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync
 
 HEADER = "paro"  # the same in a fork: either form reads what the other has saved
 """Key of each file of a checkpoint, beside DeepSpeed's: what saved it. See ``CheckpointFiles.saving``."""
@@ -90,10 +90,11 @@ class CheckpointFiles(CheckpointEngine):
     def save(self, state_dict: object, path: str) -> None:
         """Write a file: into the staging folder, or in place of what is at ``path`` once it is complete."""
         if self._folder is None:
-            new = Path(path).with_name(f".{Path(path).name}.saving.pt")
+            place = behind_links(Path(path))
+            new = place.with_name(f".{place.name}.saving.pt")
             try:
                 self._write(state_dict, str(new))
-                new.replace(path)
+                new.replace(place)
             finally:
                 new.unlink(missing_ok=True)
             return

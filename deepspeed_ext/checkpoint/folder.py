@@ -9,6 +9,9 @@ was there. It is the file system's rename that makes it so: of folders, it must 
 If the tag exists already, Linux exchanges the two folders in one call. Where the file system cannot, the old one is
 renamed to ``.<tag>.replaced`` first: a save that is killed right between the two renames leaves both under hidden
 names, where our loads find the old one, and the next save puts it back.
+
+A tag that is a link to a folder stays one: all this is done where the link leads to, beside that folder, so that each
+rename stays on one file system.
 """
 
 import ctypes
@@ -54,8 +57,9 @@ class CheckpointFolder:
         if os.path.isabs(inside) or inside.split(os.sep, 1)[0] in (os.curdir, os.pardir):
             raise CheckpointError(f"the tag of a checkpoint must name a folder in {save_dir}, got {tag!r}.")
         self.path = self.save_dir / inside
-        self.staging = self.path.with_name(f".{self.path.name}{_SAVING}")
-        self._replaced = self.path.with_name(f".{self.path.name}{_REPLACED}")
+        self._place = behind_links(self.path)
+        self.staging = self._place.with_name(f".{self._place.name}{_SAVING}")
+        self._replaced = self._place.with_name(f".{self._place.name}{_REPLACED}")
         self._published = False
         self._latest: list[str | None] = []  # what the file latest was before it named this tag
 
@@ -69,15 +73,38 @@ class CheckpointFolder:
     # Saving ###########################################################################################
 
     def prepare(self) -> None:
-        """Make an empty staging folder, after what killed saves have left beside it is cleared."""
-        beside = self.staging.parent
+        """Make an empty staging folder, after what killed saves have left is cleared.
+
+        Raises:
+            CheckpointError: what has the tag's name is no folder, or one that cannot be replaced.
+        """
+        _put_back(self._replaced)  # without which a link leads nowhere
+        self._require_replaceable()
+        beside = self.path.parent
         beside.mkdir(parents=True, exist_ok=True)
         for left in beside.glob(f".*{_REPLACED}"):
-            CheckpointFolder(beside, left.name[1 : -len(_REPLACED)])._put_back()
-        for left in beside.glob(f".*{_SAVING}"):
+            _put_back(left)
+        for left in (self.staging, *beside.glob(f".*{_SAVING}")):
             if left == self.staging or left.lstat().st_mtime < time.time() - _STALE_SECONDS:
-                _remove(left)
+                remove(left)
         self.staging.mkdir()
+
+    def _require_replaceable(self) -> None:
+        """Refuse what DeepSpeed could not write into, either, or what no rename can replace."""
+        if not os.path.lexists(self.path):
+            return
+        linked = f" (a link to {self._place})" if self.path.is_symlink() else ""
+        if not self.path.is_dir():
+            found = "a file" if self.path.exists() else "nothing"
+            raise CheckpointError(
+                f"{self.path}{linked} must be a folder, or not be there, to be saved to; it is {found}. Remove it, or "
+                f"save under another tag."
+            )
+        if os.path.ismount(self._place):
+            raise CheckpointError(
+                f"{self.path}{linked} is a mount point, which cannot be replaced as a whole. Make it a link to a "
+                f"folder in there, or save under another tag."
+            )
 
     def files(self) -> int:
         """Return the number of files that are in the staging folder."""
@@ -85,20 +112,20 @@ class CheckpointFolder:
 
     def publish(self) -> None:
         """Put the staging folder in the place of the tag's."""
-        if self.path.is_dir():
-            shutil.copytree(self.path, self.staging, True, self._ignored, _link, dirs_exist_ok=True)
+        if self._place.is_dir():
+            shutil.copytree(self._place, self.staging, True, self._ignored, _link, dirs_exist_ok=True)
         sync(self.staging)
-        if not os.path.lexists(self.path):
-            self.staging.rename(self.path)
-        elif not _exchange(self.staging, self.path):
-            self.path.rename(self._replaced)
-            self.staging.rename(self.path)
+        if not os.path.lexists(self._place):
+            self.staging.rename(self._place)
+        elif not _exchange(self.staging, self._place):
+            self._place.rename(self._replaced)
+            self.staging.rename(self._place)
         self._published = True
-        sync(self.path.parent)
+        sync(self._place.parent)
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
         """Return what of the old folder is replaced; whatever else somebody keeps there stays."""
-        return shutil.ignore_patterns(*_FILES)(folder, names) if Path(folder) == self.path else set()
+        return shutil.ignore_patterns(*_FILES)(folder, names) if Path(folder) == self._place else set()
 
     def point(self) -> None:
         """Have ``latest`` name the tag."""
@@ -109,11 +136,11 @@ class CheckpointFolder:
 
     def revert(self) -> None:
         """Take back what was done since ``prepare``: the save has failed elsewhere."""
-        if self._published and not _exchange(self.staging, self.path):
-            self.path.rename(self.staging)
+        if self._published and not _exchange(self.staging, self._place):
+            self._place.rename(self.staging)
         for text in self._latest:
             if text is None:
-                (self.save_dir / LATEST).unlink()
+                behind_links(self.save_dir / LATEST).unlink()
             else:
                 replace_text(self.save_dir / LATEST, text)
         self.clear()
@@ -121,37 +148,46 @@ class CheckpointFolder:
     def clear(self) -> None:
         """Remove what was replaced, or what was written of a save that failed."""
         try:
-            self._put_back()
-            _remove(self.staging)
+            _put_back(self._replaced)
+            remove(self.staging)
         except OSError as error:  # the checkpoint is as it should be
             logging.getLogger("DeepSpeed").warning(f"deepspeed_ext: what a save has left is still there: {error}")
-
-    def _put_back(self) -> None:
-        """Remove the folder that was set aside, or put it back where no other has taken its place."""
-        if not os.path.lexists(self._replaced):
-            return
-        if not os.path.lexists(self.path):
-            self._replaced.rename(self.path)
-            return
-        removed = self._replaced.with_name(
-            f"{self._replaced.name}{_SAVING}"
-        )  # never put back, should we be killed now
-        _remove(removed)
-        self._replaced.rename(removed)
-        _remove(removed)
 
     # Loading ##########################################################################################
 
     def present_tag(self) -> str:
         """Return the tag under which the checkpoint is found: its own, or where a killed save has set it aside.
 
+        That is an absolute path where the tag is a link.
+
         Raises:
             CheckpointError: there is none.
         """
-        for path in (self.path, self._replaced):
-            if path.is_dir():
-                return os.path.relpath(path, self.save_dir)
+        if self.path.is_dir():
+            return os.path.relpath(self.path, self.save_dir)
+        if self._replaced.is_dir():
+            beside = self._replaced.parent == self.path.parent
+            return os.path.relpath(self._replaced, self.save_dir) if beside else str(self._replaced)
         raise CheckpointError(f"there is no checkpoint {self.path}.")
+
+
+def behind_links(path: Path) -> Path:
+    """Return where a link leads to, through all others, whether it is there or not; the path itself if it is none."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def _put_back(replaced: Path) -> None:
+    """Remove a folder that was set aside, or put it back where no other has taken its place."""
+    place = replaced.with_name(replaced.name[1 : -len(_REPLACED)])
+    if not os.path.lexists(replaced):
+        return
+    if not os.path.lexists(place):
+        replaced.rename(place)
+        return
+    removed = replaced.with_name(f"{replaced.name}{_SAVING}")  # never put back, should we be killed now
+    remove(removed)
+    replaced.rename(removed)
+    remove(removed)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -161,7 +197,7 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename is not None and rename(*arguments) == 0
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a folder, a file or a link, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -189,7 +225,8 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file that is never seen incomplete."""
+    """Write a small file that is never seen incomplete; through a link."""
+    path = behind_links(path)
     new = path.with_name(f".{path.name}{_SAVING}.txt")
     new.write_text(text)
     sync(new)

@@ -76,7 +76,7 @@ def load_checkpoint(
             check = Check(engine, load_dir, present, load_optimizer_states and not load_module_only)
             why = _misfit(engine, check, strict)
             if not why:
-                return load_checkpoint(load, engine, load_dir, present, **rest)
+                return load_checkpoint(load, engine, load_dir, tag, **rest)
         if experts := engine.optimizer.families.experts:
             raise CheckpointError(
                 f"{why}\nIt is not converted either, since experts of expert parallelism ({', '.join(experts)}) are "

@@ -6,10 +6,12 @@ They differ from rank to rank even where optimizer states do not, so they cannot
 sharded in the same way takes them back bit for bit. Another one (other groups, another number of ranks, another
 strategy) gets them by the elements of parameters: the sum over all groups of what was not sent yet stays the same,
 dealt out evenly to the groups that are there now, if its reductions keep errors. What is lost is said.
-``ds_to_universal.py`` leaves these files where they are; a load finds them there.
+``ds_to_universal.py`` leaves these files where they are; a load finds them there, where that folder is beside the one
+that was made of it. Files name a folder and no path, so that they may be moved, and can send a load nowhere else.
 """
 
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _NAME = "residuals_rank_{:05d}_mp_rank_{:02d}.pt"
-FOLDER = "residuals"  # in the header of files of a save: where the files with residuals are
+FOLDER = "residuals"  # in the header of files of a save: name of the folder with residuals; once it was a path
 
 
 def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> None:
@@ -105,8 +107,9 @@ class Residuals:
         return self._files.headers[str(path)].get("save_id") == self._saved.get("save_id")
 
     def _paths_elsewhere(self, mp_rank: int) -> list[Path]:
-        """Return the files of the checkpoint from which this one was converted, if they are still there."""
-        paths = self._paths(Path(self._saved[FOLDER]), mp_rank)
+        """Return the files of the checkpoint from which this one was converted, if that is still there beside it."""
+        name = Path(str(self._saved[FOLDER])).name
+        paths = self._paths(self._folder.with_name(name), mp_rank) if name not in ("", os.pardir) else []
         if paths:
             self._files.inspect(paths[0])
         return paths if paths and self._is_of_this_save(paths[0]) else []
@@ -132,7 +135,7 @@ class Residuals:
             log_dist(
                 f"deepspeed_ext: {self._folder} has no residuals of reductions: the errors of LoCo start at zero. A "
                 f"checkpoint that was saved with LoCo has files residuals_rank_*.pt; if it was converted, copy them "
-                f"from the folder that was converted.",
+                f"from the folder that was converted, or put it beside that.",
                 ranks=[0],
                 level=logging.WARNING,
             )

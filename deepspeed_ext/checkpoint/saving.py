@@ -5,7 +5,6 @@
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
@@ -55,7 +54,7 @@ def save_checkpoint(
     more = {} if exclude_frozen_parameters else _frozen(engine)
     engine.optimizer.send_whole()  # a run that loads it goes on as this one does
     try:
-        header, filing = _header(engine, Path(save_dir, tag)), engine.optimizer.filing
+        header, filing = _header(engine, folder.path.name), engine.optimizer.filing
         with files.saving(folder, header, filing.left_to_others), filing.numbered(engine):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
@@ -109,7 +108,7 @@ def _is_first(engine: Engine) -> bool:
     return rank == 0
 
 
-def _header(engine: Engine, folder: Path) -> dict[str, Any]:
+def _header(engine: Engine, name: str) -> dict[str, Any]:
     """Return what the files of one save have in common and no others have: plain values, for tools without torch."""
     optimizer: ParoOptimizer = engine.optimizer
     return {
@@ -119,5 +118,5 @@ def _header(engine: Engine, folder: Path) -> dict[str, Any]:
         "group_size": optimizer.topology.sizes.group_size,
         "ranks": optimizer.topology.sizes.ranks,
         EXPERT_ORDER: data_before_experts(engine),
-        residuals.FOLDER: str(folder.resolve()) if optimizer.error_state.keeps_errors else "",
+        residuals.FOLDER: name if optimizer.error_state.keeps_errors else "",
     }

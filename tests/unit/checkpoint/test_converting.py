@@ -126,3 +126,49 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
     names = names_in(folder)
     engine.destroy()
     return message, changed, names
+
+
+def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "file").write_text("")
+    place = tmp_path / "one"
+    failed = (
+        f"CheckpointError: rank 0: {place} cannot be loaded as it is (another strategy), and it cannot be converted: "
+    )
+    given_up = (
+        f"CheckpointError: {place} was not converted: for 1 s the first rank, which converts it, has not written to "
+        f"{tmp_path}/.one.converting/at_work, so it has died or cannot write."
+    )
+    for rank, (slow, broken, gone) in enumerate(ranks(2).run(ends_case, str(tmp_path))):
+        assert slow == f"{failed}-m deepspeed.checkpoint.ds_to_universal --inject_missing_state has failed: so"
+        assert broken == f"{failed}ValueError: no text"
+        assert gone == (given_up if rank else "gone")
+
+
+def ends_case(folder: str) -> list[str]:
+    """The errors of a converter that fails late, of one that raises, and of a first rank that is gone."""
+    import subprocess
+    import time
+    from unittest import mock
+
+    from deepspeed_ext.checkpoint import converting
+    from tests.harness.snapshots import error_of
+
+    class Gone(BaseException):
+        """As if the process were no more."""
+
+    def fail_late(*_: Any, **__: Any) -> Any:
+        time.sleep(1.6)
+        return subprocess.CompletedProcess([], 1, "so")
+
+    messages = []
+    for what in (fail_late, ValueError("no text"), Gone()):
+        with (
+            mock.patch.multiple(converting, _SILENT=1.0, _BEAT=0.05, _LOOKS=0.05),
+            mock.patch.object(subprocess, "run", side_effect=what),
+        ):
+            try:
+                messages.append(error_of(converting.converted, folder, "one", "another strategy"))
+            except Gone:
+                messages.append("gone")
+    return messages

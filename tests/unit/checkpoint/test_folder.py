@@ -136,19 +136,62 @@ def test_tags_may_nest(tmp_path: Path) -> None:
     assert (outer.path / "rng_states.pt").exists() and read(inner) == {"two"}
 
 
-def test_a_tag_may_be_a_link(tmp_path: Path) -> None:
+def names_in(folder: Path) -> list[str]:
+    """What is in a folder, by name."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
     from deepspeed_ext.checkpoint.folder import CheckpointFolder
 
-    one = CheckpointFolder(tmp_path, "one")
-    write(one, "first")
-    publish(one)
-    (tmp_path / "last").symlink_to("one")
-    for tag in ("last", "last", "other"):
-        folder = CheckpointFolder(tmp_path, tag)
-        write(folder, "second")
+    saves, disk = tmp_path / "saves", tmp_path / "disk"
+    (disk / "target").mkdir(parents=True)
+    saves.mkdir()
+    (disk / "target" / "tokenizer.json").write_text("mine")
+    (disk / "via").symlink_to("target")
+    (saves / "last").symlink_to(disk / "via")
+    (saves / "latest").symlink_to(disk / "latest")  # which is not there yet
+    for text in ("first", "second"):
+        folder = CheckpointFolder(saves, "last")
+        write(folder, text)
+        assert folder.staging.parent == disk and names_in(saves) == ["last", "latest"]
         publish(folder)
-        assert read(folder) == {"second"} and read(one) == {"first"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["last", "latest", "one", "other"]
+        assert read(folder) == {text} and (disk / "target" / "tokenizer.json").read_text() == "mine"
+        assert {path.read_text() for path in (disk / "target").glob("*_states.pt")} == {text}
+        assert (saves / "last").is_symlink() and (saves / "latest").is_symlink()
+        assert (disk / "latest").read_text() == "last"
+        assert names_in(saves) == ["last", "latest"] and names_in(disk) == ["latest", "target", "via"]
+    write(folder, "third")
+    folder.publish()
+    folder.point()
+    folder.revert()
+    assert read(folder) == {"second"} and names_in(disk) == ["latest", "target", "via"]
+
+
+@pytest.mark.parametrize(
+    "found, message",
+    [
+        ("file", "/tag must be a folder, or not be there, to be saved to; it is a file. Remove it, or"),
+        ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
+        ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder, .*; it is nothing. Remove it"),
+        ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is nothing. Remove it"),
+        ("mount point", r"/tag \(a link to /proc\) is a mount point, which cannot be replaced as a whole"),
+    ],
+)
+def test_what_is_no_folder_is_refused_and_stays(tmp_path: Path, found: str, message: str) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+
+    tag, other = tmp_path / "tag", tmp_path / "other"
+    other.write_text("mine")
+    if found == "file":
+        tag.write_text("mine")
+    else:
+        targets = {"link to a file": "other", "dangling link": "nowhere", "loop": "tag", "mount point": "/proc"}
+        tag.symlink_to(targets[found])
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointFolder(tmp_path, "tag").prepare()
+    assert names_in(tmp_path) == ["other", "tag"] and other.read_text() == "mine"
+    assert tag.is_symlink() or tag.read_text() == "mine"
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
@@ -171,11 +214,18 @@ def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> 
             assert not latest or (read(one) == {"first"} and (tmp_path / "latest").read_text() == "one")
 
 
-@pytest.mark.parametrize("tag", ["one", "two"])
-def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
-    """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save."""
+@pytest.mark.parametrize("tag, disk", [("one", False), ("two", False), ("one", True)])
+def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool) -> None:
+    """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save.
+
+    The tag may be a link to another disk.
+    """
     calls = 0
     while True:
+        if disk:
+            (tmp_path / f"disk{calls}" / "target").mkdir(parents=True)
+            (tmp_path / str(calls)).mkdir()
+            (tmp_path / str(calls) / "one").symlink_to(tmp_path / f"disk{calls}" / "target")
         folder = kill_at(tmp_path / str(calls), calls, monkeypatch, tag)
         if folder is None:
             break
@@ -187,8 +237,9 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
         # The next save finds its way, too, and leaves nothing behind.
         write(folder, "third")
         publish(folder)
-        names = sorted(path.name for path in folder.save_dir.iterdir())
+        names = names_in(folder.save_dir)
         assert read(folder) == {"third"} and names == sorted({"one", tag, "latest"}), (calls, names)
+        assert not disk or (folder.path.is_symlink() and names_in(tmp_path / f"disk{calls - 1}") == ["target"])
     assert calls >= 5
 
 

@@ -3,6 +3,7 @@
 """What LoCo has not sent yet, in checkpoints."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,8 +91,6 @@ def not_sent(engine: Any) -> list[float]:
 
 def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
     """Save after three steps, and convert; what was not sent then."""
-    from pathlib import Path
-
     from deepspeed import comm as dist
 
     from tests.harness import snapshots, training
@@ -159,8 +158,6 @@ def test_15_a_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
 
 def again_case(folder: str) -> tuple[int, int, bool]:
     """Files with residuals when LoCo was off in the second save; steps of a conversion whose source is replaced."""
-    from pathlib import Path
-
     from deepspeed import comm as dist
 
     from tests.harness import snapshots, training
@@ -190,6 +187,48 @@ def again_case(folder: str) -> tuple[int, int, bool]:
     return left, steps, zero
 
 
+def test_15_a_checkpoint_that_was_moved_has_its_own_and_no_others(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2).run(moved_case, str(tmp_path)) == [(True, True, False)] * 2
+
+
+def moved_case(folder: str) -> tuple[bool, ...]:
+    """Whether a converted checkpoint has found residuals: moved; with a path, as once; with one to elsewhere."""
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.checkpoint.files import HEADER
+    from deepspeed_ext.checkpoint.residuals import FOLDER
+    from tests.harness import snapshots, training
+
+    job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
+    engine, _ = training.make_engine(job, loco)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
+    engine.save_checkpoint(f"{folder}/first", "tag")
+    engine.destroy()
+    snapshots.convert(f"{folder}/first")
+    universal = snapshots.job_of(checkpoint={"load_universal": True})
+    moves = (
+        ("first", "second", None),
+        ("second", "third", f"{folder}/first/tag"),
+        ("third/tag", "tag", f"{folder}/tag"),
+    )
+    found = []
+    for source, target, said in moves:
+        if dist.get_rank() == 0:
+            Path(folder, source).rename(Path(folder, target))
+            (states,) = Path(folder).glob("*/tag_universal/mp_rank_00_model_states.pt")
+            content = torch.load(states, weights_only=False)
+            content[HEADER][FOLDER] = said or content[HEADER][FOLDER]
+            torch.save(content, states)
+        dist.barrier()
+        engine, _ = training.make_engine(universal, loco)
+        engine.load_checkpoint(str(next(Path(folder).glob("*/tag_universal")).parent), "tag_universal")
+        found.append(any(not_sent(engine)))
+        engine.destroy()
+        dist.barrier()
+    return tuple(found)
+
+
 def test_15_disks_of_nodes(ranks: Any, tmp_path: Any) -> None:
     assert ranks(4).run(disks_case, str(tmp_path)) == [True] * 4
 
@@ -197,7 +236,6 @@ def test_15_disks_of_nodes(ranks: Any, tmp_path: Any) -> None:
 def disks_case(folder: str) -> bool:
     """Whether each rank finds its residuals where only its node's files are."""
     import os
-    from pathlib import Path
     from unittest import mock
 
     import torch
@@ -232,7 +270,6 @@ def test_15_damaged_residuals_are_refused_before_anything_changes(ranks: Any, da
 def damage_case(damage: str, folder: str) -> tuple[str, bool]:
     """The error of a load, and whether what was there is there."""
     import shutil
-    from pathlib import Path
 
     from deepspeed import comm as dist
 
