@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib import figure
-
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.clusters import Cluster, read_cluster
 from deepspeed_ext.planner.cost import BUCKET, Experts, Model
@@ -113,6 +111,8 @@ def _of(rows: Sequence[dict[str, Any]], method: str) -> list[dict[str, Any]]:
 
 def draw(found: dict[tuple[str, str], list[dict[str, Any]]], path: Path) -> None:
     """Draw seconds of a step against GPUs, a panel for each cluster and model."""
+    from matplotlib import figure  # predictions need none
+
     names = list(dict.fromkeys(cluster for cluster, _ in found))
     drawing = figure.Figure(figsize=(14, 7), layout="constrained")
     axes = drawing.subplots(len(names), len(MODELS), sharex=True)
