@@ -158,3 +158,33 @@ def stock_case(folder: str, stage: int) -> float:
         weights.append(training.whole_weights(model))
         engine.destroy()
     return (weights[0] - weights[1]).abs().max().item()
+
+
+def test_a_link_to_another_disk_and_a_file_in_the_way(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "target").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
+    (tmp_path / "file").write_text("mine")
+    for message, differing in ranks(2).run(in_the_way_case, str(tmp_path)):
+        assert message.startswith(f"CheckpointError: rank 0: {tmp_path}/file must be a folder, or not be there, "), (
+            message
+        )
+        assert differing == {}
+    assert (tmp_path / "file").read_text() == "mine" and (tmp_path / "latest").read_text() == "link"
+    assert (tmp_path / "link").is_symlink() and len(list((tmp_path / "disk" / "target").glob("*_states.pt"))) == 3
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["target"]
+
+
+def in_the_way_case(folder: str) -> tuple[str, dict[str, float]]:
+    """The error of a save to a file's name; what differs in what was saved through a link, and loaded."""
+    from tests.harness import snapshots, training
+
+    job = training.Job(optimizer="Adam", empty=False)
+    engine, model = snapshots.after_a_step(job, "NGG")
+    engine.save_checkpoint(folder, "link")
+    saved = snapshots.snapshot(engine, model, job)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    message = error_of(engine.save_checkpoint, folder, "file")
+    engine.load_checkpoint(folder)
+    differing = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    engine.destroy()
+    return message, differing
