@@ -8,6 +8,7 @@ hook on the package ``deepspeed`` would not (it is already being imported then).
 raises: an exception here would break ``import torch`` for every program in the environment.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import logging
@@ -19,6 +20,7 @@ from types import ModuleType
 from deepspeed_ext.integration import fork, patcher
 
 _OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
+_YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,21 @@ def _apply(name: str) -> None:
         logger.exception("deepspeed_ext could not patch %s; its ds_config keys will not work", name)
 
 
+@functools.cache
+def _is_off(said: str) -> bool:
+    """Whether the environment keeps us out; a word that says neither yes nor no is warned of, once."""
+    word = said.strip().lower()
+    if word and word not in (*_YES, *_NO):
+        logger.warning(
+            "%s must be one of %s, or of %s, got %r: deepspeed_ext stays active",
+            _OFF_SWITCH,
+            ", ".join(_YES),
+            ", ".join(_NO),
+            said,
+        )
+    return word in _YES
+
+
 _hook = _PostImportHook()
 
 
@@ -69,7 +86,7 @@ def activate() -> None:
 
     A DeepSpeed that has these features built in is left as it is.
     """
-    if os.environ.get(_OFF_SWITCH) == "1":
+    if _is_off(os.environ.get(_OFF_SWITCH, "")):
         return
     if fork.is_installed():
         fork.stand_down()

@@ -58,7 +58,41 @@ def test_off_switch() -> None:
         "import deepspeed; from deepspeed.runtime import config as c; print(hasattr(c.get_zero_config, '__wrapped__'))"
     )
     assert run(code).stdout.split()[-1] == "True"
-    assert run(code, DEEPSPEED_EXT_DISABLE="1").stdout.split()[-1] == "False"
+    assert run(code, DEEPSPEED_EXT_DISABLE="True").stdout.split()[-1] == "False"
+
+
+@pytest.mark.quick
+def test_words_of_the_off_switch() -> None:
+    code = (
+        "import os, sys; from deepspeed_ext.integration import activation as a\n"
+        "for word in ('1', 'true', 'YES', ' On ', '', '0', 'False', 'no', 'off', 'never', 'never'):\n"
+        "    a.deactivate(); os.environ['DEEPSPEED_EXT_DISABLE'] = word; a.activate()\n"
+        "    print(a._hook in sys.meta_path)"
+    )
+    done = run(code)
+    assert done.stdout.split() == ["False"] * 4 + ["True"] * 7
+    assert done.stderr == (
+        "DEEPSPEED_EXT_DISABLE must be one of 1, true, yes, on, or of 0, false, no, off, got 'never': "
+        "deepspeed_ext stays active\n"
+    )
+
+
+def test_a_finder_that_raises_breaks_the_import_of_deepspeed_only() -> None:
+    code = (
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'deepspeed': raise RuntimeError('not here')\n"
+        "sys.meta_path[:0] = [Finder()]\n"
+        "import torch; print(sys.modules['deepspeed_ext'].integration.activation._hook in sys.meta_path)\n"
+        "try:\n    import deepspeed\n"
+        "except RuntimeError as found: print(found)\n"
+        "del sys.meta_path[1]\n"
+        "from deepspeed.runtime import config as c; print(hasattr(c.get_zero_config, '__wrapped__'))"
+    )
+    done = run(code)
+    assert done.stdout.splitlines()[:2] == ["True", "not here"], done.stderr
+    assert done.stdout.split()[-1] == "True", done.stderr
 
 
 def test_importing_torch_imports_no_deepspeed_and_survives_our_faults() -> None:
