@@ -91,11 +91,11 @@ class ErrorState:
         """Take over states of the same buckets; without any, be as in the beginning."""
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[Span, Tensor]]:
-        """Return what such states, of this rank or another, keep of each span: fp32, 1D."""
+        """Return what such states, of this rank or another, have not sent yet of each span: fp32, 1D."""
         return ()
 
     def load_errors(self, errors: Mapping[Span, Tensor], steps: int) -> None:
-        """Take over what was kept of other buckets: fp32, 1D, of each span; after so many steps."""
+        """Take over what was not sent yet of other buckets: fp32, 1D, of each span; after so many steps."""
 
     def forget(self) -> None:
         """Be as in the beginning."""

@@ -10,6 +10,10 @@ Note [Errors of buckets]
     that their elements are in now, which costs a decoding and an encoding.
     An error that was updated in a step becomes the one that is kept when the step has been applied to the weights;
     until then both are there. If the step is skipped, or its gradients are dropped, the old one stays.
+
+    An error e is a moving average, with weight b of the old one. Over later steps it is added to gradients
+    b^0 + b^1 + ... = 1/(1-b) times, so e/(1-b) is what was not sent yet. That stays the same where errors move to
+    settings with another b.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -225,6 +229,11 @@ class ErrorFeedback(ErrorState):
             piece = slice(offset, offset + span.numel)
             self._waiting.add(span, _Waiting(span, kept[piece], None if updated is None else updated[piece]))
 
+    @property
+    def _share(self) -> float:
+        """Return what part an error is of what was not sent yet; see Note [Errors of buckets]."""
+        return 1 - self.settings.err_beta
+
     # States ###########################################################################################
 
     @property
@@ -254,9 +263,10 @@ class ErrorFeedback(ErrorState):
         self.steps = int(states["steps"])
         other = ErrorFeedback(LocoSettings(**states["settings"]))
         same = _kept_alike(other.settings, self.settings)
+        factor = self._share / other._share
         for contents, splits, error in states["messages"]:
             contents = tuple(tuple(Span(*span) for span in part) for part in contents)
-            kept = error.clone() if same else self._encode(other._decode(error, splits), splits)
+            kept = error.clone() if same else self._encode(factor * other._decode(error, splits), splits)
             self._know(contents, _Error(splits, kept if self.device is None else kept.to(self.device)))
 
     def load_errors(self, numbers: Mapping[Span, Tensor], steps: int) -> None:
@@ -264,7 +274,7 @@ class ErrorFeedback(ErrorState):
         self.forget()
         self.steps = steps
         for span, values in numbers.items():
-            self._waiting.add(span, _Waiting(span, values, None))
+            self._waiting.add(span, _Waiting(span, self._share * values, None))
 
     def forget(self) -> None:
         """Set all errors to zero, and the next reset as far away as in the beginning."""
@@ -286,7 +296,7 @@ class ErrorFeedback(ErrorState):
         saved.load_states(states)
         for contents, error in saved._errors.items():
             assert error.kept is not None  # as it was loaded
-            numbers = saved._decode(error.kept, error.splits)
+            numbers = saved._decode(error.kept, error.splits) / saved._share
             for span, offset in _offsets(contents, error.splits):
                 yield span, numbers[offset : offset + span.numel]
 
@@ -298,7 +308,8 @@ class ErrorFeedback(ErrorState):
 
 
 def _kept_alike(one: LocoSettings, other: LocoSettings) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in ("block_size", "error_bits", "hadamard"))
+    names = ("block_size", "error_bits", "hadamard", "err_beta")
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _offsets(contents: Contents, splits: Sequence[int]) -> _Offsets:

@@ -42,10 +42,11 @@ def inter_hop(engine: Engine, strategy: Strategy) -> MakeReduce:
     def make_both(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         hop = make(group, name, reduce_scatter)
         require_kernels(get_accelerator().device_name(), hop.collectives.group, UPDATES_KEY)
-        hop.sums = sums = QuantizedSums(settings, *_where_errors_are(engine))
+        hop.sums = sums = QuantizedSums(settings.sums, *_where_errors_are(engine))
         sums.errors.on_step = _reporter(engine, sums.sent, _events(UPDATE_EVENTS, name))
         if name == _DENSE:
-            announce_updates(settings, hop.size, "sums of gradients come back", "what they lack is forgotten")
+            what, then = "sums of gradients come back", "what they lack is forgotten"
+            announce_updates(settings, settings.sums.block_size, hop.size, what, then)
         return hop
 
     return make_both
@@ -82,7 +83,8 @@ def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
     def make(group: ProcessGroup | None, name: str) -> GatherHop:
         plain = GatherHop(group, name)
         if name == _DENSE:
-            announce_updates(settings, plain.size, "updated parameters cross as differences", "they cross as they are")
+            what, then = "updated parameters cross as differences", "they cross as they are"
+            announce_updates(settings, settings.difference_block, plain.size, what, then)
         if plain.size == 1:
             return plain
         kind = LosslessDifferences if settings.bits == EXACT else QuantizedDifferences
@@ -93,9 +95,9 @@ def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
     return make
 
 
-def announce_updates(settings: UpdateSettings, groups: int, what: str, then: str) -> None:
+def announce_updates(settings: UpdateSettings, block_size: int, groups: int, what: str, then: str) -> None:
     """Log one line on rank 0: what is in few bits between groups, and what happens every ``resync_T`` steps."""
-    how = f"in {settings.bits} bits, blocks of {settings.block_size}"
+    how = f"in {settings.bits} bits, blocks of {block_size}"
     if settings.bits == EXACT:
         how = "in as few bits as lose nothing"
     said = f"{what} between {groups} groups {how}; every {settings.resync_T} steps {then}"

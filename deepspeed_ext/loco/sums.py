@@ -3,8 +3,8 @@
 """Sums of gradients that come back between groups in few bits.
 
 Where no parameters cross, since every group has all of the optimizer's states, sums of gradients do. They are
-quantized; what that takes from a sum its owner keeps, and sends with the next one (the server's error in 1-bit Adam,
-arXiv:2102.02888).
+quantized; what that takes from a sum its owner keeps, and sends with the next ones (the server's error in 1-bit Adam,
+arXiv:2102.02888, averaged as LoCo averages those of gradients).
 """
 
 from functools import partial
@@ -17,25 +17,24 @@ from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.sampling import Sampling, compensated
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.loco.settings import LocoSettings
 
 
 class QuantizedSums(SumsGather):
     """Sums of gradients that come back in 4 or 8 bits, with error feedback.
 
     Args:
-        settings: bits, blocks; errors are forgotten every ``resync_T`` steps.
+        settings: bits, blocks, feedback.
         device: where errors are kept; None: where gradients are.
         pinned: see ``ErrorFeedback``.
     """
 
     exact = False
 
-    def __init__(self, settings: UpdateSettings, device: str | None = None, pinned: bool = False) -> None:
-        assert isinstance(settings.bits, int)
+    def __init__(self, settings: LocoSettings, device: str | None = None, pinned: bool = False) -> None:
+        self.settings = settings
         self.packing = Packing(settings.bits, settings.block_size)
-        kept = LocoSettings(0.0, settings.resync_T, settings.bits, settings.block_size)
-        self.errors: ErrorFeedback = ErrorFeedback(kept, device, pinned)
+        self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
         self.sent = Sampling()
 
     def gather(self, hop: ReduceHop, sums: Tensor, spans: Part) -> Transfer:
@@ -59,7 +58,8 @@ class QuantizedSums(SumsGather):
         error = None if old is None else old.view(1, -1)
         give = partial(compensated, sums.view(1, -1), error, unit, self.packing.block_size, False)
         given = self.sent.given(sums.numel(), self.packing, give)
-        ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new.view(1, -1), unit=unit)
+        beta, new_error = self.settings.err_beta, new.view(1, -1)
+        ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new_error, beta=beta, unit=unit)
         if given is not None:
             self.sent.note(given, wire, sums.numel(), self.packing)
         self.errors.keep(contents, new)

@@ -62,7 +62,7 @@ class QuantizedDifferences(DifferenceHop):
     def __init__(self, group: ProcessGroup | None, name: str, settings: UpdateSettings) -> None:
         super().__init__(group, name, settings)
         assert isinstance(settings.bits, int)
-        self.packing = Packing(settings.bits, settings.block_size)
+        self.packing = Packing(settings.bits, settings.difference_block)
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
         return [self._encode(update) for update in updates]

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.loco.settings import EXACT, LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import Direction, GroupSizes, Phase, Placement, Strategy, Volume
 
 BITS = 8
@@ -28,8 +28,13 @@ class Compression:
         return label(self.loco is not None, self.updates is not None)
 
     def allows(self, strategy: Strategy) -> bool:
-        """Whether a strategy may have it: where parameters are released, nobody holds what updates differ from."""
-        return self.updates is None or strategy.p != Placement.G
+        """Whether a strategy may have it.
+
+        Where parameters are released, nobody holds what updates differ from. Sums do not come back without loss.
+        """
+        if self.updates is None:
+            return True
+        return strategy.p != Placement.G and (strategy.os == Placement.G or self.updates.bits != EXACT)
 
     def volume(self, phase: Phase, gradient_bytes: float, parameter_bytes: float) -> Volume:
         """Return the bytes that a rank receives in a phase of a step.
@@ -51,14 +56,13 @@ class Compression:
             plain = BITS * parameter_bytes
             shrunk = (self.updates.wire_bits + (plain - self.updates.wire_bits) / self.updates.resync_T) / plain
             return Volume(intra * shrunk, inter * shrunk)
-        return Volume(intra, inter * self.updates.wire_bits / (BITS * gradient_bytes))
+        return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
 
     def kept_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of errors that a rank keeps, before and after a step."""
         kept = 0.0 if self.loco is None else self.loco.kept_bits / BITS * trainable / sizes.shards(Placement.I)
         if self.updates is not None and strategy.os != Placement.G:
-            sums = LocoSettings(block_size=self.updates.block_size)
-            kept += sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
+            kept += self.updates.sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
         return 2 * kept
 
 

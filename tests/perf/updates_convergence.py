@@ -5,9 +5,9 @@
     python -m tests.perf.updates_convergence
 
 Trains in bf16 with fp32 masters, as ``lib/convergence.py`` says: with NIG, whose updated parameters cross between
-groups as differences, and with NII, whose sums of gradients come back. Beside them stand parameters that cross
-directly: they themselves in few bits, in place of what receivers lack of them. The package does not have that; this
-program puts it in.
+groups as differences, and with NII, whose sums of gradients come back. Beside them stand two methods that the package
+does not have; this program puts them in. Direct: parameters themselves cross in few bits, in place of what receivers
+lack of them. Coarse: sums cross in blocks as large as those of differences, and their errors are added whole.
 
 Exit status 0 if differences and sums, with LoCo, end within the bound of exact training on average, and direct
 parameters in 4 bits outside of it with every seed; 1 if not; 2 if the run failed.
@@ -16,6 +16,7 @@ parameters in 4 bits outside of it with every seed; 1 if not; 2 if the run faile
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import Agree, Update
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
@@ -43,8 +45,16 @@ class DirectHop(QuantizedDifferences):
         super().write(arrived, held)
 
 
+class CoarseSums(QuantizedSums):
+    """Sums as 1-bit Adam's server quantizes them, in blocks of 128."""
+
+    def __init__(self, settings: LocoSettings, device: str | None = None, pinned: bool = False) -> None:
+        super().__init__(replace(settings, err_beta=0.0, block_size=128), device, pinned)
+
+
 LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
 FOUR, EIGHT = ({"paro_quantized_updates": {"bits": bits}} for bits in (4, 8))
+COARSE = {"paro_quantized_updates": {"block_size": 128}}
 EXACT, EXACT_SUMS, DIRECT = "NIG", "NII", "NIG + direct 4 bits"
 ALONE, BOTH = "NIG + LoCo", "NIG + LoCo + updates"
 METHODS = {
@@ -60,6 +70,7 @@ METHODS = {
     EXACT_SUMS: Method("NII", EXACT_SUMS),
     "NII + LoCo + updates": Method("NII", EXACT_SUMS, LOCO | FOUR),
     "NII + LoCo + 8 bits": Method("NII", EXACT_SUMS, LOCO | EIGHT),
+    "NII + LoCo + coarse": Method("NII", EXACT_SUMS, LOCO | COARSE, hop=CoarseSums),
 }
 BOUNDED = ("NIG + updates", BOTH, "NII + LoCo + updates")
 TASK = Task(METHODS, {"AdamW": convergence.ADAMW, "Muon": convergence.MUON}, bf16=True)

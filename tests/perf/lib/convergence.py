@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.loco import setup
+from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import matrices
 from scripts.checks.steps import average, train_step
@@ -58,14 +59,23 @@ class Method:
         zero: more of ``zero_optimization``.
         against: the method that it is held against.
         noise: that moves the first weights, in their size.
-        hop: what takes the place of the hop that sends differences.
+        hop: what takes the place of what sends differences, or sums.
     """
 
     strategy: str
     against: str
     zero: Mapping[str, Any] = field(default_factory=dict)
     noise: float = 0.0
-    hop: type[QuantizedDifferences] | None = None
+    hop: type[QuantizedDifferences] | type[QuantizedSums] | None = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put ``hop`` in the place of the class of the package from which it is derived."""
+        replaced = (kind for kind in (QuantizedDifferences, QuantizedSums) if self.hop and issubclass(self.hop, kind))
+        with ExitStack() as stack:
+            for kind in replaced:
+                stack.enter_context(mock.patch.object(setup, kind.__name__, self.hop))
+            yield
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ class Worker:
                     parameter.mul_(1 + method.noise * torch.randn_like(parameter))
         count = sum(parameter.numel() for parameter in model.parameters())
         config = self._configuration(optimizer, method)
-        with mock.patch.object(setup, "QuantizedDifferences", method.hop) if method.hop else nullcontext():
+        with method.in_place():
             engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         whole = sum(parameter.numel() for parameter in matrices(model.parameters()))
         batches = Batches(self._corpus, engine, MODEL["sequence_length"], seed)

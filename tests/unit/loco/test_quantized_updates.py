@@ -310,7 +310,7 @@ def feedback_case() -> tuple[float, float, bool]:
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(3))
     for applied in (True, False):
         hop = make_reduce(None, "hop")
-        hop.sums = QuantizedSums(UpdateSettings())
+        hop.sums = QuantizedSums(UpdateSettings().sums)
         total = torch.zeros(numel)
         for _ in range(50):
             arrived = Started(hop.all_reduce(gradient.clone(), (Span(0, 0, 0, numel),))).finish()
