@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from deepspeed_ext.comm.hops import Contents, Span
+from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.interval_map import IntervalMap
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 
 pytestmark = pytest.mark.quick
 
@@ -92,7 +94,8 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
     generator = torch.Generator().manual_seed(0)
     numel = 64
     values = {row: torch.randint(-7, 8, (numel,), generator=generator).float() for row in (0, 1)}
-    feedback = ErrorFeedback(LocoSettings(block_size=32, error_bits=16))  # bf16 holds these to the bit
+    # Of what was not sent, an error is the half. bf16 holds these to the bit.
+    feedback = ErrorFeedback(LocoSettings(0.5, block_size=32, error_bits=16))
     feedback.load_errors({Span(0, row, 0, numel): of for row, of in values.items()}, steps=1)
     # Two runs of one row in one part, a part across rows, gaps, and messages that overlap with several others.
     steps = [
@@ -108,9 +111,41 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
             assert old is not None
             new.copy_(old)
             expected = [torch.cat([values[r.row][r.start : r.start + r.numel] for r in part]) for part in contents]
-            assert torch.equal(feedback._decode(old, splits), torch.cat(expected))
+            assert torch.equal(feedback._decode(old, splits), torch.cat(expected) / 2)
         feedback.finish_step(True)
     found = {row: torch.zeros(numel) for row in values}
     for run, numbers in feedback.errors_in(feedback.states()):
         found[run.row][run.start : run.start + run.numel] += numbers
     assert all(torch.equal(found[row], values[row]) for row in values)
+
+
+def test_what_was_not_sent_is_sent_by_other_settings() -> None:
+    """Errors of sums in older checkpoints were in blocks of 128, and added whole."""
+    width, unsent = 200, torch.randn(200, generator=torch.Generator().manual_seed(0))
+    old, settings = ErrorFeedback(LocoSettings(0.0)), UpdateSettings().sums
+    contents, packing = ((Span(0, 0, 0, width),),), Packing(settings.bits, settings.block_size)
+    old.load_errors({contents[0][0]: unsent}, steps=7)
+    old.buffers(contents, [width], "cpu")
+    old.finish_step(False)
+    feedback, sent = ErrorFeedback(settings), torch.zeros(width)
+    feedback.load_states(old.states())
+    ((_, found),) = feedback.errors_in(feedback.states())
+    assert feedback.steps == 7 and (found - unsent).abs().max() < 0.02 * unsent.abs().max()
+    for _ in range(60):  # nothing new comes
+        error, new = feedback.buffers(contents, [width], "cpu")
+        assert error is not None
+        wire, arrived = packing.empty(1, width, sent), torch.empty(width)
+        kept = error.view(1, -1), new.view(1, -1)
+        ops.compress(torch.zeros(1, width), wire, packing, error=kept[0], new_error=kept[1], beta=settings.err_beta)
+        ops.decompress(wire, arrived, packing)
+        sent += arrived
+        feedback.keep(contents, new)
+        feedback.finish_step(True)
+    assert (sent - unsent).abs().max() < 0.02 * unsent.abs().max()
+
+
+def test_sums_in_4_bits_take_smaller_blocks_unless_told_otherwise() -> None:
+    assert UpdateSettings().sums == LocoSettings(block_size=32)
+    assert UpdateSettings(bits=8, resync_T=9).sums == LocoSettings(bits=8, block_size=128, reset_T=9)
+    assert UpdateSettings(block_size=64).sums == LocoSettings(block_size=64)
+    assert [UpdateSettings(block_size=given).difference_block for given in (None, 32)] == [128, 32]

@@ -290,13 +290,15 @@ def sums_case(job: Job) -> dict[str, tuple[bool, float]]:
 
 
 def test_what_a_sum_lacks_comes_with_the_next_one(ranks: Any, kernels: bool) -> None:
-    for applied, skipped, same in ranks(2).run(feedback_case):
+    for applied, skipped, same, noise in ranks(2).run(feedback_case):
         assert same and applied < 0.01 and skipped > 0.05, (applied, skipped)
+        assert 0.9 < noise < 1.4, noise  # 2 if an error were added as a whole
 
 
-def feedback_case() -> tuple[float, float, bool]:
+def feedback_case() -> tuple[float, float, bool, float]:
     """How far the mean of 50 sums that come back is from the sum, in its largest element, where steps are applied and
-    where they are skipped; whether all ranks get the same bits."""
+    where they are skipped; whether all ranks get the same bits; the squared distance of sums from ever new ones, in
+    that of the first one, to which no error was added."""
     import torch
     from deepspeed import comm as dist
 
@@ -307,8 +309,9 @@ def feedback_case() -> tuple[float, float, bool]:
     from deepspeed_ext.loco.sums import QuantizedSums
 
     numel, off, same = 1001, [], True
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(3))
-    for applied in (True, False):
+    for applied, varies in ((True, False), (False, False), (True, True)):
+        generator, squares = torch.Generator().manual_seed(3), []
+        gradient = torch.randn(numel, generator=generator)
         hop = make_reduce(None, "hop")
         hop.sums = QuantizedSums(UpdateSettings().sums)
         total = torch.zeros(numel)
@@ -317,6 +320,8 @@ def feedback_case() -> tuple[float, float, bool]:
             same &= training.replicas_equal(arrived)
             hop.kept.finish_step(applied)
             total += arrived
-        wanted = gradient * dist.get_world_size()
+            wanted = gradient * dist.get_world_size()
+            squares.append((arrived - wanted).square().sum().item())
+            gradient = torch.randn(numel, generator=generator) if varies else gradient
         off.append(((total / 50 - wanted).abs().max() / wanted.abs().max()).item())
-    return off[0], off[1], same
+    return off[0], off[1], same, sum(squares[10:]) / 40 / squares[0]

@@ -13,7 +13,7 @@ def test_one_line_says_what_runs_and_where_there_is_nothing_to_compress(ranks: A
     updates = (
         "updated parameters cross as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
     )
-    sums = "sums of gradients come back between 2 groups in 4 bits, blocks of 128; every 1024 steps what they lack"
+    sums = "sums of gradients come back between 2 groups in 4 bits, blocks of 32; every 1024 steps what they lack"
     nothing = tuple(f"{key}: there is one group, so nothing crosses" for key in ("loco_param", "quantized_updates"))
     for rank, found in enumerate(ranks(4).run(lines_case)):
         for lines, expected in zip(found, ((gradients, updates), (gradients, sums), nothing), strict=True):

@@ -4,6 +4,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -80,24 +81,31 @@ CROSSINGS = {
 
 
 @pytest.mark.parametrize("name", CROSSINGS)
-def test_updates_and_sums_in_few_bits_by_hand(name: str) -> None:
-    """Gradients in 4 bytes, parameters in 2; in few bits LoCo's in 4.5, what comes back in 8.25 but for one of 10."""
+@pytest.mark.parametrize(
+    ("given", "bits_of_sums", "bits_of_updates", "block"),
+    [({"bits": 8, "block_size": 64}, 8.25, 8.25, 64), ({}, 4.5, 4.125, 32)],
+    ids=["8 bits", "defaults"],
+)
+def test_updates_and_sums_in_few_bits_by_hand(
+    name: str, given: dict[str, Any], bits_of_sums: float, bits_of_updates: float, block: int
+) -> None:
+    """Gradients in 4 bytes, parameters in 2; in few bits LoCo's in 4.5; one update of 10 travels as it is."""
     row, (reduced, back, updated) = STRATEGIES[name], CROSSINGS[name]
     model = replace(MODEL, states=ModelStates.of(10**9, 6 * 10**8, gradient_bytes=4), gradient_bytes=4)
-    loco, updates = LocoSettings(block_size=32), UpdateSettings(bits=8, block_size=64, resync_T=10)
-    crossing, often = 3 / 16 * 6e8, (9 * 8.25 + 16) / 10 / 8
+    loco, updates = LocoSettings(block_size=32), UpdateSettings(**given, resync_T=10)
+    crossing, often = 3 / 16 * 6e8, (9 * bits_of_updates + 16) / 10 / 8
     plain = predict(row, CLUSTER, model, RATES)
     assert plain.volume.inter == pytest.approx(crossing * (4 * reduced + 4 * back + 2 * updated))
     for settings, gradient_bytes in ((None, 4), (loco, 4.5 / 8)):
         found = predict(row, CLUSTER, model, RATES, Compression(settings, updates))
-        expected = gradient_bytes * reduced + 8.25 / 8 * back + often * updated
+        expected = gradient_bytes * reduced + bits_of_sums / 8 * back + often * updated
         assert found.volume.inter == pytest.approx(crossing * expected)
         # With p = N what a step has changed is whole on a rank only behind the hop inside the group.
         decoded_late = 3 / 4 * 6e8 * (2 - often) if row.p.name == "N" and updated else 0
         assert plain.volume.intra - found.volume.intra == pytest.approx(decoded_late)
         # An owner keeps what its sums lack in 8 bits with a scale of 16 a block; until a step ends, twice.
         without = predict(row, CLUSTER, model, RATES, Compression(settings))
-        assert found.transient - without.transient == pytest.approx(back * 2 * 6e8 / 16 * (1 + 2 / 64))
+        assert found.transient - without.transient == pytest.approx(back * 2 * 6e8 / 16 * (1 + 2 / block))
         assert found.memory == plain.memory and found.total_seconds < without.total_seconds
         assert found.name == name + (" + LoCo" if settings else "") + " + updates"
 
