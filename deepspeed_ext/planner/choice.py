@@ -144,7 +144,7 @@ def plan(
     plain = tuple(one for one in predict_plain(sizes, model, rates) if allowed(STRATEGIES[one.strategy]))
     whole = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
     overlapping = replace(model, overlap_updates=True)
-    overlapped = [predict(row, sizes, overlapping, rates, one) for one in forms for row in whole]
+    overlapped = [predict(row, sizes, overlapping, rates, one) for one in forms for row in whole if one.allows(row)]
     choices = [_best_within(budget, some) for some in (predictions, overlapped)]
     return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])
 

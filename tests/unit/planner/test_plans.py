@@ -115,6 +115,10 @@ def test_updates_in_few_bits_are_not_offered_where_parameters_are_released() -> 
     assert {one.strategy for one in found.predictions} == set(CROSSINGS)
     assert {name for name, row in STRATEGIES.items() if row.p.name != "G"} == set(CROSSINGS)
     both = plan(CLUSTER, MODEL, RATES, sent=[Compression(), Compression(None, UpdateSettings())])
+    exact = plan(CLUSTER, MODEL, RATES, sent=[Compression(None, UpdateSettings(bits="exact"))])
+    assert {one.strategy for one in exact.predictions} == {
+        name for name, (_, sums, _) in CROSSINGS.items() if not sums
+    }
     assert len(both.predictions) == 14 + 11 and both.choice is not None and both.choice.updates
 
 
