@@ -129,10 +129,10 @@ def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
 def load_into_stock(
     load: Callable[..., Any], engine: Engine, load_dir: str, tag: str | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load into an engine without a strategy of ours, also what its ZeRO leaves out.
+    """Load into an engine without a strategy of ours; what its ZeRO alone cannot load is loaded whole.
 
-    DeepSpeed loads neither buffers nor frozen parameters from universal checkpoints. Where a strategy of ours has
-    saved it, or the stage was another, that is done here.
+    DeepSpeed loads neither buffers nor frozen parameters from universal checkpoints. Where it would raise, since the
+    stage was another, they are loaded here. All else is left to DeepSpeed.
     """
     folder = Path(load_dir, _tag(engine, load_dir, tag))
     if universal.beyond_stock(engine.zero_optimization_partition_weights(), folder):

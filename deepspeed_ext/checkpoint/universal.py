@@ -15,9 +15,11 @@ step count                    ``step.pt`` of each parameter           ``optimize
 frozen parameters             whole, in the model states              partitioned, in those of all ranks
 ============================  ======================================  ======================================
 
-So it is read here, for our optimizers, and for DeepSpeed's where its own code cannot. Also mended here: DeepSpeed's
+So it is read here, for our optimizers, and for DeepSpeed's where its own code raises. Also mended here: DeepSpeed's
 stage 3 gives all parameter groups the hyperparameters of the first and all sub-groups one step tensor; its stages 1
-and 2 fail where a rank holds nothing of a parameter group; and neither loads buffers or frozen parameters.
+and 2 fail where a rank holds nothing of a parameter group; and neither loads buffers or frozen parameters. What
+DeepSpeed can load without us, its optimizers load as they would without us, since a run without a key of ours must
+not change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +48,7 @@ from deepspeed.utils.tensor_fragment import map_to_flat_opt_states
 from deepspeed.utils.zero_to_fp32 import natural_keys
 from torch import Tensor, nn
 
-from deepspeed_ext.checkpoint.files import HEADER, inspect
+from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.deepspeed_types import Engine, MappedParameter, is_partitioned
 
@@ -75,12 +77,9 @@ def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, 
 
 
 def beyond_stock(stage3: bool, folder: str | Path) -> bool:
-    """Whether DeepSpeed's own ZeRO is to load it as ours does: a strategy of ours, or another stage, has saved it."""
-    models = sorted(Path(folder).glob("*mp_rank_*_model_states.pt"))
+    """Whether DeepSpeed's own ZeRO cannot load it: parameters were partitioned by only one of the two runs."""
     states = Path(folder, "zero", _STATES)
-    if not models or not states.is_file():
-        return False
-    return (_stage(inspect(states)) == 3) != stage3 or HEADER in inspect(models[0])
+    return states.is_file() and (_stage(inspect(states)) == 3) != stage3
 
 
 def _stage(states: Mapping[str, Any]) -> int:

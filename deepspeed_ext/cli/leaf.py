@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from deepspeed_ext.cli.callables import import_callable
-from deepspeed_ext.config.keys import LEAF_BYTES, SECTION, THRESHOLD
+from deepspeed_ext.config.keys import LEAF_BYTES, SECTION, STRATEGY, THRESHOLD
 from deepspeed_ext.config.section import parse_section
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import choose
 from deepspeed_ext.leaf.setup import settings_and_live
-from deepspeed_ext.zero.stage3 import Stage3Optimizer
 
 _STEPS = 3  # DeepSpeed records the order of modules in the first ones
 
@@ -35,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
     given = {key: value for key, value in vars(arguments).items() if key.startswith("stage3_") and value is not None}
     section.update(given)
     if arguments.threshold is not None:
-        section[THRESHOLD] = arguments.threshold
+        section |= {STRATEGY: "GGG", THRESHOLD: arguments.threshold}  # plain ZeRO-3 chooses otherwise
     if arguments.threshold is None or arguments.bytes is not None:
         section[LEAF_BYTES] = True if arguments.bytes is None else arguments.bytes
     config = parse_section(section)
@@ -65,8 +64,7 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
         engine.step()
     offload = engine.optimizer.parameter_offload
     measured = {"hooks": len(offload.forward_hooks) + len(offload.backward_hooks)}
-    if isinstance(engine.optimizer, Stage3Optimizer):  # with a threshold alone it is DeepSpeed's
-        measured["parameters gathered at a time at most"] = engine.optimizer.parameters.most_live
+    measured["parameters gathered at a time at most"] = engine.optimizer.parameters.most_live
     engine.destroy()
     return measured
 

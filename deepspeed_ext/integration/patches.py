@@ -17,7 +17,6 @@ from deepspeed_ext.integration.seams import (
     mended,
     pipelines,
     planning,
-    quantized,
     records,
     strategies,
 )
@@ -96,20 +95,20 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
-        "bug fix: stage3_module_granularity_threshold never takes the root, nor what is entered from elsewhere; its "
-        "table is shown",
+        "beside a strategy, stage3_module_granularity_threshold never takes the root, nor what is entered from "
+        "elsewhere; its table is shown",
         "(self, module, zero_module_granularity_threshold)",
         granularity.choose_leaves,
     ),
     Patch(
         f"{ZERO3}.create_reduce_and_remove_grad_hooks",
-        "bug fix: leaf modules whose inputs need no gradients, or come by keyword",
+        "reduce the gradients of a leaf module as one when all are there, whatever its inputs are",
         "(self)",
         leaf_gradients.watch_our_leaves,
     ),
     Patch(
         f"{ZERO3}.independent_gradient_partition_epilogue",
-        "bug fix: leaf modules whose inputs need no gradients, or come by keyword",
+        "reduce the gradients of leaf modules that have waited for the end of the backward",
         "(self)",
         leaf_gradients.reduce_what_waits,
     ),
@@ -130,12 +129,6 @@ REPLACED: tuple[Patch, ...] = (
         "have each engine write back its own parameters",
         "(params, has_been_updated)",
         strategies.partition_by_owner,
-    ),
-    Patch(
-        "deepspeed.runtime.zero.stage3:all_to_all_quant_reduce",
-        "bug fix: zero_quantized_gradients gives the mean, and takes bfloat16 for what it is",
-        "(tensors, groups)",
-        quantized.reduce_to_the_mean,
     ),
     Patch(
         "deepspeed.utils.comms_logging:calc_bw_log",
@@ -177,7 +170,7 @@ REPLACED: tuple[Patch, ...] = (
     *(
         Patch(
             f"{optimizer}._load_universal_checkpoint",
-            "load universal checkpoints into ours; bug fix: and into DeepSpeed's where the stage was another",
+            "load universal checkpoints into ours; bug fix: into DeepSpeed's where it raises, as the stage was another",
             "(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)",
             checkpoints.load_universal,
         )

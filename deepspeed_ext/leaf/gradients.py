@@ -38,7 +38,8 @@ _ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
 
 
 class LeafReducer(ABC):
-    """A stage-3 optimizer that takes the gradients of a leaf module together; DeepSpeed's takes them one by one."""
+    """A stage-3 optimizer that takes the gradients of a leaf module together, where DeepSpeed's takes them one by one
+    and is not watched."""
 
     @abstractmethod
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
@@ -328,14 +329,12 @@ class LeafGradients:
 
 
 def watch_leaves(optimizer: LeafOptimizer) -> None:
-    """Have a stage-3 optimizer's leaf modules watched by ours."""
+    """Watch the leaf modules of a stage-3 optimizer that is a ``LeafReducer``."""
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
     def entries(module: nn.Module) -> list[Any]:
         return list(partitioned_param_coordinator.iter_params(module, recurse=True))
 
-    if not isinstance(optimizer, LeafReducer):
-        optimizer.reduce_leaf = lambda params: _reduce_one_by_one(optimizer, params)
     setattr(optimizer, _ATTRIBUTE, LeafGradients(optimizer, entries))
 
 
@@ -346,8 +345,8 @@ def end_of_backward(optimizer: LeafOptimizer) -> None:
         watcher.end_of_backward()
 
 
-def zero_gradients(params: Sequence[ZeroParameter], contiguous: bool = False) -> Iterator[ZeroParameter]:
-    """Return the parameters; one without a gradient gets a zero one, which takes no memory unless ``contiguous``."""
+def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
+    """Return the parameters; one without a gradient gets a zero one, which takes no memory."""
     zeros: dict[torch.dtype, Tensor] = {}
     for param in params:
         if param.grad is None:
@@ -357,14 +356,9 @@ def zero_gradients(params: Sequence[ZeroParameter], contiguous: bool = False) ->
                 zeros[param.dtype] = zero
             whole = zero.expand(param.ds_shape)
             data, param.data = param.data, whole  # it may be released already, and then has no shape
-            param.grad = whole.contiguous() if contiguous else whole
+            param.grad = whole
             param.data = data
         yield param
-
-
-def _reduce_one_by_one(optimizer: LeafOptimizer, params: Sequence[ZeroParameter]) -> None:
-    for param in zero_gradients(params, contiguous=True):
-        optimizer.reduce_ready_partitions_and_remove_grads(param)
 
 
 def _is_last(calls: _Calls) -> bool:

@@ -37,6 +37,7 @@ from deepspeed_ext.leaf.windows import WindowedModule
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
 )
+_coordinating: ContextVar[bool] = ContextVar("whether a coordinator that is made is one of ours", default=False)
 
 
 class GroupCoordinator(PartitionedParameterCoordinator):
@@ -154,8 +155,17 @@ def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
     def make(*args: Any, **kwargs: Any) -> GroupCoordinator:
         return GroupCoordinator(*args, group=group, **kwargs)
 
-    with mock.patch.object(parameter_offload, "PartitionedParameterCoordinator", make):
-        yield
+    token = _coordinating.set(True)
+    try:
+        with mock.patch.object(parameter_offload, "PartitionedParameterCoordinator", make):
+            yield
+    finally:
+        _coordinating.reset(token)
+
+
+def is_coordinating() -> bool:
+    """Whether a DeepSpeedZeRoOffload that is being made is one of an engine of ours: see ``coordinator_of``."""
+    return _coordinating.get()
 
 
 @contextmanager

@@ -291,8 +291,9 @@ def work(path: Path) -> None:
 
 
 def matrix(sizes: tuple[int, int]) -> list[UniversalLoad]:
-    """Return all pairs, but DeepSpeed's own loads of what it has saved at stages that it takes for the same."""
-    own = [*itertools.product("12", "12"), ("3", "3")]
+    """Return all pairs, but those that DeepSpeed loads alone: into a plain stage, with parameters sharded as before."""
+    sharded = {"3", *(name for name in STRATEGIES if name[0] != "N")}
+    own = [(a, b) for a, b in itertools.product(ALL, STOCK) if (a in sharded) == (b in sharded)]
     # Each that loads begins with its own checkpoint: not all with the same.
     ordered = ((ALL[(i + j) % len(ALL)], loaded) for i, loaded in enumerate(ALL) for j in range(len(ALL)))
     return [UniversalLoad(saved, loaded, sizes, sizes) for saved, loaded in ordered if (saved, loaded) not in own]

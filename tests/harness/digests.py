@@ -42,7 +42,7 @@ def digest_case() -> dict[str, str]:
         ),
         "threshold": (
             Job(network=mixtures.Mixtures, optimizer="Adam", empty=False, steps=2, zero=SMALL),
-            {"stage": 3, "stage3_module_granularity_threshold": 60},
+            {"paro_strategy": "GGG", "stage3_module_granularity_threshold": 60},
         ),
     }
     found = {}
@@ -81,7 +81,8 @@ def resumed_case(folder: str, resume: bool) -> str:
 
 
 def quantized_mean(rank: int, world: int) -> str:
-    """Of what ``zero_quantized_gradients`` makes of a tensor, on two nodes."""
+    """Of what the fork's ``zero_quantized_gradients`` makes of a tensor on two nodes; without a fork, of the function
+    that the fork has it from."""
     from unittest import mock
 
     import torch
@@ -89,12 +90,16 @@ def quantized_mean(rank: int, world: int) -> str:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
 
+    from deepspeed_ext.integration import fork
+    from deepspeed_ext.loco import qgz
+
     local = 2
     groups = {f"local_{i}": dist.new_group([2 * i, 2 * i + 1]) for i in range(world // local)}
     groups |= {f"global_{i}": dist.new_group([i, i + 2]) for i in range(local)}
     tensor = torch.randn(48, 72, generator=torch.Generator().manual_seed(rank))
     with mock.patch.object(get_accelerator(), "device_count", lambda: local):
-        return digest(stage3.all_to_all_quant_reduce([tensor], groups))
+        reduce = (stage3 if fork.is_installed() else qgz).all_to_all_quant_reduce
+        return digest(reduce([tensor], groups))
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
         from deepspeed_ext.leaf.gradients import LeafReducer, watch_leaves
 
         create(self)
-        if isinstance(self, LeafReducer) or self.parameter_offload.fast_sharding_for_leaf_module:
+        if isinstance(self, LeafReducer):  # one of ours: DeepSpeed's own reduce as without us
             watch_leaves(self)
 
     return create_reduce_and_remove_grad_hooks

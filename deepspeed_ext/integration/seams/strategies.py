@@ -39,12 +39,7 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
                 from deepspeed_ext.zero.parameters import repartition_for_stock
 
                 repartition_for_stock(self.module)
-            if not self.zero_module_granularity_threshold():
-                return configure(self, optimizer)
-            from deepspeed_ext.zero.coordinator import coordinator_of
-
-            with coordinator_of(None):
-                return configure(self, optimizer)
+            return configure(self, optimizer)
         from deepspeed_ext.loco.setup import gather_hop, inter_hop
         from deepspeed_ext.zero.factory import configure_with
         from deepspeed_ext.zero.slots import Slots
@@ -79,7 +74,9 @@ def compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[...,
 
 def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
-    def __init__(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
         from deepspeed_ext.zero.modifier_rank import listed, replicated, sharded_over_all
         from deepspeed_ext.zero.updates import wait_for_whole_parameters
         from deepspeed_ext.zero.whole_updates import ask_all
@@ -87,9 +84,12 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
         wait_for_whole_parameters()
         if modifier_rank is not None:
             ask_all()
+        if not enabled:  # DeepSpeed does not look at the parameters, and they may come once: ``model.parameters()``
+            init(self, params, modifier_rank, fwd_module, enabled)
+            return
         params = listed(params)
         with sharded_over_all(replicated(params)):
-            init(self, params, modifier_rank, *args, **kwargs)
+            init(self, params, modifier_rank, fwd_module, enabled)
 
     return __init__
 

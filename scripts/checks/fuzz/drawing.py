@@ -80,9 +80,7 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
     elif not lossy and "offload_param" not in case["zero"]:  # stage 3 moves the optimizer of FusedAdam only
         possible.append(Event("offload", draw(one_of(("lp_params",), ("lp_params", "lp_grads")))))
     if convertible:
-        possible.append(Event("universal", draw(one_of(*convertible))))
-        ours = [keys for keys in convertible if "paro_strategy" in keys]
-        possible.append(Event("elsewhere", draw(one_of(*ours))))
+        possible += [Event(kind, draw(one_of(*convertible))) for kind in ("universal", "elsewhere")]
     return tuple(draw(one_of(*possible)) for _ in range(draw(one_of(0, 0, 0, 1, 1, 2))))
 
 
@@ -308,8 +306,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         case["config"].pop("optimizer", None)
     convertible = []
     if case["optimizer"] == "Adam" and not lossy and kind in ("replicated", "sharded") and not case["empty"]:
-        others = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
-        convertible = [*others, {"stage": 1}, {"stage": 2}, {"stage": 3}]
+        # Not to plain stages: DeepSpeed's own loads lose buffers, frozen parameters and hyperparameters.
+        convertible = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
     if "gradient_predivide_factor" in case["config"]:
         convertible = []  # stage 3 has it with reduce_scatter false alone, which goes with the other keys
     case["steps"] = steps(draw, case, convertible, lossy)

@@ -46,7 +46,7 @@ def test_weights_are_equal_to_the_bit(fork: Path, inside: dict[str, str]) -> Non
             expected = value
             if name.startswith("module of"):
                 expected = value.replace("deepspeed_ext", "deepspeed.runtime.paro")
-                assert (value != expected) != name.endswith(("stock ZeRO-2", "threshold")), name
+                assert (value != expected) != name.endswith("stock ZeRO-2"), name
             assert other[name] == expected, (rank, name)
         assert len(set(one.values())) > 10  # digests of different things
 

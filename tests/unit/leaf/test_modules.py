@@ -180,7 +180,8 @@ def report_case() -> list[list[tuple[str, str]]]:
     from tests.harness.logs import logged
 
     job = training.Job(network=mixtures.Mixtures, empty=False)
-    keys = [{"stage3_leaf_bytes": True}, *({"stage3_module_granularity_threshold": n} for n in (100, 5, 60))]
+    thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
+    keys = [{"stage3_leaf_bytes": True}, *thresholds]
     logs = []
     for zero in keys:
         with logged() as lines, contextlib.redirect_stdout(io.StringIO()) as printed:

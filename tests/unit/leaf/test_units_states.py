@@ -79,9 +79,9 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     return budget, most[0], max(sizes), leaf_report.predicted_live(found, model, leaf_report.Live(10**9, 0, 0, 0))
 
 
-@pytest.mark.parametrize("zero", [{"paro_strategy": "GGG"}, {"stage": 3, "stage3_module_granularity_threshold": 60}])
-def test_what_persists_stays_before_the_record_is_complete(ranks: Any, zero: dict[str, Any]) -> None:
-    for ours, stock in ranks(2).run(persistent_case, zero):
+@pytest.mark.parametrize("more", [{}, {"stage3_module_granularity_threshold": 60}])
+def test_what_persists_stays_before_the_record_is_complete(ranks: Any, more: dict[str, Any]) -> None:
+    for ours, stock in ranks(2).run(persistent_case, {"paro_strategy": "GGG", **more}):
         assert ours == [True] * 3 and not any(stock[:1]), (ours, stock)
 
 

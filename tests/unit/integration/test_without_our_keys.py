@@ -1,0 +1,322 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Without our keys DeepSpeed is as if we were not installed, to the bit, but for what is in a list.
+
+Each case runs in the same rank processes as we are installed, and after our patches were undone.
+"""
+
+import contextlib
+import copy
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.integration import fork, patches
+from deepspeed_ext.integration.seams.frameworks import read_the_stage_that_is_implied
+from scripts import ROOT
+
+# What each replaced symbol does in a process whose configuration has none of our keys. The page has the same list.
+NOTHING = ""
+UNIVERSAL = "loads a universal checkpoint where parameters were sharded by one of the two runs alone"
+PIPELINES = "trains a pipeline with ZeRO-2 or ZeRO-3"
+WITHOUT_A_KEY = {
+    "runtime.config:get_zero_config": NOTHING,
+    "runtime.config:_reject_removed_config_keys": NOTHING,
+    "runtime.config:DeepSpeedConfig.__init__": NOTHING,
+    "runtime.engine:DeepSpeedEngine._do_optimizer_sanity_check": NOTHING,
+    "runtime.engine:DeepSpeedEngine._configure_distributed_model": NOTHING,
+    "runtime.engine:DeepSpeedEngine._configure_zero_optimizer": NOTHING,
+    "runtime.zero.stage_1_and_2:all_gather_dp_groups": NOTHING,
+    "runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks": NOTHING,
+    "runtime.zero.partitioned_param_coordinator:iter_params": NOTHING,
+    "runtime.zero.linear:zero3_linear_wrap": NOTHING,
+    "runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold": NOTHING,
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks": NOTHING,
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": NOTHING,
+    "runtime.zero.partition_parameters:GatheredParameters.__init__": NOTHING,
+    "runtime.zero.partition_parameters:GatheredParameters._exit": NOTHING,
+    "runtime.zero.partition_parameters:GatheredParameters._partition_params": NOTHING,
+    "utils.comms_logging:calc_bw_log": NOTHING,
+    "env_report:op_report": "shows a row for our kernels",
+    "runtime.engine:create_checkpoint_engine": NOTHING,
+    "runtime.engine:DeepSpeedEngine.save_checkpoint": NOTHING,
+    "runtime.engine:DeepSpeedEngine.load_checkpoint": UNIVERSAL,
+    "runtime.engine:DeepSpeedEngine._get_all_ckpt_names": UNIVERSAL,
+    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._load_universal_checkpoint": UNIVERSAL,
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._load_universal_checkpoint": UNIVERSAL,
+    "runtime.pipe.engine:PipelineEngine.__init__": PIPELINES,
+    "runtime.pipe.module:PipelineModule._partition_layers": "refuses deepspeed.zero.Init, where it would hang",
+    "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload": NOTHING,
+}
+OF_CHECKPOINTS = {name for name in WITHOUT_A_KEY if "checkpoint" in name or "ckpt" in name}
+ELSEWHERE = ("env_report", "accelerate")  # called in tests of their own
+PAGE = ROOT / "deepspeed_ext" / "config" / "README.md"
+
+pytestmark = pytest.mark.skipif(fork.is_installed(), reason="a fork has the fixes in its own files")
+
+
+@pytest.mark.quick
+def test_the_list_has_every_replaced_symbol_and_the_page_every_difference() -> None:
+    targets = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.BESIDE)]
+    assert sorted(WITHOUT_A_KEY) == sorted(targets)
+    table = PAGE.read_text().partition("### Without a key")[2].partition("\n#")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert {row[0] for row in rows} == set(WITHOUT_A_KEY.values()) - {NOTHING}
+    for row in rows:
+        for path, name in re.findall(r"\]\(\.\./\.\./(tests/[\w/]+\.py)\) `(\w+)`", row[-1]):
+            assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+        assert "](../../tests/" in row[-1], row
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("section", [{"stage": 2}, {}, None])
+def test_accelerate_reads_a_plain_section_as_it_is(section: Any) -> None:
+    config = SimpleNamespace(config={"zero_optimization": section})
+    read: list[Any] = []
+    read_the_stage_that_is_implied(lambda self: read.append(copy.deepcopy(self.config)))(config)
+    assert read == [{"zero_optimization": section}] == [config.config]
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """What to run with us and without; each returns what must be equal."""
+    from deepspeed.utils.comms_logging import calc_bw_log
+
+    from tests.harness import mixtures, pipelines, quantizers, training
+    from tests.harness.training import Job
+
+    plain = Job(steps=2, empty=False, zero=training.SMALL, accumulation=2, clipping=0.05)
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}}
+    mixture = Job(network=mixtures.Mixtures, optimizer="Adam", empty=False, steps=2, zero={"reduce_bucket_size": 500})
+
+    def quantized() -> Any:
+        job = Job(sizes=(16, 24, 8), dtype="fp16", empty=False, steps=2, zero=training.SMALL)
+        with quantizers.on_nodes(2):
+            return trained(job, {"stage": 3, "zero_quantized_gradients": True})
+
+    def pipeline() -> Any:
+        done = pipelines.train_pipeline(pipelines.Pipe(steps=2), {"stage": 1})
+        return done.losses, done.norms, done.weights, done.kind
+
+    return {
+        "ZeRO-3": lambda: trained(plain, {"stage": 3}),
+        "ZeRO-1": lambda: trained(plain, {"stage": 1}),
+        "ZeRO-1 with BF16_Optimizer": lambda: trained(Job(steps=2, dtype="bf16", config=sums), {"stage": 1}),
+        "ZeRO-2": lambda: trained(plain, {"stage": 2}),
+        "ZeRO-3 by zero.Init": lambda: trained(Job(steps=2, empty=False, zero_init="config"), {"stage": 3}),
+        "threshold": lambda: trained(mixture, {"stage": 3, "stage3_module_granularity_threshold": 60}),
+        "leaf modules": lambda: trained(mixture, {"stage": 3, "leaf_module": {"classes": ["Layer"]}}),
+        "quantized gradients on two nodes": quantized,
+        "pipeline with ZeRO-1": pipeline,
+        "records": lambda: calc_bw_log("all_reduce", 1000, 0.5),
+        "an iterator that is not gathered": iterator_left,
+    }
+
+
+def trained(job: Any, zero: dict[str, Any]) -> Any:
+    """All that a run shows."""
+    from tests.harness import training
+
+    kinds: list[str] = []
+    record = training.train(job, zero, look=lambda engine: kinds.append(type(engine.optimizer).__name__))
+    return kinds, record.losses, record.norms, record.scales, record.applied, record.weights
+
+
+def iterator_left() -> int:
+    """How many parameters an iterator still has after a GatheredParameters that is not enabled was given it."""
+    import deepspeed
+    import torch
+
+    parameters = torch.nn.Linear(2, 2).parameters()
+    with deepspeed.zero.GatheredParameters(parameters, enabled=False):
+        return len(list(parameters))
+
+
+@contextlib.contextmanager
+def without_us() -> Iterator[None]:
+    """Our patches undone."""
+    import deepspeed_ext
+    from deepspeed_ext.integration import activation
+
+    activation.deactivate()
+    try:
+        yield
+    finally:
+        deepspeed_ext.activate()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nested values are equal to the bit."""
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@contextlib.contextmanager
+def calls_seen(names: set[str]) -> Iterator[None]:
+    """Note which replaced symbols are called, by their names in the list."""
+    import sys
+    import types
+
+    from deepspeed_ext.integration import patcher
+
+    codes = {}
+    for path, applied in patcher._applied.items():
+        function = getattr(applied.replacement, "__func__", applied.replacement)
+        target = next(patch.target for patch in patches.REPLACED if patch.path == path)
+        codes[function.__code__] = codes.get(function.__code__, ()) + (target.removeprefix("deepspeed."),)
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code in codes:
+            names.update(codes[frame.f_code])
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
+    """What a case returns, its collectives in order, and its log messages without their numbers."""
+    from unittest import mock
+
+    import torch
+
+    from tests.harness.logs import logged
+
+    names = ("all_reduce", "all_gather_into_tensor", "reduce", "broadcast", "all_to_all_single", "barrier")
+    names += ("reduce_scatter_tensor", "new_group")
+    calls: list[str] = []
+
+    def spy(name: str) -> Any:
+        original = getattr(torch.distributed, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return mock.patch.object(torch.distributed, name, call)
+
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(spy(name))
+        lines = stack.enter_context(logged())
+        result = act()
+    return result, calls, [re.sub(r"0x\w+|[\d.]+", "#", line) for _, line in lines]
+
+
+def test_plain_runs_are_those_without_us_to_the_bit(ranks: Any) -> None:
+    for found, seen in ranks(4).run(plain_case):
+        for name, (result, collectives, lines, kind) in found.items():
+            assert result and lines, (name, kind)
+            assert collectives or name == "pipeline with ZeRO-1", name  # its stages compare configurations first
+        assert found["threshold"][3] == ["DeepSpeedZeroOptimizer_Stage3"]
+        assert found["ZeRO-1 with BF16_Optimizer"][3] == ["BF16_Optimizer"]
+        others = {name for name in WITHOUT_A_KEY if not name.startswith(ELSEWHERE)} - OF_CHECKPOINTS
+        assert others <= seen, others - seen
+
+
+def plain_case() -> tuple[dict[str, Any], set[str]]:
+    """Of each case whether what it returns, its collectives and its lines are the same; what it has trained; and which
+    replaced symbols were called."""
+    from torch.nn import functional
+
+    found, seen, linear = {}, set[str](), functional.linear
+    for name, act in cases().items():
+        with without_us():
+            act()  # DeepSpeed makes some things once, such as groups
+            functional.linear = linear  # ZeRO-3 replaces it for good
+            expected = observed(act)
+        functional.linear = linear
+        with calls_seen(seen):
+            result = observed(act)
+        kind = expected[0][0] if isinstance(expected[0], tuple) else None
+        found[name] = (*(same(one, other) for one, other in zip(result, expected, strict=True)), kind)
+    return found, seen
+
+
+def test_checkpoints_of_plain_stages_are_those_without_us(ranks: Any, tmp_path: Path) -> None:
+    for files, loads, seen in ranks(4).run(checkpoint_case, str(tmp_path)):
+        assert all(len(ours) > 7 and ours == theirs for ours, theirs in files), files
+        for saved, loaded, ours, theirs in loads:
+            if {saved, loaded} == {"IIG", "2"} or {saved, loaded} == {"NIG", "3"}:
+                assert ours == {} and theirs.startswith("AssertionError"), (saved, loaded, ours, theirs)
+            else:  # buffers and frozen parameters are not loaded, with us or without
+                assert ours == theirs and {"seen buffer", "layers.1.weight model"} <= ours.keys(), (saved, loaded)
+        assert OF_CHECKPOINTS <= seen, OF_CHECKPOINTS - seen
+
+
+def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
+    """The files of saves with us and without, with their digests or sizes; what is different after loads of universal
+    checkpoints from what was saved, or the error, with us and without; and which replaced symbols were called."""
+    import hashlib
+
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
+
+    seen: set[str] = set()
+    job = snapshots.job_of("fp32")
+    files = []
+    for stage in "23":
+        both = []
+        for name, context in (("ours", calls_seen(seen)), ("theirs", without_us())):
+            with context:
+                engine, model = snapshots.after_a_step(job, stage)
+                engine.save_checkpoint(f"{folder}/{stage}{name}", tag="tag")
+                engine.load_checkpoint(f"{folder}/{stage}{name}") if stage == "2" else None
+                engine.destroy()
+            dist.barrier()
+            paths = sorted(path for path in Path(folder, stage + name).rglob("*") if path.is_file())
+            if stage == "3":  # what it pads with is whatever the memory holds
+                both.append([(path.name, path.stat().st_size) for path in paths])
+            else:
+                both.append([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths])
+        files.append(both)
+    wanted = {}
+    for name in ("NIG", "IIG"):
+        engine, model = training.make_engine(job, training.placed(name))
+        snapshots.mark(engine, model)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        wanted[name] = snapshots.snapshot(engine, model, job)
+        engine.save_checkpoint(f"{folder}/{name}")
+        snapshots.convert(f"{folder}/{name}")
+        engine.destroy()
+    universal = snapshots.job_of("fp32", checkpoint={"load_universal": True})
+    loads = []
+    for saved in wanted:
+        for loaded in "23":
+            differences: list[Any] = []
+            for context in (calls_seen(seen), without_us()):
+                with context:
+                    engine, model = snapshots.after_a_step(universal, loaded)
+                    error = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saved}")
+                    found = snapshots.difference(wanted[saved], snapshots.snapshot(engine, model, universal))
+                    engine.destroy()
+                differences.append(error or found)
+            loads.append((saved, loaded, *differences))
+    return files, loads, seen
+
+
+def test_pipelines_with_zero_2_raise_without_us(ranks: Any) -> None:
+    for message in ranks(4).run(pipeline_case):
+        assert message.startswith("AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline"), message
+
+
+def pipeline_case() -> str:
+    """The error of DeepSpeed alone."""
+    from tests.harness import pipelines
+    from tests.harness.snapshots import error_of
+
+    with without_us():
+        return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 2})
