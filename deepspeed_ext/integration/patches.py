@@ -170,7 +170,7 @@ REPLACED: tuple[Patch, ...] = (
     *(
         Patch(
             f"{optimizer}._load_universal_checkpoint",
-            "load universal checkpoints into ours; bug fix: into DeepSpeed's where it raises, as the stage was another",
+            "load universal checkpoints into ours; bug fix: into DeepSpeed's where it raises, as stages differ",
             "(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)",
             checkpoints.load_universal,
         )

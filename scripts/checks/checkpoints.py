@@ -291,7 +291,7 @@ def work(path: Path) -> None:
 
 
 def matrix(sizes: tuple[int, int]) -> list[UniversalLoad]:
-    """Return all pairs, but those that DeepSpeed loads alone: into a plain stage, with parameters sharded as before."""
+    """Return all pairs but those that DeepSpeed loads alone: into a plain stage, parameters sharded as before."""
     sharded = {"3", *(name for name in STRATEGIES if name[0] != "N")}
     own = [(a, b) for a, b in itertools.product(ALL, STOCK) if (a in sharded) == (b in sharded)]
     # Each that loads begins with its own checkpoint: not all with the same.
