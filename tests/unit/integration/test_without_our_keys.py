@@ -121,8 +121,14 @@ def trained(job: Any, zero: dict[str, Any]) -> Any:
     """All that a run shows."""
     from tests.harness import training
 
-    kinds: list[str] = []
-    record = training.train(job, zero, look=lambda engine: kinds.append(type(engine.optimizer).__name__))
+    kinds: list[Any] = []
+
+    def look(engine: Any) -> None:
+        offload = getattr(engine.optimizer, "parameter_offload", None)
+        coordinator = type(getattr(offload, "param_coordinator", None)).__name__
+        kinds.extend([type(engine.optimizer).__name__, coordinator, sorted(vars(engine.optimizer))])
+
+    record = training.train(job, zero, look)
     return kinds, record.losses, record.norms, record.scales, record.applied, record.weights
 
 
@@ -189,6 +195,7 @@ def calls_seen(names: set[str]) -> Iterator[None]:
 
 def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
     """What a case returns, its collectives in order, and its log messages without their numbers."""
+    import gc
     from unittest import mock
 
     import torch
@@ -211,6 +218,9 @@ def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(spy(name))
+        gc.collect()  # an engine of before says that it is gone
+        gc.disable()
+        stack.callback(gc.enable)
         lines = stack.enter_context(logged())
         result = act()
     return result, calls, [re.sub(r"0x\w+|[\d.]+", "#", line) for _, line in lines]
@@ -221,8 +231,8 @@ def test_plain_runs_are_those_without_us_to_the_bit(ranks: Any) -> None:
         for name, (result, collectives, lines, kind) in found.items():
             assert result and lines, (name, kind)
             assert collectives or name == "pipeline with ZeRO-1", name  # its stages compare configurations first
-        assert found["threshold"][3] == ["DeepSpeedZeroOptimizer_Stage3"]
-        assert found["ZeRO-1 with BF16_Optimizer"][3] == ["BF16_Optimizer"]
+        assert found["threshold"][3][:2] == ["DeepSpeedZeroOptimizer_Stage3", "PartitionedParameterCoordinator"]
+        assert found["ZeRO-1 with BF16_Optimizer"][3][0] == "BF16_Optimizer"
         others = {name for name in WITHOUT_A_KEY if not name.startswith(ELSEWHERE)} - OF_CHECKPOINTS
         assert others <= seen, others - seen
 
