@@ -331,10 +331,10 @@ def parse_strategy(name: object, besides: str = "") -> Strategy:
 
 
 def full_bucket(most: int, total: int) -> int:
-    """Return the elements of a full bucket of gradients.
+    """Return how many elements cross together: of gradients, and of updated parameters that are sharded.
 
     Args:
-        most: elements, as ``reduce_bucket_size`` says.
-        total: elements of the gradients.
+        most: elements, as ``reduce_bucket_size`` or ``allgather_bucket_size`` says.
+        total: elements of all gradients, or of all parameters that are updated.
     """
     return min(most, max(-(-total // _BUCKETS), _LEAST_BUCKET))

@@ -92,9 +92,14 @@ class ParameterReshard(_Reshard):
         """Reshard G -> I in place, as it is: each group has written its own row.
 
         Args:
-            rows: (rows, width), contiguous.
+            rows: (rows, width), rows without gaps; where the whole has some, it is gathered in a buffer and copied.
         """
-        return self.inter.all_gather(rows[self.row], out=rows.view(-1))
+        if rows.is_contiguous():
+            return (yield from self.inter.all_gather(rows[self.row], out=rows.view(-1)))
+        arrived = (yield from self.inter.all_gather(rows[self.row])).view(self.rows, -1)
+        for others in (slice(self.row), slice(self.row + 1, None)):
+            rows[others].copy_(arrived[others])
+        return rows
 
     def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
         """Reshard G -> I in place what each group has encoded of its own row.

@@ -91,7 +91,7 @@ class FamilyParameters:
         """Do so for one sub-group."""
         self._family_of[number].gather_updates_of(number)
 
-    def change(self, number: int, updated: Callable[[], Tensor], held: Tensor) -> None:
+    def change(self, number: int, updated: Tensor, held: Tensor) -> None:
         """Take what a step has made of a sub-group, to be sent as what the others lack of it."""
         self._family_of[number].change(number, updated, held)
 

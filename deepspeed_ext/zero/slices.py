@@ -10,14 +10,18 @@ Note [Rows]
     groups completes the slice (``gather_updates``), and forward and backward gather inside the group only.
 
     The slices of the trainable parameters of a sub-group make one block, (k, elements of the sub-group): row j of it
-    is the sub-group's flat partition, the all-gather runs in place, without a buffer. It is started after the step
-    and waited for when a parameter of the block is first used. Where a thread of the host runs transfers, blocks come
-    one after the other, and gathers for use, which wait for them, are run by another thread.
+    is the sub-group's flat partition. It is gathered in *windows*, stretches of its columns of as many elements as a
+    bucket has, so that a model of one sub-group crosses piece by piece, too. A window that is a whole block is
+    gathered in place, another one through a buffer of its size, of which relays have two at a time.
+
+    Gathers are started after the step, and each is waited for when a parameter of the window is first used. Where a
+    thread of the host runs transfers, windows come one after the other, and gathers for use, which wait for them, are
+    run by another thread.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -30,8 +34,44 @@ from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.deepspeed_types import ZeroParameter
-from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.strategy import Placement, Strategy, full_bucket
 from deepspeed_ext.zero.updates import announce
+
+
+class _Window(NamedTuple):
+    """Columns ``start`` to ``stop`` of a block, its padding included.
+
+    Attributes:
+        members: ds_ids of the parameters in it, the smallest one first.
+        number: in the order in which windows travel.
+    """
+
+    block: int
+    start: int
+    stop: int
+    members: tuple[int, ...]
+    number: int = -1
+
+
+class _Columns(NamedTuple):
+    """Where the slice of a parameter is: columns ``start`` to ``stop`` of a block."""
+
+    block: int
+    start: int
+    stop: int
+
+
+class _Change(NamedTuple):
+    """What a step has made of this rank's row of a block, 1D without its padding: see ``Slices.change``."""
+
+    updated: Tensor
+    held: Tensor
+
+    def update(self, window: _Window) -> Update:
+        """Return what is sent of a window."""
+        held = self.held[window.start : window.stop]
+        updated = self.updated[window.start : window.stop]
+        return Update(lambda: updated.to(device=held.device, dtype=held.dtype), held, held.numel())
 
 
 class Slices:
@@ -64,11 +104,13 @@ class Slices:
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
-        self._block_of: dict[int, int] = {}  # ds_id: number of the block
+        self._columns: dict[int, _Columns] = {}  # ds_id: where its slice is
+        self._windows: list[_Window] = []  # in the order in which they travel
+        self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows that its slice is in
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
         self._updates = Schedule(overlap=True, relayed=True, background=reshard.pairwise, owed=True)
-        self._update_of: dict[int, Started] = {}  # number of the block: the gather into it
-        self._changed: dict[int, Update] = {}  # number: what is sent as what the others lack of it
+        self._update_of: dict[int, Started] = {}  # number of the window: the gather into it
+        self._changed: dict[int, _Change] = {}  # number of the block: what is sent as what the others lack of it
         announce(self)
 
     @property
@@ -155,7 +197,11 @@ class Slices:
         """Take a part of a flat buffer as the block of a sub-group; return its flat partition, and where it ends."""
         block = self._place(buffer, offset, sub_group)
         self._blocks[number] = block
-        self._block_of.update((param.ds_id, number) for param in sub_group)
+        column = 0
+        for param in sub_group:
+            self._columns[param.ds_id] = _Columns(number, column, column + param.ds_tensor.ds_numel)
+            column += param.ds_tensor.ds_numel
+        self._windows.clear()
         width, _ = self._block_width(sub_group)
         return block[self._reshard.row if self.sliced else 0, :width], offset + block.numel()
 
@@ -187,7 +233,8 @@ class Slices:
 
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_blocks``."""
-        self._blocks, self._block_of = {}, {}
+        self._blocks, self._columns = {}, {}
+        self._windows.clear()
         self.forget_changes()
 
     @torch.no_grad()
@@ -198,7 +245,7 @@ class Slices:
         """
         self.gather_updates()
         if self.sliced:
-            for some in self._batches(param for param in self._params if param.ds_id not in self._block_of):
+            for some in self._batches(param for param in self._params if param.ds_id not in self._columns):
                 for param, mine in self._gather_slices(some):
                     self._held(param).copy_(mine)
             self._written()
@@ -222,44 +269,77 @@ class Slices:
         """
         self._written()
         self.drain()
-        self._gather_blocks(dict.fromkeys(self._block_of[ds_id] for ds_id in sorted(self._block_of)))
+        self._gather_windows(self._in_order())
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
         """Do so for one sub-group, in a step in which all ranks take sub-groups in one order."""
         self._written()
-        self._gather_blocks([number])
+        self._gather_windows([window for window in self._in_order() if window.block == number])
 
-    def change(self, number: int, updated: Callable[[], Tensor], held: Tensor) -> None:
+    def change(self, number: int, updated: Tensor, held: Tensor) -> None:
         """Take what a step has made of this rank's row of a block, to be sent as what the others lack of it.
 
         That does the next gather, until which the row stays what they hold.
 
         Args:
             number: of the block.
-            updated: gives it, 1D.
+            updated: of any dtype and device, 1D.
             held: the row without its padding, 1D.
         """
-        self._changed[number] = Update(updated, held, held.numel())
+        self._changed[number] = _Change(updated, held)
 
     def forget_changes(self) -> None:
         """Forget what was taken to be sent by a step that has not ended."""
         self._changed.clear()
 
-    def _gather_blocks(self, numbers: Collection[int]) -> None:
-        if not self.sliced:
-            return
-        changed = [(number, self._changed.pop(number)) for number in numbers if number in self._changed]
-        codes = self._reshard.encode([update for _, update in changed], Placement.I) if changed else []
-        code_of = {number: (code, update.most) for (number, update), code in zip(changed, codes, strict=True)}
-        for number in numbers:
-            rows = self._blocks[number].detach()
-            if number in code_of:
-                code, width = code_of.pop(number)
+    def _in_order(self) -> list[_Window]:
+        """Return the windows of all blocks, those of the model's first parameters first. See Note [Rows]."""
+        if self.sliced and not self._windows:
+            total = sum(param.ds_numel for param in self._params if param.ds_id in self._columns)
+            most = max(1, full_bucket(self._bucket, total) // self.topology.sizes.ranks)
+            windows = [window for block in self._blocks for window in self._divided(block, most)]
+            self._windows = [
+                window._replace(number=number)
+                for number, window in enumerate(
+                    sorted(windows, key=lambda one: (one.members[0], one.block, one.start))
+                )
+            ]
+            self._windows_of = {ds_id: [] for ds_id in self._columns}
+            for window in self._windows:
+                for ds_id in window.members:
+                    self._windows_of[ds_id].append(window.number)
+        return self._windows
+
+    def _divided(self, number: int, most: int) -> Iterator[_Window]:
+        """Yield the windows of a block, of about ``most`` columns: a sub-group may be a parameter larger than asked
+        for, and a window for its end alone would be a message for little."""
+        inside = [(ds_id, columns) for ds_id, columns in self._columns.items() if columns.block == number]
+        filled = self._blocks[number].shape[1]
+        width = fill_up(-(-filled // max(1, round(filled / most))), self._reshard.multiple)
+        for start in range(0, filled, max(1, width)):
+            stop = min(start + width, filled)
+            members = sorted(ds_id for ds_id, columns in inside if columns.start < stop and start < columns.stop)
+            yield _Window(number, start, stop, tuple(members))
+
+    def _gather_windows(self, windows: Sequence[_Window]) -> None:
+        changed = [window for window in windows if window.block in self._changed]
+        updates = [self._changed[window.block].update(window) for window in changed]
+        codes = self._reshard.encode(updates, Placement.I) if changed else []
+        code_of = {
+            window.number: (code, update.most) for window, code, update in zip(changed, codes, updates, strict=True)
+        }
+        del updates, codes
+        for block in {window.block for window in changed}:
+            del self._changed[block]
+        for window in windows:
+            rows = self._blocks[window.block].detach()[:, window.start : window.stop]
+            if window.number in code_of:
+                code, width = code_of.pop(window.number)
                 transfer = self._reshard.update_rows(code, rows[:, :width])
             else:
                 transfer = self._reshard.complete_rows(rows)
-            self._update_of[number] = self._updates.start(transfer)
+            self._update_of[window.number] = self._updates.start(transfer)
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""
@@ -270,17 +350,17 @@ class Slices:
     # Reading and writing ##############################################################################
 
     def wait(self) -> None:
-        """Make the current stream wait for the gathers of all blocks; see ``wait_for_updates``."""
-        self._wait_for_blocks(list(self._update_of))
+        """Make the current stream wait for the gathers of all windows; see ``wait_for_updates``."""
+        self._wait_for_windows(list(self._update_of))
 
     def _wait_for_updates(self, params: Iterable[ZeroParameter]) -> None:
-        self._wait_for_blocks(sorted({self._block_of[p.ds_id] for p in params if p.ds_id in self._block_of}))
+        self._wait_for_windows(sorted({number for p in params for number in self._windows_of.get(p.ds_id, ())}))
 
-    def _wait_for_blocks(self, numbers: Iterable[int]) -> None:
+    def _wait_for_windows(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             update = self._update_of.get(number)
             if update is not None:
-                self._updates.finish(update)  # for each stream that reads the block
+                self._updates.finish(update)  # for each stream that reads the window
                 if get_accelerator().is_synchronized_device():
                     self._update_of.pop(number, None)
 

@@ -235,7 +235,7 @@ class Stage3States(ParoOptimizer):
         else:
             held = self.fp16_partitioned_groups_flat[sub_group_id]
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            self.parameters.change(sub_group_id, lambda: weights.to(device=held.device, dtype=held.dtype), held)
+            self.parameters.change(sub_group_id, weights, held)
         if self._starts_updates_early:
             self.parameters.gather_updates_of(sub_group_id)
 

@@ -173,7 +173,8 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         layouts = [FlatLayout.of(numel, strategy.os, topology) for numel in NUMELS]
         held = PartitionedParameters.__new__(PartitionedParameters)
         held.strategy, held.topology, held._reshard = strategy, topology, gathers
-        held._block_of, held._update_of, held._changed, held._buckets = {}, {}, {}, {}
+        held._columns, held._windows, held._windows_of = {}, [], {}
+        held._update_of, held._changed, held._buckets = {}, {}, {}
         held._updates, held._gathers = Schedule(overlap=True), Schedule(overlap=True)
         held._path = strategy.p, Placement.N
         held._relayed = gathers.hops(*held._path) > 1
@@ -185,6 +186,7 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
             chunk.ds_numel = layout.chunk
             params.append(SimpleNamespace(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), ds_tensor=chunk))
             offset += layout.chunk
+        held._params, held._bucket = params, BUCKET
         held._layouts = {param.ds_id: layout for param, layout in zip(params, layouts, strict=True)}
         rows = cluster.groups if held.sliced else 1
         held._slices = {param.ds_id: param.ds_tensor.expand(rows, -1) for param in params}

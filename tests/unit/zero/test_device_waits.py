@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a device with streams: where the host waits, what overlaps by default, and which updates are sent first."""
 
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_updates_are_sent_in_the_order_of_the_model_and_modules_wait_for_their_o
 
 
 def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
-    """The smallest ds_id of each block, in the order in which they are sent; and for each module of the next forward
+    """The smallest ds_id of each window, in the order in which they are sent; and for each module of the next forward
     how many of them the stream that computes is behind, and how many up to those that gathers until now need."""
     from unittest import mock
 
@@ -171,7 +172,6 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
 
     job = Job(sizes=(16,) * 7, empty=False, groups=2, zero={**SMALL, "stage3_prefetch_bucket_size": 600})
     sent: list[int] = []
-    blocks: list[int] = []  # as they are sent
     waited: list[tuple[int, int]] = []
     gathered: dict[int, list[Any]] = {}  # ds_id: what is gathered together with it
     complete_rows, fetch = ParameterReshard.complete_rows, GroupCoordinator.fetch_sub_module
@@ -181,9 +181,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
         parameters = engine.optimizer.parameters
 
         def complete(self: Any, rows: Any) -> Any:
-            (block,) = (n for n, held in parameters._blocks.items() if held.data_ptr() == rows.data_ptr())
-            blocks.append(block)
-            sent.append(min(ds_id for ds_id, number in parameters._block_of.items() if number == block))
+            sent.append(parameters._windows[len(sent)].members[0])
             return complete_rows(self, rows)
 
         def starting(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +192,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
             fetch(self, module, forward)
             own = [other for param in module.parameters(recurse=False) for other in gathered.get(param.ds_id, ())]
             if forward and own:
-                places = [blocks.index(parameters._block_of[param.ds_id]) + 1 for param in own]
+                places = [max(parameters._windows_of[param.ds_id]) + 1 for param in own]
                 needed = max(places + [many for _, many in waited])
                 waited.append((order.default.clock.get(wire.number, 0) - began, needed))
 
@@ -253,12 +251,12 @@ def buffers_case() -> tuple[bool, bool]:
 
 def test_with_an_offloaded_optimizer_updates_leave_as_soon_as_they_are_made(ranks: Any) -> None:
     for log in ranks(4).run(early_case):
-        assert log.count("step") == log.count("send") > 2
-        assert log[: len(log) // 2 * 2] == ["step", "send"] * (len(log) // 2)
+        assert log.count("step") > 2
+        assert [kind for kind, _ in groupby(log)] == ["step", "send"] * log.count("step")
 
 
 def early_case() -> list[str]:
-    """Steps of sub-groups and gathers of blocks, in their order."""
+    """Steps of sub-groups and gathers of windows, in their order."""
     from unittest import mock
 
     from deepspeed_ext.comm.reshard import ParameterReshard

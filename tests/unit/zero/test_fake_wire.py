@@ -37,7 +37,7 @@ WAITS = {  # by whether the device has streams
         **COMMON,
         "parameters.py:_start": "GGG",
         "gathers.py:wait": "III",
-        "slices.py:_gather_blocks": "IGG",
+        "slices.py:_gather_windows": "IGG",
     },
 }
 STOCK = ("torch.py", "partition_parameters.py")  # DeepSpeed's, which waits for its own

@@ -102,6 +102,66 @@ def under_way_case() -> list[int]:
     return counts
 
 
+@pytest.mark.quick
+def test_a_model_of_one_sub_group_crosses_in_windows(ranks: Any, kernels: bool) -> None:
+    for sub_groups, total, waited, different in ranks(4).run(windows_case):
+        assert sub_groups == {1}  # as in checkpoints of versions that knew no windows
+        assert waited == sorted(waited)
+        assert 0 < waited[0] <= total / 16 * 1.1 + LAYER  # in one window it would be all of them
+        assert total / 2 < waited[-1] <= total + 4  # with padding
+        assert not different
+
+
+LAYER = 16 * 17  # elements
+
+
+def windows_case() -> tuple[set[int], int, list[int], list[str]]:
+    """IIG with default sizes: numbers of sub-groups; elements of the model; those that must have arrived before each
+    layer runs; and what ends with other bits than in one window."""
+    from unittest import mock
+
+    from deepspeed_ext import strategy
+    from tests.harness import training
+
+    small = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+    job = training.Job(sizes=(16,) * 33, dtype="bf16", empty=False, steps=3, zero=small)
+    exact = {"paro_quantized_updates": {"bits": "exact"}}
+    sub_groups, waited, weights = set[int](), list[int](), dict[str, Any]()
+    for name, windows, extra in (("one", 1, {}), ("many", 16, {}), ("many, exact", 16, exact)):
+        with mock.patch.multiple(strategy, _LEAST_BUCKET=1, _BUCKETS=windows):  # windows of a small model, too
+            engine, model = training.make_engine(job, placed("IIG", **extra))
+            data = training.batches(job)
+            for number in range(job.steps):
+                training.micro_step(engine, job, number, *next(data))
+                engine.step()
+        sub_groups.add(len(engine.optimizer.fp16_groups))
+        total = sum(param.ds_numel for param in model.parameters())
+        if name == "many":
+            note_waits(engine, model, waited)
+            engine(next(data)[0])
+        weights[name] = training.whole_weights(model)
+        engine.destroy()
+    return sub_groups, total, waited, [name for name, found in weights.items() if not found.equal(weights["one"])]
+
+
+def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
+    """Note before each layer of the next forward how many elements have been waited for."""
+    parameters = engine.optimizer.parameters
+    finish = parameters._updates.finish
+    numbers = {id(started): number for number, started in parameters._update_of.items()}
+    ranks = parameters.topology.sizes.ranks
+    arrived = [0]
+
+    def finishing(started: Any) -> Any:
+        before = parameters._windows[: numbers[id(started)] + 1]
+        arrived.append(max(arrived[-1], ranks * sum(window.stop - window.start for window in before)))
+        return finish(started)
+
+    parameters._updates.finish = finishing
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: waited.append(arrived[-1]))
+
+
 def test_frozen_parameters_are_loaded_whole(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(4).run(frozen_case, str(tmp_path)):
         assert rows == [(name, 0.0, True) for name in PARTITIONED]
