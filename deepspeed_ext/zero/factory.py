@@ -88,6 +88,8 @@ def configure_with(
         engine.is_first_weights_partition_group = lambda: bool(configured.filing.writes)
     if isinstance(configured, Stage12Optimizer):
         configured.watch(engine.module)
+        if configured.updates.ahead:  # HF's Trainer calls it between a step and the next forward
+            engine.zero_grad = configured.updates.unread(engine.zero_grad)
     return configured
 
 

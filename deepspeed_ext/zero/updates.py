@@ -10,14 +10,15 @@ Note [Updates under the forward]
     every module, and with them whatever DeepSpeed saves and loads; ``GatheredParameters``; the end of each backward,
     and the next step. To wait is not collective: all ranks have started the same gathers.
 
-    What reads parameters otherwise calls ``deepspeed_ext.wait_for_updates()`` first: a weight average that goes over
-    ``model.parameters()``; a module that uses the parameter of another one without calling it, if that is not a part
-    of it, or one that it calls at other times in the same mode, training or evaluation.
+    A parameter may also be read where no module is called: as an attribute of a module, or by going over
+    ``parameters()``. Both look into the module's ``_parameters``, so these are a dictionary that waits for what it
+    hands out (``_WaitingParameters``). Whoever has kept a parameter from before hands out nothing, and calls
+    ``deepspeed_ext.wait_for_updates()`` first.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +105,65 @@ class _BeforeUse:
         return _BeforeUse, ()
 
 
+class _WaitingParameters(dict[str, Any]):
+    """The parameters of a module, each of which arrives before it is handed out. A copy, or a pickled one, is a plain
+    dictionary.
+
+    A compiled forward reads past it, and waits by the hooks of its modules.
+
+    Args:
+        parameters: of the module, by name.
+        updates: weakly held.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], updates: "Updates") -> None:
+        super().__init__(parameters)
+        self._updates = weakref.ref(updates)
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        if not torch.compiler.is_compiling():
+            self._wait((found,))
+        return found
+
+    def get(self, name: str, default: Any = None) -> Any:
+        found = super().get(name, default)
+        if not torch.compiler.is_compiling():
+            self._wait((found,))
+        return found
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.get(name)
+        return super().pop(name, *default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override] # a view of dict's own class
+        self._wait_for_all()
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self._wait_for_all()
+        return super().values()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (self.copy(),)
+
+    def is_of(self, updates: "Updates") -> bool:
+        """Whether it waits for these."""
+        return self._updates() is updates
+
+    def _wait_for_all(self) -> None:
+        if not torch.compiler.is_compiling():
+            self._wait(super().values())
+
+    def _wait(self, params: Iterable[Any]) -> None:
+        updates = self._updates()
+        if updates is not None and updates.begun:
+            updates.wait_for_those(params)
+
+
 def _parts_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     """Yield a module and all in it, each behind all of its parts, which ``modules()`` reversed does not do for a part
     that several modules share.
@@ -145,7 +205,11 @@ class Updates:
         self.ahead = ahead
         self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead and threads, owed=True)
         self._started: list[Started] = []
+        self._reached: dict[Any, int] = {}  # stream: number of the last window that it is behind
+        self._last_of: dict[int, int] = {}  # id of a parameter: number of the last window with elements of it
+        self._reading = True
         self._hooks: list[Any] = []
+        self._watched: list[nn.Module] = []
         if ahead:
             announce(self)
 
@@ -153,6 +217,7 @@ class Updates:
         """Gather all windows: have them arrive by themselves, or wait for them."""
         self.drain()
         self._started.clear()
+        self._reached.clear()
         for window in self._windows:
 
             def arrive(gathered: Tensor, window: Window = window) -> None:
@@ -172,10 +237,39 @@ class Updates:
 
     def wait_for(self, number: int) -> None:
         """Have the current stream come behind the arrival of the windows up to a number."""
+        stream = None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
+        if self._reached.get(stream, -1) >= number:
+            return
         if number >= len(self._started):
             self.drain()
         else:
             self._schedule.wait(self._started[number])  # they arrive in order
+        self._reached[stream] = number
+
+    def wait_for_those(self, params: Iterable[Any]) -> None:
+        """Have the current stream come behind the arrival of parameters, if these are read."""
+        last = max((self._last_of.get(id(param), -1) for param in params), default=-1)
+        if last >= 0 and self._reading:
+            self.wait_for(last)
+
+    def unread(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method that goes over parameters and does not read them, so that nothing has to arrive for it.
+
+        Args:
+            method: of an object that may keep what is returned; it is held weakly.
+        """
+        found = weakref.WeakMethod(method)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            bound = found()
+            assert bound is not None
+            self._reading = False
+            try:
+                return bound(*args, **kwargs)
+            finally:
+                self._reading = True
+
+        return called
 
     def wait(self) -> None:
         """See ``wait_for_updates``."""
@@ -215,6 +309,13 @@ class Updates:
         # Layers of a pipeline may be functions of tied weights, which no module's forward tells of.
         if any(not isinstance(layer, nn.Module) for layer in getattr(module, "forward_funcs", ())):
             self._hooks.append(module.register_forward_pre_hook(everything, prepend=True))
+        self._last_of = {id(p): last[places[id(p)]] for p in module.parameters() if places.get(id(p)) in last}
+        for used in module.modules():
+            params: Any = used.__dict__.get("_parameters")
+            # Of a class of somebody else's, nothing is known.
+            if type(params) in (dict, _WaitingParameters) and any(id(p) in self._last_of for p in params.values()):
+                used.__dict__["_parameters"] = _WaitingParameters(params, self)
+                self._watched.append(used)
 
     def drop(self) -> None:
         """Have what is on its way arrive, and leave the model alone."""
@@ -223,4 +324,9 @@ class Updates:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for used in self._watched:
+            params = used.__dict__["_parameters"]
+            if isinstance(params, _WaitingParameters) and params.is_of(self):
+                used.__dict__["_parameters"] = dict(params)
+        self._watched.clear()
         _all.discard(self)

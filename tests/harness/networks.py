@@ -261,3 +261,16 @@ def train_whole(job: Job) -> tuple[Tensor, dict[str, Tensor]]:
                 with torch.no_grad():
                     param.sub_(rate * muon_update(gradient, momentum, num_heads=heads).view(param.shape))
     return torch.cat([p.detach().flatten() for p in model.parameters()]), momenta
+
+
+class Normed(Network):
+    """Layer 1 has torch's old weight norm; the last layer's weight is read without a call of it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        torch.nn.utils.weight_norm(self.layers[1])
+
+    def last(self, x: Tensor) -> Tensor:
+        """Apply the last layer's weight."""
+        weight: Tensor = self.layers[-1].weight
+        return nn.functional.linear(x, weight)

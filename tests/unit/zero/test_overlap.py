@@ -85,8 +85,8 @@ def test_what_reads_parameters_waits_for_those_that_are_on_their_way(ranks: Any,
         assert found == dict.fromkeys(READS, True)
 
 
-def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list[Any]]]:
-    """Each returns what it has read, as it was then."""
+def ways_to_read(engine: Any, model: Any, kept: list[Any], x: Any) -> dict[str, Callable[[], list[Any]]]:
+    """Each returns what it has read, as it was then; ``kept`` are the parameters."""
     import copy
     import threading
 
@@ -96,7 +96,7 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
     import deepspeed_ext
 
     def values(some: Any = None) -> list[Any]:
-        return [tensor.detach().clone() for tensor in (model.parameters() if some is None else some)]
+        return [tensor.detach().clone() for tensor in (kept if some is None else some)]
 
     def gathered() -> list[Any]:
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -156,11 +156,12 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
     for way in READS:
         with mock.patch.object(Stage12Optimizer, "_gather_window", late):
             engine, model = training.make_engine(job, keys)
+            kept = list(model.parameters())  # which wait for nothing, where the model's own do
             x, y = next(training.batches(job))
             training.micro_step(engine, job, 0, x, y)
             engine.step()
-            before = torch.cat([p.detach().flatten() for p in model.parameters()])
-            read = ways_to_read(engine, model, x)[way]
+            before = torch.cat([p.detach().flatten() for p in kept])
+            read = ways_to_read(engine, model, kept, x)[way]
             seen = read()
             waited = not engine.optimizer.updates._started or way == "forward"
         deepspeed_ext.wait_for_updates()
