@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.schedule import Schedule, Started
@@ -109,7 +110,8 @@ class _WaitingParameters(dict[str, Any]):
     """The parameters of a module, each of which arrives before it is handed out. A copy, or a pickled one, is a plain
     dictionary.
 
-    A compiled forward reads past it, and waits by the hooks of its modules.
+    A compiled forward reads past it, and waits by the hooks of its modules. Every forward reads here, so what tells
+    that nothing is under way is held, and asked first.
 
     Args:
         parameters: of the module, by name.
@@ -119,16 +121,18 @@ class _WaitingParameters(dict[str, Any]):
     def __init__(self, parameters: Mapping[str, Any], updates: "Updates") -> None:
         super().__init__(parameters)
         self._updates = weakref.ref(updates)
+        self._started, self._reached = updates._started, updates._reached
+        self._last = max(updates._last_of.get(id(param), -1) for param in parameters.values())
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        if not torch.compiler.is_compiling():
+        found = dict.__getitem__(self, name)
+        if not is_compiling() and self._started and self._reached.get(None, -1) < self._last:
             self._wait((found,))
         return found
 
     def get(self, name: str, default: Any = None) -> Any:
         found = super().get(name, default)
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             self._wait((found,))
         return found
 
@@ -155,7 +159,7 @@ class _WaitingParameters(dict[str, Any]):
         return self._updates() is updates
 
     def _wait_for_all(self) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             self._wait(super().values())
 
     def _wait(self, params: Iterable[Any]) -> None:
@@ -205,7 +209,7 @@ class Updates:
         self.ahead = ahead
         self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead and threads, owed=True)
         self._started: list[Started] = []
-        self._reached: dict[Any, int] = {}  # stream: number of the last window that it is behind
+        self._reached: dict[Any, int] = {}  # stream, None without: number of the last window that it is behind
         self._last_of: dict[int, int] = {}  # id of a parameter: number of the last window with elements of it
         self._reading = True
         self._hooks: list[Any] = []
