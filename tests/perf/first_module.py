@@ -1,0 +1,165 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What of updated parameters hides under the next forward, for a small model with default sizes under IIG.
+
+    python -m tests.perf.first_module --csv tests/perf/results/first_module.csv
+
+The model has 16 blocks of 6.3 M parameters in bf16: one sub-group. This process is one rank of 4 in groups of 2, on a
+fake process group, whose collectives end at once; gathers of updates take as long as their bytes on an emulated link,
+one after the other. Nothing is fetched ahead. Blocks sleep in their forward, all together ``--ratio`` times as long as
+the link needs for the updates. *In one piece* is how such a model crossed before: the sub-group at once.
+
+*Waited* are the seconds in which the first forward after a step waits for the link; *longer* those that it takes more
+than the next one, which waits for nothing: what else the machine does counts there. Both methods take turns.
+*First* is the share of the model that must have arrived before the first block computes.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+
+from deepspeed_ext.comm.reshard import ParameterReshard
+from deepspeed_ext.zero import slices
+from tests.perf.lib import records
+from tests.perf.lib.blocks import Pauses, make_blocks
+from tests.perf.lib.fake_world import FakeWorld
+
+BLOCKS, WIDTH, HIDDEN = 16, 1024, 3072
+RANKS, GROUP_SIZE = 4, 2
+METHODS = {"in one piece": lambda most, total: most, "in windows": slices.full_bucket}
+
+
+class Link:
+    """What updates travel over: one after the other.
+
+    Args:
+        rate: bytes a second.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.free, self.busy, self.waited = rate, 0.0, 0.0, 0.0
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """In this context gathers of updates take their time."""
+        complete_rows = ParameterReshard.complete_rows
+
+        def paced(reshard: ParameterReshard, rows: torch.Tensor) -> Any:
+            transfer = complete_rows(reshard, rows)
+            handle = next(transfer)
+            begun = max(time.perf_counter(), self.free)
+            seconds = rows[0].nbytes * (reshard.rows - 1) / self.rate
+            due = self.free = begun + seconds
+            self.busy += seconds
+            yield _Due(due, self)
+            handle.wait()
+            with contextlib.suppress(StopIteration):
+                next(transfer)
+            return rows
+
+        with mock.patch.object(ParameterReshard, "complete_rows", paced):
+            yield
+
+
+class _Due:
+    def __init__(self, at: float, link: Link) -> None:
+        self._at, self._link = at, link
+
+    def wait(self) -> None:
+        begun = time.perf_counter()
+        time.sleep(max(0.0, self._at - begun))
+        self._link.waited += max(0.0, self._at - begun)
+
+
+def make_engine(pauses: Pauses) -> Any:
+    """Return an engine with default sizes, but for what is fetched ahead: on this process group the host would wait
+    for it, where elsewhere a thread or a stream does."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {
+            "paro_strategy": "IIG",
+            "paro_group_size": GROUP_SIZE,
+            "stage3_prefetch_bucket_size": 0,
+        },
+    }
+    model = make_blocks(BLOCKS, WIDTH, HIDDEN, pauses)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return engine
+
+
+def exposed(engine: Any, link: Link, pauses: Pauses, forward: float) -> tuple[float, float]:
+    """Take a step; return by how many seconds the next forward is longer than another one, and those that it waits."""
+    batch = torch.randn(1, WIDTH, dtype=torch.bfloat16)
+    pauses.forward = 0.0
+    engine.backward(engine(batch, torch.zeros_like(batch)))
+    link.free = link.busy = link.waited = 0.0
+    pauses.forward = forward
+    with link.connected():
+        engine.step()
+        engine.eval()
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            with torch.no_grad():
+                engine(batch, torch.zeros_like(batch))
+            seconds.append(time.perf_counter() - start)
+        engine.train()
+    return seconds[0] - seconds[1], link.waited
+
+
+def first_share(engine: Any) -> float:
+    """Return the share of the model that must have arrived before the first block computes."""
+    parameters = engine.optimizer.parameters
+    widths = [window.stop - window.start for window in parameters._windows]
+    needed = max(parameters._windows_of[param.ds_id][-1] for param in engine.module.blocks[0].parameters())
+    return sum(widths[: needed + 1]) / sum(widths)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--mbit", type=float, default=100.0, help="of the link of this rank")
+    parser.add_argument("--ratio", type=float, default=1.0, help="of forward to the link's seconds")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--csv", type=Path, help="append rows to this file")
+    args = parser.parse_args()
+    FakeWorld(RANKS, GROUP_SIZE)
+    link, pauses = Link(args.mbit * 1e6 / 8), Pauses()
+    numel = BLOCKS * 2 * WIDTH * HIDDEN
+    forward = args.ratio * (2 * numel / RANKS) * (RANKS // GROUP_SIZE - 1) / link.rate / BLOCKS
+    engines, found = {}, {name: list[tuple[float, float]]() for name in METHODS}
+    for name, rule in METHODS.items():
+        with mock.patch.object(slices, "full_bucket", rule):
+            engines[name] = make_engine(pauses)
+            exposed(engines[name], link, pauses, forward)  # and windows are made
+    for _ in range(args.rounds):
+        for name, engine in engines.items():
+            found[name].append(exposed(engine, link, pauses, forward))
+    rows = []
+    for name, seconds in found.items():
+        row = {"method": name, "parameters": numel, "mbit": args.mbit, "ratio": args.ratio, "rounds": args.rounds}
+        row |= {"link": link.busy, "first": first_share(engines[name])}
+        for what, some in zip(("longer", "waited"), map(sorted, zip(*seconds, strict=True)), strict=True):
+            row |= {what: statistics.median(some), f"least {what}": some[0], f"most {what}": some[-1]}
+        rows.append(row)
+        print(
+            ", ".join(f"{key} {value:.3g}" if isinstance(value, float) else str(value) for key, value in row.items())
+        )
+    if args.csv:
+        records.append_rows(args.csv, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
