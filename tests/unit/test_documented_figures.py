@@ -163,6 +163,16 @@ def test_measurements_of_pipelines_and_leaf_modules_have_their_rows() -> None:
         assert not of_stock or float(of_stock) == round(float(row["of_stock"]), 2), name
 
 
+def test_what_is_said_of_a_small_models_updates_has_its_rows() -> None:
+    text = " ".join(page("tests/perf/README.md").section("## Overlap: what hides under compute").text.split())
+    whole, windows = rows_of("first_module.csv")
+    for what, between in (("waited", " s, median of 5 turns"), ("longer", " s")):
+        for row, unit in ((whole, between), (windows, " s")):
+            median, least, most = (f"{float(row[key]):.3g}" for key in (what, f"least {what}", f"most {what}"))
+            assert f"{median}{unit} ({least} to {most})" in text, (row["method"], what)
+    assert f"take {float(whole['link']):.3g} s" in text and f"{float(windows['first']):.2%}".replace("%", " %") in text
+
+
 def test_what_is_said_of_loco_has_its_rows() -> None:
     text = " ".join(page("deepspeed_ext/loco/README.md").section("## What was measured").text.split())
     rows = {
