@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed_ext.comm import endings
 from deepspeed_ext.comm.schedule import Schedule, Started
 from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
@@ -119,6 +120,17 @@ def test_nobody_waits_for_transfers_whose_result_it_does_not_need() -> None:
         assert seen(order.default, wires) == [1, 1]
         gathers.finish(second)
         assert seen(order.default, wires) == [2, 2]
+
+
+@pytest.mark.parametrize("owed", [True, False])
+def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
+    with device_with_streams() as order:
+        wires = [Stream(order, "intra"), Stream(order, "inter")]
+        updates = Schedule(overlap=True, relayed=True, owed=owed)
+        for _ in range(3):
+            updates.start(over(order, wires))
+        assert endings.complete(after_an_error=False) is None
+        assert [order.host.get(wire.number, 0) for wire in wires] == [3 * owed] * 2
 
 
 def test_buckets_leave_the_stream_that_packs_them_to_the_next_ones() -> None:
