@@ -155,6 +155,7 @@ def _fork(case: Case, rank: int, port: int, log: Path) -> int:
         os.dup2(output.fileno(), 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
     raise _IsRank(case, rank)
 
 
