@@ -7,7 +7,8 @@ Note [Endings]
     parameters that the late rank is going to wait for need both. So a rank that ends first completes what it *owes*:
     the updates of steps that it has taken. It does so on every way out that Python sees: ``destroy_process_group``,
     which closes the connections, and otherwise ``atexit``, which comes after the end of the script, ``sys.exit``, an
-    exception and SIGINT.
+    exception and SIGINT. A process of ``multiprocessing`` has its finalizers instead: one that is forked ends without
+    ``atexit``.
 
     That ends. All that is owed has been started by this rank, and needs of the others only that they take the same
     step. If one of them dies its connections are closed, which is an error here; if one hangs the process group's
@@ -22,11 +23,15 @@ Note [Endings]
     ended by ``pthread_exit``, which unwinds through functions of torch that let nothing pass: the process aborts. So
     the connections that threads wait on are closed, and the threads are joined.
 
-    What is owed and did not arrive is a failure of the run, which nobody but the end may be there to hear of.
-    ``destroy_process_group`` raises it. At ``atexit`` nothing can be raised, so the process exits with status 1.
+    What is owed and did not arrive is a failure of the run. If nobody has been told of it, ``destroy_process_group``
+    raises it. At ``atexit`` nothing can be raised, so the process exits with status 1, and what was registered with
+    ``atexit`` before the engine was made does not run.
 """
 
 import atexit
+import logging
+import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import time
@@ -52,12 +57,23 @@ class Owing(Protocol):
 
 
 _owing: "weakref.WeakSet[Owing]" = weakref.WeakSet()
-os.register_at_fork(after_in_child=_owing.clear)  # a forked process has none of the connections
+_finalizers: list[multiprocessing.util.Finalize] = []  # of this process, if it is one of multiprocessing
+
+
+def _forget_all() -> None:
+    """Called in a forked process, which has none of the connections."""
+    _owing.clear()
+    _finalizers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def owe(owing: Owing) -> None:
     """Complete what this object has under way before the process ends."""
     _owing.add(owing)
+    if multiprocessing.parent_process() is not None and not _finalizers:
+        _finalizers.append(multiprocessing.util.Finalize(None, _end, exitpriority=0))
 
 
 def complete(after_an_error: bool) -> BaseException | None:
@@ -91,6 +107,7 @@ def complete(after_an_error: bool) -> BaseException | None:
             _joined(running(), _PATIENCE)
     finally:
         _end_threads()
+    _owing.clear()
     failures += untold_failures()
     return None if after_an_error or not failures else failures[0]
 
@@ -121,15 +138,16 @@ def failed(failure: BaseException) -> str:
 def _exit(why: str) -> None:
     """End the process with an error, where nothing can be raised any more."""
     logger.error(why)
+    logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)
 
 
 @atexit.register
-def _at_exit() -> None:
-    # Python sets it when it prints an exception that nobody has caught; ``sys.exit`` is none.
-    after_an_error = hasattr(sys, "last_type")
+def _end() -> None:
+    # The second is set when Python prints an exception that nobody has caught.
+    after_an_error = sys.exc_info()[0] not in (None, SystemExit) or hasattr(sys, "last_type")
     try:
         failure = complete(after_an_error)
     except KeyboardInterrupt:

@@ -77,7 +77,9 @@ def break_off_all() -> None:
 
     gloo cannot take a message back, but a wait that ends by its time ends all waits for messages of the same group.
     """
-    for handles in [handles for started in list(_under_way.values()) for handles in list(started)]:
+    with _launch:  # a thread may start a group's first messages
+        under_way = [handles for started in _under_way.values() for handles in list(started)]
+    for handles in under_way:
         handles.break_off()
 
 

@@ -209,7 +209,7 @@ class Updates:
         self.ahead = ahead
         self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead and threads, owed=True)
         self._started: list[Started] = []
-        self._reached: dict[Any, int] = {}  # stream, None without: number of the last window that it is behind
+        self._reached: dict[Any, int] = {}  # stream, None without: number of the last window that it has waited for
         self._last_of: dict[int, int] = {}  # id of a parameter: number of the last window with elements of it
         self._reading = True
         self._hooks: list[Any] = []
@@ -251,7 +251,7 @@ class Updates:
         self._reached[stream] = number
 
     def wait_for_those(self, params: Iterable[Any]) -> None:
-        """Have the current stream come behind the arrival of parameters, if these are read."""
+        """Make the current stream wait until parameters have arrived, if these are read."""
         last = max((self._last_of.get(id(param), -1) for param in params), default=-1)
         if last >= 0 and self._reading:
             self.wait_for(last)

@@ -217,7 +217,7 @@ def _end_early(case: Case, rank: int) -> None:
 
 
 def _signal_later(number: int, seconds: float) -> None:
-    """Have another process send it: a thread of this one could be what keeps it from ending."""
+    """Let another process send it: a thread of this one could be what keeps it from ending."""
     target = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)
@@ -234,7 +234,7 @@ def _end_with_an_error(case: Case, rank: int) -> None:
 
 
 def _end(case: Case, rank: int, engine: Any) -> None:
-    """End the script, behind its last step."""
+    """End the script after its last step."""
     import torch
 
     _end_with_an_error(case, rank)
@@ -295,7 +295,7 @@ def _serve() -> None:
     import torch
 
     torch.set_num_threads(1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a compiled all-reduce, which is not our matter
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a compiled all-reduce, which is not tested here
     if "DEEPSPEED_EXT_DISABLE" not in os.environ:
         from deepspeed_ext.loco.ops import load_kernels
 

@@ -100,9 +100,37 @@ def test_after_an_error_a_reduction_is_given_up(ranks: Any) -> None:
     assert "closure" in failure  # of the connections that the thread waited on
 
 
+def finalizer_case() -> tuple[bool, bool]:
+    """Whether what is owed is complete: after the end of a process of multiprocessing, as this one is, and before."""
+    import torch
+
+    from deepspeed_ext.comm import endings
+    from deepspeed_ext.comm.schedule import Schedule
+
+    done: list[bool] = []
+
+    def transfer() -> Any:
+        time.sleep(0.2)
+        done.append(True)
+        return torch.ones(1)
+        yield
+
+    Schedule(overlap=True, background=True, owed=True).start(transfer())
+    before = bool(done)
+    (finalizer,) = endings._finalizers
+    finalizer()
+    endings._finalizers.clear()  # the next case has one of its own
+    return bool(done), before
+
+
+def test_a_forked_process_completes_what_it_owes_without_atexit(ranks: Any) -> None:
+    assert ranks(1).run(finalizer_case) == [(True, False)]
+
+
 def wait_case() -> tuple[int, int]:
-    """Transfers that run after a step of IIG which the other rank takes later: before ``wait_for_updates``, after."""
+    """Transfers that run after a step of IIG which the other group takes later: before ``wait_for_updates``, after."""
     from deepspeed import comm as dist
+    from torch.distributed.distributed_c10d import _get_default_store
 
     import deepspeed_ext
     from deepspeed_ext.comm import background
@@ -115,12 +143,15 @@ def wait_case() -> tuple[int, int]:
     step = engine.optimizer.optimizer.step
 
     def late(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.5 * (dist.get_rank() > 1))  # in the other group
+        if dist.get_rank() > 1:  # in the other group
+            _get_default_store().wait(["the first group has seen what runs"])
         return step(*args, **kwargs)
 
     engine.optimizer.optimizer.step = late
     engine.step()
     before = len([one for one in background.running() if one.owed])
+    if dist.get_rank() == 0:
+        _get_default_store().set("the first group has seen what runs", "")
     deepspeed_ext.wait_for_updates()
     return before, len(engine.optimizer.parameters._update_of)
 

@@ -106,7 +106,6 @@ def under_way_case() -> list[int]:
 def test_a_model_of_one_sub_group_crosses_in_windows(ranks: Any, kernels: bool) -> None:
     for sub_groups, total, waited, different in ranks(4).run(windows_case):
         assert sub_groups == {1}  # as in checkpoints of versions that knew no windows
-        assert waited == sorted(waited)
         assert 0 < waited[0] <= total / 16 * 1.1 + LAYER  # in one window it would be all of them
         assert total / 2 < waited[-1] <= total + 4  # with padding
         assert not different

@@ -24,7 +24,7 @@ ARRIVED = (
     "a parametrization made later",
     "deepcopy",
 )
-STALE = ("kept from before", "of the optimizer", "a plain copy")
+STALE = ("kept from before", "of the optimizer", "a plain copy", "in a module made later")
 
 
 @pytest.mark.quick
@@ -95,6 +95,8 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
 
     last, kept = model.layers[-1], list(model.parameters())
     copied = {**last._parameters}
+    later = nn.Module()
+    later.weight = last.weight
 
     def tied_to(weight: Any) -> Any:
         head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -151,6 +153,7 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
         "kept from before": lambda: values(kept),
         "of the optimizer": lambda: values(one for group in engine.optimizer.bit16_groups for one in group),
         "a plain copy": lambda: values([copied["weight"]]),
+        "in a module made later": lambda: values([later.weight]),
     }
 
 
