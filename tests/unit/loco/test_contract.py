@@ -287,13 +287,15 @@ def test_13_pieces_are_added_in_their_order() -> None:
 @pytest.mark.parametrize("error_bits", [8, 16])
 def test_15_errors_of_a_message_whose_parts_are_filled_up_otherwise(error_bits: int) -> None:
     contents = ((Span(0, 0, 0, 1000),), (Span(0, 1, 0, 1000),))
-    memory = ErrorFeedback(LocoSettings(error_bits=error_bits))
-    numbers = {run: normal(1000, seed=run.row) for (run,) in contents}
-    memory.load_errors(numbers, 1)
+    settings = LocoSettings(error_bits=error_bits)
+    memory = ErrorFeedback(settings)
+    unsent = {run: normal(1000, seed=run.row) for (run,) in contents}
+    memory.load_errors(unsent, 1)
+    errors = [(1 - settings.err_beta) * values for values in unsent.values()]  # Note [Errors of buckets]
     for splits in ([1000, 1000], [1040, 1040], [1008, 1008]):
         kept, _ = memory.buffers(contents, splits, "cpu")
         rows = memory._decode(kept, splits).view(2, -1)
         assert rows.shape[1] == splits[0] and not rows[:, 1000:].any()
-        for row, expected in zip(rows, numbers.values(), strict=True):
+        for row, expected in zip(rows, errors, strict=True):
             assert (row[:1000] - expected).norm() < 0.02 * expected.norm()
         memory.finish_step(False)
