@@ -31,7 +31,7 @@ WAITS = {  # by whether the device has streams
         "partitioned_gradients.py:finish": "GIG",
         "partitioned_gradients.py:drain": "GGG",
         "gathers.py:wait": "GGG",
-        "slices.py:_wait_for_updates": "IGG",
+        "slices.py:_wait_for_windows": "IGG",
     },
     True: {  # relays wait at once; what has none is a gather of one hop
         **COMMON,

@@ -61,7 +61,7 @@ FOUND = {
     "zero/partitioned_gradients.py:PartitionedGradients.finish:drain 2": ("IIG", "plain"),
     "zero/partitioned_gradients.py:PartitionedGradients.reduce_units:record_stream": ("ING", "plain"),
     "zero/slices.py:Slices._gather_slices:finish": ("IIG", "every micro-step"),
-    "zero/slices.py:Slices._wait_for_updates:finish": ("IIG", "plain"),
+    "zero/slices.py:Slices._wait_for_windows:finish": ("IIG", "plain"),
     "zero/stage12.py:Stage12Optimizer.independent_gradient_partition_epilogue:_finish_buckets": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:_finish_buckets": ("NIG", "plain"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:finish": ("NIG", "offload"),
@@ -90,6 +90,7 @@ _ARRIVED = "modules have waited for what they use before"
 _BY_READING = "tests/unit/zero/test_overlap.py reads what has not arrived, without a device"
 _GLOO = "for gloo alone, where it has the host wait"
 _ALONE = "tests/unit/comm/test_schedule.py finds it"
+_ENDS = f"the host waits at the end of a process; {_ALONE}"
 _MEASURES = "measures time; nobody reads what it brings"
 _LATER = "hops of gradients between groups, which are waited for, come behind these gathers: on one communicator"
 _READ = "where gradients are read between micro-steps DeepSpeed has the host wait"
@@ -100,10 +101,16 @@ UNFOUND = {
     "zero/family_parameters.py:FamilyParameters.complete:complete": "in no case experts are saved",
     "zero/family_parameters.py:FamilyParameters.drain:drain": _LATER,
     "zero/family_parameters.py:FamilyPartitionedGradients.drain:drain": "in no case states of experts are offloaded",
+    "checkpoint/converting.py:_at_work.show:wait": "waits for time to pass",
     "comm/background.py:Background.wait:wait": _THREAD,
     "comm/background.py:Job.wait:wait": _THREAD,
     "comm/pairwise.py:Handles.wait:wait": _GLOO,
     "comm/pairwise.py:PairwiseHandles.wait:wait": _GLOO,
+    "comm/pairwise.py:PairwiseHandles.break_off:wait": _GLOO,
+    "comm/endings.py:complete:synchronize": _ENDS,
+    "comm/schedule.py:Point.synchronize:synchronize": _ENDS,
+    "comm/schedule.py:Schedule.synchronize:synchronize": _ENDS,
+    "integration/seams/endings.py:complete_transfers_first.destroy_process_group:complete": _ENDS,
     "comm/schedule.py:_Relayed._resume:follow": _ALONE,
     "comm/schedule.py:_Relayed._arrive:follow": _ALONE,
     "comm/schedule.py:Started.wait:complete": "a relay has been given all of it before",
@@ -157,7 +164,9 @@ UNFOUND = {
     "zero/updates.py:Updates.drop:drain": _BY_READING,
     "zero/updates.py:Updates.start:drain": _ARRIVED,
     "zero/updates.py:Updates.wait_for:drain": _BY_READING,
-    "zero/updates.py:wait_for_updates:drain": _BY_READING,
+    "zero/updates.py:Updates.wait:drain": _BY_READING,
+    "zero/updates.py:wait_for_updates:wait": _BY_READING,
+    "zero/updates.py:wait_for_whole_parameters:wait": _BY_READING,
 }
 
 
