@@ -179,7 +179,7 @@ def train(case: Case, rank: int) -> None:
     for step in range(last + 1):
         if step == last:
             if rank == case.late_rank:
-                _delay(optimizer, case.late)
+                _delay(optimizer, case.late, case.kind.startswith("killed late"))
             _end_early(case, rank)
         loss = engine(torch.randn(2, 16)).square().mean()
         engine.backward(loss)
@@ -193,11 +193,14 @@ def _say_what_is_alive() -> None:
             print(_ALIVE, thread.name)
 
 
-def _delay(optimizer: Any, seconds: float) -> None:
+def _delay(optimizer: Any, seconds: float, killed: bool) -> None:
+    """Let the optimizer step later, or be killed instead."""
     step = optimizer.step
 
     def late(*args: Any, **kwargs: Any) -> Any:
         time.sleep(seconds)
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
         return step(*args, **kwargs)
 
     optimizer.step = late
@@ -210,8 +213,6 @@ def _end_early(case: Case, rank: int) -> None:
         number = signal.SIGKILL
     if number is not None:
         _signal_later(number, case.moment)
-    if case.kind.startswith("killed late") and rank == 1:
-        _signal_later(signal.SIGKILL, case.late / 2)
     if case.first:
         _end_with_an_error(case, rank)
 

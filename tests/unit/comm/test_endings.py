@@ -20,8 +20,8 @@ CASES = {
     "end, IIG": Case("end", "IIG", LATE),
     "exit, IIG": Case("exit", "IIG", LATE),
     "error on one, all": Case("error on one", "NIG, all", first=True),
-    "killed late, IIG": Case("killed late", "IIG", 2 * LATE, 1),
-    "killed late and destroyed, ahead": Case("killed late, destroyed", "NIG, updates ahead", 2 * LATE, 1),
+    "killed late, IIG": Case("killed late", "IIG", LATE, 1),
+    "killed late and destroyed, ahead": Case("killed late, destroyed", "NIG, updates ahead", LATE, 1),
     "interrupted, ahead": Case("interrupted", "NIG, updates ahead", moment=0.2),
 }
 
