@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A symbol of DeepSpeed as we know it, and the classes that have most of those that we depend on."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class Patch:
         return None
 
 
+@functools.cache  # each configuration of ours asks again for 130 of them, and the same functions answer
 def signature_of(function: Callable[..., Any]) -> str:
     """Return names, kinds and defaults: annotations print differently from one Python to the next."""
     function = inspect.unwrap(function)

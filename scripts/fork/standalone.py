@@ -6,11 +6,11 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from scripts.checks.upstream import suite
-from scripts.checks.upstream.outcomes import FAILED, PASSED, Outcome
 from scripts.fork.deepspeed_source import WORK, Failed, git, importable, requirement, unpack
 from scripts.fork.patch_mails import ALONE, Mail
 from scripts.fork.patched_tree import apply, import_problems
+from scripts.fork.upstream import suite
+from scripts.fork.upstream.outcomes import FAILED, PASSED, Outcome
 
 _TESTS = "tests/"  # of DeepSpeed's repository; its source distribution has none
 _CLONE = "git clone --depth 1 https://github.com/deepspeedai/DeepSpeed"

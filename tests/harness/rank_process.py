@@ -110,7 +110,7 @@ class _ProcessState:
         self._objects = [vars(pkgutil.resolve_name(path)) for path in _OBJECTS]
         self._attributes = [{name: _copied(value) for name, value in entry.items()} for entry in self._objects]
         self._caches = _function_caches()
-        gc.freeze()  # a collection need not visit all that was imported before
+        self._freeze()
 
     def restore(self) -> None:
         """Put all of it back, and let go of what the last case left to the garbage collector."""
@@ -136,6 +136,14 @@ class _ProcessState:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         gc.collect()
+        if len(sys.modules) != self._imported:
+            self._caches += _function_caches()
+            self._freeze()
+
+    def _freeze(self) -> None:
+        """Collections need not visit what has been imported, which is a hundred times as much as a case leaves."""
+        gc.freeze()
+        self._imported = len(sys.modules)
 
 
 def _destroy_engines() -> None:
@@ -162,7 +170,9 @@ def _function_caches() -> list[Any]:
     """
     cache_type = type(functools.cache(_copied))
     entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
-    return [entry for entry in entries if str(entry.__module__).startswith("deepspeed")]
+    # Signatures are those of functions of DeepSpeed's, whichever case asks.
+    kept = "deepspeed_ext.integration.symbols"
+    return [entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != kept]
 
 
 def _copied(value: Any) -> Any:

@@ -37,11 +37,11 @@ from tqdm import tqdm
 
 from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from scripts.checks.model_states import held, largest, whole_weights
 from scripts.emulation.cluster import collect
 from scripts.emulation.launching import start_rank
 from scripts.emulation.network import Link
 from scripts.examples.gpt import Batches, pipeline, read_corpus
+from tests.harness.model_states import held, largest, whole_weights
 from tests.perf.lib import records
 
 NODES, RANKS_PER_NODE, STAGES = 4, 2, 2

@@ -31,9 +31,9 @@ from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import matrices
-from scripts.checks.steps import average, train_step
 from scripts.emulation.launching import add_options, collect, exit_on_signals, parse, start_rank
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
+from scripts.examples.steps import average, train_step
 from tests.perf.lib import records
 
 TIMEOUT = 5400  # seconds that all runs may take

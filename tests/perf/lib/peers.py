@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepspeed_ext.comm.pairwise import pairwise_all_to_all
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.updates import wait_for_updates
-from scripts.checks.model_states import held, storage_bytes, whole_weights
+from tests.harness.model_states import held, storage_bytes, whole_weights
 from tests.perf.lib.cluster_rows import MUON
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.checks.endings import Case, Ended, served
+from tests.campaigns.endings import Case, Ended, served
 
 LATE = 1.0  # seconds; the other rank has ended by then
 CASES = {

@@ -62,8 +62,8 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     from deepspeed.runtime.pipe import schedule
 
     from deepspeed_ext.comm.traffic import TrafficMeter
-    from scripts.checks.model_states import held
     from tests.harness import pipelines
+    from tests.harness.model_states import held
 
     rows = []
     for name in names:

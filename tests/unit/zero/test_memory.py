@@ -95,7 +95,7 @@ def memory_case(
     names: tuple[str, ...], group: int, frozen: tuple[int, ...]
 ) -> list[tuple[str, ModelStates, StateBytes, float]]:
     """Of each strategy the model states, what this rank holds in an accumulation, and of gradients after a step."""
-    from scripts.checks.model_states import held
+    from tests.harness.model_states import held
 
     rows = []
     for name in names:
@@ -141,7 +141,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
     """Most bytes beyond the formula's during a micro-step, and during one at the boundary with the optimizer step."""
     from deepspeed import comm as dist
 
-    from scripts.checks.model_states import held
+    from tests.harness.model_states import held
 
     cluster, states = GroupSizes(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}

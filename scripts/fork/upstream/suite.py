@@ -1,0 +1,357 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs tests of a DeepSpeed checkout against the DeepSpeed that is installed, each with a limit of time."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.fork.upstream.outcomes import ERROR, HUNG, Outcome, file_of
+
+INSIDE = Path(__file__).resolve().parent / "inside"
+_START = 300.0  # seconds until pytest has imported and collected what it runs
+_TOGETHER = 40  # tests in a process: to start it, and to import what ranks need, takes as long as some tests
+# Compiled before the first test: that takes longer than a test may, and a compile that is killed leaves a lock behind.
+_BUILDERS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
+
+# What is put in the place of what in the copy: file, old, new. A checkout that has no such text needs no such change.
+_ADAPTED = (
+    # On a CPU the current device is a number in a string, which torch takes for no device.
+    (
+        "unit/common.py",
+        "device = get_accelerator().current_device()\n",
+        "device = get_accelerator().current_device_name()\n",
+    ),
+    # A rank that ends in what is no Exception (pytest.raises that saw none) is never heard of again by the pool.
+    (
+        "unit/common.py",
+        "            else:\n                raise e\n",
+        "            else:\n                raise e if isinstance(e, Exception) else AssertionError(str(e))\n",
+    ),
+    # DeepSpeed 0.19.8 has removed it, and tests of checkpoints compare it.
+    (
+        "unit/checkpoint/common.py",
+        "    assert saved_model.sparse_tensor_module_names == loaded_model.sparse_tensor_module_names\n",
+        "",
+    ),
+)
+
+
+class Failed(Exception):
+    """Something that a user must be told, without a traceback."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two that are compared: stock, or strategies by stage.
+
+    Attributes:
+        strategies: of the stages 1, 2 and 3; none for stock.
+        group_size: see ``upstream_forced.with_strategy``.
+    """
+
+    strategies: tuple[str, ...] = ()
+    group_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Return a name for files."""
+        return "-".join(self.strategies) or "stock"
+
+
+@dataclass
+class Suite:
+    """The tests of a checkout.
+
+    Attributes:
+        tests: a copy of the folder ``tests``, with nothing beside it: upstream's tests put the folder above it on the
+            search path, and would find the checkout's DeepSpeed there.
+        work: where everything is written.
+        limit: seconds that a test may take.
+        ranks: how many take part in the tests that upstream runs with two; None for two.
+        jobs: processes of pytest at a time.
+        extra: a folder of packages that come before the environment's.
+    """
+
+    tests: Path
+    work: Path
+    limit: float
+    ranks: int | None = None
+    jobs: int = 2
+    extra: Path | None = None
+    _numbers: Any = field(default_factory=itertools.count)
+    _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    _stopped: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def of(cls, checkout: Path, work: Path, **settings: Any) -> "Suite":
+        """Copy the tests of a checkout.
+
+        Raises:
+            Failed: there are none.
+        """
+        if not (checkout / "tests" / "unit" / "common.py").is_file():
+            raise Failed(f"expected a checkout of DeepSpeed with tests/unit/common.py, got {checkout}")
+        tests = work / "checkout" / "tests"
+        shutil.rmtree(tests, ignore_errors=True)
+        shutil.copytree(checkout / "tests", tests, ignore=shutil.ignore_patterns("__pycache__"))
+        for file, old, new in _ADAPTED:
+            path = tests / file
+            if path.is_file():
+                path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+        return cls(tests, work, **settings)
+
+    @property
+    def _extensions(self) -> Path:
+        return self.work / "torch_extensions"
+
+    def digest(self, test: str) -> str:
+        """Return what changes when the file of a test does, or what tests share."""
+        shared = sorted(path for path in (self.tests / "unit").glob("*.py"))
+        content = b"".join(path.read_bytes() for path in [*shared, self.tests / file_of(test)])
+        return hashlib.sha256(content).hexdigest()[:16]
+
+    def build(self) -> None:
+        """Compile the operators that tests on a CPU use. Those that cannot be compiled are missing on both sides."""
+        for lock in self._extensions.glob("*/lock"):  # of a compile that was killed
+            lock.unlink()
+        job = self._job(Side(), None)
+        ask = (
+            "import sys\n"
+            "from deepspeed.accelerator import get_accelerator\n"
+            f"for name in {_BUILDERS}:\n"
+            "    builder = get_accelerator().create_op_builder(name)\n"
+            "    try:\n"
+            "        builder.load()\n"
+            "    except Exception as error:\n"
+            "        print(name, 'cannot be compiled:', error, file=sys.stderr)\n"
+        )
+        with open(job.log, "wb") as log:
+            command = [sys.executable, "-c", ask]
+            subprocess.run(command, env=self._environment(job, 0), stdout=log, stderr=log, check=False)
+        for line in _tail(job.log).splitlines():
+            if "cannot be compiled" in line:
+                print(line)
+
+    def collect(self, paths: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+        """Return the ids of all tests in these files and folders, and why files have none that cannot be imported.
+
+        Raises:
+            Failed: pytest could not run, or found another DeepSpeed than the installed one.
+        """
+        there = [path for path in paths if (self.tests / file_of(path)).exists()]
+        if not there:
+            raise Failed(f"none of these is in {self.tests}: {', '.join(paths)}")
+        job = self._job(Side(), None)
+        command = ["--collect-only", "--continue-on-collection-errors", *there]
+        with open(job.log, "wb") as log:
+            process = self._start(job, command, log, 0)
+            process.wait()
+        lines = _lines(job.record)
+        found = [line for line in lines if "collected" in line]
+        if not found:
+            raise Failed(f"pytest collected nothing:\n{_tail(job.log)}")
+        place = found[0]["deepspeed"]
+        if place is None or Path(place).is_relative_to(self.tests.parent):
+            raise Failed(f"expected an installed DeepSpeed, got {place}")
+        return found[0]["collected"], {line["uncollected"]: line["text"] for line in lines if "uncollected" in line}
+
+    def run(self, tests: Sequence[str], side: Side, report: Callable[[dict[str, Outcome]], None]) -> None:
+        """Run tests, ``_TOGETHER`` in a process while it lives, and report their outcomes when there are all."""
+        ordered = sorted(tests)
+        slots = list(range(self.jobs))
+        lock = threading.Lock()
+
+        def run_some(some: list[str]) -> None:
+            with lock:
+                slot = slots.pop()
+            try:
+                outcomes = self._run_some(some, side, slot)
+            finally:
+                with lock:
+                    slots.append(slot)
+            with lock:
+                if not self._stopped.is_set():
+                    report(outcomes)
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                firsts = range(0, len(ordered), _TOGETHER)
+                for done in [pool.submit(run_some, ordered[first : first + _TOGETHER]) for first in firsts]:
+                    done.result()
+            except BaseException:
+                self._stopped.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in list(self._running):
+                    _kill(process)
+                raise
+
+    def _run_some(self, tests: list[str], side: Side, slot: int) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        while left := [test for test in tests if test not in outcomes]:
+            if self._stopped.is_set():
+                break
+            job = self._job(side, left)
+            files = list(dict.fromkeys(map(file_of, left)))
+            with open(job.log, "wb") as log:
+                process = self._start(job, ["--continue-on-collection-errors", *files], log, slot)
+                self._running.add(process)
+                why = self._wait(process, job)
+                self._running.discard(process)
+            shutil.rmtree(job.temporary, ignore_errors=True)
+            ended, begun = _outcomes(job.record)
+            outcomes |= ended
+            if begun is not None:
+                outcomes[begun] = Outcome(HUNG, f"{why}\n{_tail(job.log)}", self.limit)
+            elif not ended:  # nothing will run in another process either
+                text = "\n".join(line["text"] for line in _lines(job.record) if "uncollected" in line)
+                outcomes |= {test: Outcome(ERROR, text or f"not run: {why}\n{_tail(job.log)}") for test in left}
+        return outcomes
+
+    def _wait(self, process: subprocess.Popen[bytes], job: "_PytestRun") -> str:
+        """Wait until pytest has ended, or a test takes too long; how that was."""
+        seen, since = -1, time.monotonic()
+        while True:
+            try:
+                status = process.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                pass
+            else:
+                _kill(process)  # ranks of a test that it has left behind
+                return f"pytest ended with status {status} in the middle of it"
+            size = job.record.stat().st_size if job.record.is_file() else 0
+            if size != seen:
+                seen, since = size, time.monotonic()
+            limit = self.limit if _outcomes(job.record)[1] is not None else max(self.limit, _START)
+            if time.monotonic() - since > limit:
+                _kill(process)
+                process.wait()
+                return f"no end after {limit:.0f} s"
+
+    def _job(self, side: Side, tests: list[str] | None) -> "_PytestRun":
+        folder = self.work / "jobs" / f"{side.name}-{os.getpid()}-{next(self._numbers)}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        job = _PytestRun(folder, side)
+        entry = job.library / "upstream_everywhere-0.dist-info" / "entry_points.txt"
+        entry.parent.mkdir(parents=True)
+        entry.write_text("[torch.backends]\nupstream_everywhere = upstream_everywhere:autoload\n", encoding="utf-8")
+        if side.strategies:  # this package, whichever is installed
+            (job.library / "deepspeed_ext").symlink_to(ROOT / "deepspeed_ext")
+        content = {"tests": tests, "ranks": self.ranks, "record": str(job.record), "notes": str(job.notes)}
+        job.file.write_text(json.dumps(content), encoding="utf-8")
+        return job
+
+    def _start(self, job: "_PytestRun", arguments: list[str], log: Any, slot: int) -> subprocess.Popen[bytes]:
+        pytest = [sys.executable, "-m", "pytest", "-p", "upstream_recorder", "-p", "no:cacheprovider"]
+        # Upstream's limit ends the whole session: ours comes before it.
+        pytest += ["--basetemp", str(job.temporary), "-c", "pytest.ini"]
+        return subprocess.Popen(
+            [*pytest, *arguments],
+            cwd=self.tests,
+            env=self._environment(job, slot),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def _environment(self, job: "_PytestRun", slot: int) -> dict[str, str]:
+        path = [INSIDE, job.library, *([self.extra] if self.extra else [])]
+        added = {
+            "UPSTREAM_JOB": str(job.file),
+            "TORCH_EXTENSIONS_DIR": str(self._extensions),
+            "DS_UNITTEST_TIMEOUT": str(int(10 * self.limit)),
+            "DS_DISABLE_REUSE_DIST_ENV": "1",
+            "PYTEST_XDIST_WORKER": f"gw{slot}",  # by which upstream's tests choose their ports
+        }
+        if job.side.strategies:
+            strategies = dict(zip("123", job.side.strategies, strict=True))
+            forced = {"strategies": strategies, "group_size": job.side.group_size, "notes": str(job.notes)}
+            added["UPSTREAM_FORCED"] = json.dumps(forced)
+        else:
+            added["DEEPSPEED_EXT_DISABLE"] = "1"
+        defaults = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        if os.environ.get("DS_ACCELERATOR", "cpu") == "cpu":
+            defaults["LOCAL_SIZE"] = "8"  # what a process that is no rank takes for the number of devices
+        # A folder of ours on the search path would bring the package to stock's side as well.
+        hidden = ("PYTHONPATH", "DEEPSPEED_EXT_DISABLE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+        kept: Mapping[str, str] = {key: value for key, value in os.environ.items() if key not in hidden}
+        return {**defaults, **kept, **added, "PYTHONPATH": os.pathsep.join(map(str, path))}
+
+
+@dataclass(frozen=True)
+class _PytestRun:
+    """One run of pytest, and its files."""
+
+    folder: Path
+    side: Side
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "job.json"
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "record.jsonl"
+
+    @property
+    def notes(self) -> Path:
+        return self.folder / "made.txt"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "pytest.log"
+
+    @property
+    def library(self) -> Path:
+        return self.folder / "library"
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "temporary"
+
+
+def _lines(record: Path) -> list[dict[str, Any]]:
+    """Return what a recorder has written; the last line may be a part of one."""
+    if not record.is_file():
+        return []
+    whole = record.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in whole]
+
+
+def _outcomes(record: Path) -> tuple[dict[str, Outcome], str | None]:
+    """Return what tests came to, and the one that has started and not ended."""
+    outcomes: dict[str, Outcome] = {}
+    begun, before = None, 0
+    for line in _lines(record):
+        if "started" in line:
+            begun, before = line["started"], line["made"]
+        elif "finished" in line:
+            outcomes[line["finished"]] = Outcome.of({**line, "made": line["made"] - before})
+            begun = None
+    return outcomes, begun
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a run of pytest with all that it has started: it leads a process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-3000:]

@@ -1,0 +1,375 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""End runs in every way, again and again, beside stock DeepSpeed's, and count how their processes end.
+
+Two ranks train a few steps, and end while updated parameters of the last step may be under way: one of the ranks
+begins to apply it later than the other. A rank is a fork of a process that has imported torch and DeepSpeed, and ends
+as a script does: by Python's own finalization. Stock runs in a second process, in which the package is off.
+
+Exit status 0 if every process ended as that kind of end should, 1 if not. ``--load`` runs busy loops beside.
+"""
+
+import argparse
+import atexit
+import collections
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.emulation.launching import environment, free_port
+
+# Of ours the third has least to wait for itself, the last two everything that may be under way.
+_LAYER = {"stage3_param_persistence_threshold": 0, "sub_group_size": 300}
+_AHEAD = {"paro_strategy": "NIG", "paro_group_size": 1, "paro_overlap_updates": True, "allgather_bucket_size": 400}
+OURS: dict[str, dict[str, Any]] = {
+    "IIG": {"paro_strategy": "IIG", "paro_group_size": 1, "stage": 3, **_LAYER},
+    "ING": {"paro_strategy": "ING", "paro_group_size": 1, "stage": 3, **_LAYER},
+    "NIG": {"paro_strategy": "NIG", "paro_group_size": 1},
+    "NIG, updates ahead": _AHEAD,
+    "NIG, all": {**_AHEAD, "zeropp_loco_param": {"err_beta": 0.8}, "paro_quantized_updates": {"bits": 4}},
+}
+STOCK: dict[str, dict[str, Any]] = {"stage 2": {"stage": 2}, "stage 3": {"stage": 3, **_LAYER}}
+
+# How the processes of two ranks may end: status of rank 0, of rank 1. A negative one is a signal.
+_BOTH = (0, 0)
+KINDS: dict[str, tuple[str, set[tuple[int, int]]]] = {
+    "end": ("the script ends", {_BOTH}),
+    "destroy": ("destroy_process_group(), and the script ends", {_BOTH}),
+    "read": ("rank 0 reads the updated model, rank 1 calls destroy_process_group() and ends", {_BOTH}),
+    "exit": ("sys.exit(3) on all ranks", {(3, 3)}),
+    "error on all": ("an exception on all ranks", {(1, 1)}),
+    "error on one": ("an exception on rank 1, while rank 0 goes on", {(1, 1)}),
+    "interrupted": ("SIGINT to all ranks, at any time", {(-2, -2), (-2, 1), (1, -2)}),
+    "killed late": ("SIGKILL to the rank that takes the last step later, when the other one has ended", {(1, -9)}),
+    "killed late, destroyed": ("the same, and that one has called destroy_process_group()", {(1, -9)}),
+    "killed": ("SIGKILL to rank 1, at any time", {(1, -9)}),
+}
+_WEIGHTS, _ALIVE = "weights read:", "alive at the end:"
+_LIMIT = 60.0  # seconds that a run may take
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Attributes:
+        kind: of its end.
+        strategy: name of the section in ``OURS`` or ``STOCK``.
+        late: seconds that a rank begins to apply the last step later than the other.
+        late_rank: which.
+        moment: seconds after the beginning of the last step, of a signal.
+        first: whether what ends a run for an error comes before its last step.
+    """
+
+    kind: str
+    strategy: str
+    late: float = 0.0
+    late_rank: int = 0
+    moment: float = 0.0
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run has ended.
+
+    Attributes:
+        statuses: of the ranks' processes.
+        seconds: from the end of the first process to that of the last one.
+        written: what the ranks have written.
+    """
+
+    statuses: tuple[int, int]
+    seconds: float
+    written: str
+
+    @property
+    def weights(self) -> str | None:
+        """A hash of what rank 0 has read, if it has."""
+        found = re.search(rf"{_WEIGHTS} (\w+)", self.written)
+        return found and found.group(1)
+
+    @property
+    def alive(self) -> list[str]:
+        """Threads of ours that were alive when the interpreter was torn down."""
+        return re.findall(rf"{_ALIVE} (.*)", self.written)
+
+
+class _IsRank(BaseException):
+    """This process is a rank: it leaves everything that the process it was forked from would do."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank = case, rank
+
+
+def draw(kind: str, strategy: str, seed: object) -> Case:
+    """Draw a run of this kind."""
+    chance = random.Random(str(seed))
+    late = chance.choice((0.0, 0.0, chance.uniform(0, 0.4)))
+    if kind.startswith("killed late"):
+        return Case(kind, strategy, 2.0, 1)
+    return Case(kind, strategy, late, chance.randrange(2), chance.uniform(0, 0.3), chance.random() < 0.5)
+
+
+def run(case: Case) -> Ended:
+    """Run the ranks of a case, in processes that are forked from this one, and wait for them."""
+    port, log = free_port(), Path(tempfile.mkstemp()[1])  # not a context: ranks leave this function, too
+    ranks = {_fork(case, rank, port, log): rank for rank in range(2)}
+    statuses, ends, begin = [0, 0], [], time.monotonic()
+    while ranks:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            statuses[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
+            ends.append(time.monotonic())
+        elif time.monotonic() > begin + _LIMIT:
+            for left in ranks:
+                os.kill(left, signal.SIGKILL)
+        else:
+            time.sleep(0.002)
+    written = log.read_text(errors="replace")
+    log.unlink()
+    return Ended((statuses[0], statuses[1]), ends[-1] - ends[0], written)
+
+
+def _fork(case: Case, rank: int, port: int, log: Path) -> int:
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    with log.open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
+    raise _IsRank(case, rank)
+
+
+def train(case: Case, rank: int) -> None:
+    """Be a script of a user's: train, and end as the case says."""
+    import deepspeed
+    import torch
+
+    atexit.register(_say_what_is_alive)  # before the package's own, so it runs after that
+    torch.manual_seed(0)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {**OURS, **STOCK}[case.strategy],
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    last = 2
+    for step in range(last + 1):
+        if step == last:
+            if rank == case.late_rank:
+                _delay(optimizer, case.late, case.kind.startswith("killed late"))
+            _end_early(case, rank)
+        loss = engine(torch.randn(2, 16)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    _end(case, rank, engine)
+
+
+def _say_what_is_alive() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("deepspeed_ext"):
+            print(_ALIVE, thread.name)
+
+
+def _delay(optimizer: Any, seconds: float, killed: bool) -> None:
+    """Let the optimizer step later, or be killed instead."""
+    step = optimizer.step
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*args, **kwargs)
+
+    optimizer.step = late
+
+
+def _end_early(case: Case, rank: int) -> None:
+    """Do what ends a run during its last step."""
+    number = {"interrupted": signal.SIGINT}.get(case.kind)
+    if case.kind == "killed" and rank == 1:
+        number = signal.SIGKILL
+    if number is not None:
+        _signal_later(number, case.moment)
+    if case.first:
+        _end_with_an_error(case, rank)
+
+
+def _signal_later(number: int, seconds: float) -> None:
+    """Let another process send it: a thread of this one could be what keeps it from ending."""
+    target = os.getpid()
+    if os.fork() == 0:
+        time.sleep(seconds)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(target, number)
+        os._exit(0)
+
+
+def _end_with_an_error(case: Case, rank: int) -> None:
+    if case.kind == "error on all" or (case.kind == "error on one" and rank == 1):
+        raise ValueError("the script's own")
+    if case.kind == "exit":
+        sys.exit(3)
+
+
+def _end(case: Case, rank: int, engine: Any) -> None:
+    """End the script after its last step."""
+    import torch
+
+    _end_with_an_error(case, rank)
+    if case.kind == "read" and rank == 0:
+        print(_WEIGHTS, _digest(engine.module))
+    if case.kind in ("destroy", "killed late, destroyed") or (case.kind == "read" and rank == 1):
+        torch.distributed.destroy_process_group()
+    if case.kind in ("error on one", "interrupted", "killed"):
+        for _ in range(200):  # until that comes, or what it leads to
+            torch.distributed.barrier()
+            time.sleep(0.1)
+
+
+def _digest(model: Any) -> str:
+    """Return a hash of a model's parameters, as somebody reads them who does not ask the other rank."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
+
+
+@contextlib.contextmanager
+def load(loops: int) -> Iterator[None]:
+    """Keep the machine busy beside."""
+    busy = [multiprocessing.get_context("spawn").Process(target=_loop, daemon=True) for _ in range(loops)]
+    for loop in busy:
+        loop.start()
+    try:
+        yield
+    finally:
+        for loop in busy:
+            loop.kill()
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+def served(cases: Sequence[Case], stock: bool = False) -> list[Ended]:
+    """Run cases in a process that ranks are forked from; ``stock`` is whether the package is off there."""
+    off = {"DEEPSPEED_EXT_DISABLE": "1"} if stock else {}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.campaigns.endings", "--serve"],
+        env={**environment(), **off},
+        input="\n".join(json.dumps(asdict(case)) for case in cases),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [Ended(tuple(row["statuses"]), row["seconds"], row["written"]) for row in rows]
+
+
+def _serve() -> None:
+    import deepspeed
+    import deepspeed.runtime.zero.muon.original_muon  # imports the compiler, which takes long
+    import torch
+
+    torch.set_num_threads(1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a compiled all-reduce, which is not tested here
+    if "DEEPSPEED_EXT_DISABLE" not in os.environ:
+        from deepspeed_ext.loco.ops import load_kernels
+
+        load_kernels()  # or the first rank would build them
+    for line in sys.stdin.read().splitlines():
+        print(json.dumps(asdict(run(Case(**json.loads(line))))), flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=100, help="runs of each kind")
+    parser.add_argument("--stock", type=int, help="runs of stock's of each kind, if not as many")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--load", type=int, default=0, help="busy loops beside")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tail", type=int, default=2000, help="characters to print of what a run has written")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # be what ranks are forked from
+    return parser.parse_args()
+
+
+def _collect(args: argparse.Namespace) -> int:
+    wrong = []
+    print(f"{'kind':22} {'of':6} {'runs':>5} {'seconds between ends: median, most':>36}  statuses")
+    for kind in args.kinds:
+        for of, sections in (("ours", OURS), ("stock", STOCK)):
+            names = [name for name in sections if (kind, name) != ("read", "stage 3")]  # nobody can read alone there
+            number = args.stock if of == "stock" and args.stock is not None else args.number
+            drawn = [draw(kind, names[n % len(names)], (args.seed, kind, n)) for n in range(number)]
+            runs = list(zip(drawn, served(drawn, of == "stock"), strict=True))
+            _print_row(kind, of, [ended for _, ended in runs])
+            if of == "ours":
+                wrong += _wrong(runs)
+    for case, ended in wrong:
+        print(case, ended.statuses, ended.seconds, ended.written[-args.tail :], sep="\n")
+    return len(wrong)
+
+
+def _print_row(kind: str, of: str, ends: Sequence[Ended]) -> None:
+    counts = collections.Counter(tuple(ended.statuses) for ended in ends)
+    seconds = sorted(ended.seconds for ended in ends)
+    said = ", ".join(f"{statuses} x {count}" for statuses, count in counts.most_common())
+    print(f"{kind:22} {of:6} {len(ends):5} {seconds[len(ends) // 2]:27.2f} {seconds[-1]:8.2f}  {said}", flush=True)
+
+
+def _wrong(runs: Sequence[tuple[Case, Ended]]) -> list[tuple[Case, Ended]]:
+    """Return runs that did not end as they should, or in which other weights were read than in the first one."""
+    first: dict[str, str | None] = {}
+    return [
+        (case, ended)
+        for case, ended in runs
+        if tuple(ended.statuses) not in KINDS[case.kind][1]
+        or ended.alive
+        or (case.kind == "read" and ended.weights != first.setdefault(case.strategy, ended.weights))
+    ]
+
+
+def main() -> None:
+    """Be one of the three: what collects, what ranks fork from, a rank."""
+    args = _arguments()
+    if args.serve:
+        _serve()
+        return
+    with load(args.load):
+        wrong = _collect(args)
+    print(f"{wrong} run(s) of ours did not end as they should")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    rank: _IsRank | None = None
+    try:
+        main()
+    except _IsRank as forked:
+        rank = forked
+    if rank is not None:  # outside of the handler, so that nothing but the script's own exception is seen
+        train(rank.case, rank.rank)

@@ -1,0 +1,356 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Draws cases with Hypothesis, which also shrinks those that fail: the simplest value of each choice stands first."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from hypothesis import strategies as some
+from hypothesis.strategies import SearchStrategy
+
+from tests.campaigns.fuzz.cases import Block, Case, Event, PipeCase, Step, is_lossy
+
+T = TypeVar("T")
+Draw = Callable[[SearchStrategy[Any]], Any]
+
+REPLICATED = ("NNG", "NGG", "NIG", "NII", "NNI", "NNN")
+SHARDED = ("GGG", "IIG", "IGG", "III", "INI", "ING", "GNG", "GIG")
+OFFLOADING = ("GGG", "III", "INI", "GNG", "GIG")  # their parameters may be on the host
+WIDTHS = some.sampled_from((7, 1, 5, 13, 29, 37))
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-1, "warmup_num_steps": 2}}
+BUCKETS = some.sampled_from((300, 50, 1000, 5_000_000))
+
+
+def one_of(*values: T) -> SearchStrategy[T]:
+    """One of these; the first is the simplest."""
+    return some.sampled_from(values)
+
+
+def seldom(draw: Draw, one_in: int = 4) -> bool:
+    """Whether something happens that is not the simplest."""
+    return bool(draw(some.integers(0, one_in - 1)) == one_in - 1)
+
+
+def maybe(draw: Draw, keys: dict[str, Any], one_in: int = 4, **choices: SearchStrategy[Any]) -> None:
+    """Put some of these keys into a dictionary, with drawn values."""
+    for name, values in choices.items():
+        if seldom(draw, one_in):
+            keys[name] = draw(values)
+
+
+def sizes(draw: Draw, worlds: tuple[int, ...]) -> tuple[int, int]:
+    """Ranks, and ranks of a group."""
+    world = draw(one_of(*worlds))
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    inner = [size for size in divisors if 1 < size < world]
+    return world, draw(one_of(*(inner if inner and not seldom(draw, 6) else divisors)))
+
+
+def blocks(draw: Draw, stage: int, optimizer: str) -> tuple[Block, ...]:
+    """Of a model; what stock's stages 1 and 2 do not have is left out there."""
+    kinds = ["linear", "linear", "norm", "gain", "again", "tied", "experts", "unit"]
+    if stage == 3:
+        kinds.append("lent")
+    drawn = []
+    for _ in range(draw(one_of(1, 2, 2, 3))):
+        kind = draw(one_of(*kinds))
+        recomputed = draw(one_of(None, None, None, False, True)) if kind != "experts" else None
+        frozen = seldom(draw, 6)
+        drawn.append(Block(kind, draw(WIDTHS), draw(some.booleans()), frozen, recomputed))
+    return tuple(drawn)
+
+
+def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Event, ...]:
+    """Before a step."""
+    possible = [
+        Event("evaluate"),
+        Event("look", draw(some.integers(0, 7))),
+        Event("save and load"),
+        Event("resume"),
+        Event("rate", draw(one_of(0.5, 2.0))),
+        Event("states", draw(some.integers(0, 7))),
+        Event("export"),
+        Event("frozen", 0.5),
+        Event("restart"),
+    ]
+    if not lossy:  # there, these have all updates travel whole
+        possible += [Event("weights", 1.25), Event("second engine"), Event("write nothing", draw(some.integers(0, 7)))]
+    if case["zero"]["paro_strategy"][0] == "N" and not lossy:
+        possible.append(Event("offload", draw(one_of(None, ("optim_states",), ("lp_params", "hp_params")))))
+    elif not lossy and "offload_param" not in case["zero"]:  # stage 3 moves the optimizer of FusedAdam only
+        possible.append(Event("offload", draw(one_of(("lp_params",), ("lp_params", "lp_grads")))))
+    if convertible:
+        possible += [Event(kind, draw(one_of(*convertible))) for kind in ("universal", "elsewhere")]
+    return tuple(draw(one_of(*possible)) for _ in range(draw(one_of(0, 0, 0, 1, 1, 2))))
+
+
+def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:
+    """All steps of a case."""
+    accumulation, found = case["accumulation"], []
+    number = draw(one_of(2, 2, 3))
+    for _ in range(number):
+        micro_steps = draw(some.integers(1, accumulation)) if case["boundary"] == "user" else 0
+        count = micro_steps or accumulation
+        skipped, overflow, twice = [], [], []
+        for at in range(count):
+            if seldom(draw, 6):
+                skipped.append((at, draw(some.integers(0, len(case["blocks"]) - 1))))
+            if case["dtype"] == "fp16" and seldom(draw, 8):
+                overflow.append((at, draw(some.integers(0, case["world"] - 1))))
+            # Of two loss.backward() behind one forward, DeepSpeed loses one, or raises; its timers stop once.
+            once = case["backward"] == "loss" or "wall_clock_breakdown" in case["config"]
+            # ZeRO-3 gathers parameters of the first module, whose input has no gradient, for one backward only.
+            # A layer that is computed again ends its backward twice, which ZeRO-3 asserts.
+            again = any(block.recomputed is not None for block in case["blocks"])
+            first = bool(skipped) and skipped[-1][0] == at
+            once = once or (case["zero"]["paro_strategy"][0] != "N" and (first or again))
+            if not once and seldom(draw, 10):
+                twice.append(at)
+        before = events(draw, case, convertible, lossy)
+        found.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
+    return tuple(found)
+
+
+def training(draw: Draw, stage: int) -> dict[str, Any]:
+    """What is not in zero_optimization, and is no model."""
+    keys: dict[str, Any] = {
+        "dtype": draw(one_of("fp32", "fp32", "bf16", "bf16", "fp16")),
+        "optimizer": draw(one_of("SGD", "SGD", "Adam", "Adam", "Muon")),
+        "accumulation": draw(some.integers(1, 3)),
+        "clipping": draw(one_of(0.0, 0.05, 0.5)),
+        "groups": draw(one_of(1, 1, 2, 3)),
+        "backward": draw(one_of("engine", "engine", "loss")),
+        "boundary": draw(one_of("engine", "engine", "engine", "user", "step", "coalesce")),
+        "inputs": draw(one_of(5, 3, 13)),
+        "outputs": draw(one_of(3, 1, 7)),
+        "unused": draw(one_of(0, 0, 1, 11)),
+    }
+    config: dict[str, Any] = {}
+    maybe(draw, config, 8, data_types=some.just({"grad_accum_dtype": "fp32"}))
+    maybe(draw, config, 12, communication_data_type=one_of("fp32", "bf16"))
+    maybe(draw, config, 12, gradient_predivide_factor=some.just(2.0))
+    maybe(draw, config, 12, wall_clock_breakdown=some.just(True))
+    maybe(draw, config, 12, scheduler=some.just(WARMUP))
+    if keys["dtype"] == "fp16":
+        maybe(draw, config, 4, fp16=one_of({"loss_scale": 128.0}, {"hysteresis": 2}, {"loss_scale_window": 1}))
+    if keys["dtype"] == "fp32":
+        maybe(draw, config, 12, torch_autocast=some.just({"enabled": True, "dtype": "bfloat16"}))
+    if keys["optimizer"] == "Adam":
+        # In 16 bits, small gradients have no sign to rely on: with a large eps their steps are small, too.
+        eps = 1e-3 if keys["dtype"] == "fp32" and "torch_autocast" not in config else 0.1
+        decay = draw(one_of(0.0, 0.0, 0.1))
+        config["optimizer"] = {"params": {"lr": 1e-2, "eps": eps, "torch_adam": True, "weight_decay": decay}}
+    return {**keys, "config": config}
+
+
+def common_keys(draw: Draw) -> dict[str, Any]:
+    """Of zero_optimization, at every stage."""
+    zero: dict[str, Any] = {}
+    maybe(draw, zero, 2, reduce_bucket_size=BUCKETS, allgather_bucket_size=BUCKETS)
+    maybe(draw, zero, 3, overlap_comm=some.booleans())
+    maybe(draw, zero, 6, contiguous_gradients=some.just(False), round_robin_gradients=some.just(True))
+    maybe(draw, zero, 12, allgather_partitions=some.just(False), use_multi_rank_bucket_allreduce=some.just(False))
+    maybe(draw, zero, 12, load_from_fp32_weights=some.just(False), ignore_unused_parameters=some.just(True))
+    return zero
+
+
+def offload_to_host(draw: Draw, zero: dict[str, Any], case: dict[str, Any], one_in: int = 6) -> None:
+    """Perhaps have the optimizer on the host, with torch's optimizer."""
+    if seldom(draw, one_in):
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": draw(some.booleans())}
+        case["config"]["zero_force_ds_cpu_optimizer"] = False
+
+
+def replicated_keys(draw: Draw, case: dict[str, Any]) -> dict[str, Any]:
+    """With p = N."""
+    zero = common_keys(draw)
+    maybe(draw, zero, 6, reduce_scatter=some.just(False), paro_overlap_updates=some.just(True))
+    maybe(draw, zero, 10, parameter_alignment=some.just(True))
+    offload_to_host(draw, zero, case)
+    return zero
+
+
+def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, Any]:
+    """With p = I and G."""
+    zero = common_keys(draw)
+    maybe(draw, zero, 2, stage3_param_persistence_threshold=one_of(0, 20, 10_000))
+    maybe(draw, zero, 2, sub_group_size=one_of(100, 30, 1_000_000))
+    maybe(draw, zero, 4, stage3_prefetch_bucket_size=one_of(0, 100, 1000))
+    maybe(draw, zero, 6, stage3_max_live_parameters=one_of(100, 1000), stage3_max_reuse_distance=one_of(0, 100))
+    maybe(draw, zero, 8, memory_efficient_linear=some.just(False), reduce_scatter=some.just(False))
+    maybe(draw, zero, 8, stage3_model_persistence_threshold=one_of(0, 30))
+    maybe(draw, zero, 2, stage3_gather_16bit_weights_on_model_save=some.just(True))
+    key = draw(one_of("", "", "", "stage3_leaf_bytes", "stage3_module_granularity_threshold"))
+    if key == "stage3_leaf_bytes":
+        zero[key] = draw(one_of(True, 20_000, 100_000))
+    elif key:
+        zero[key] = draw(one_of(20, 60, 300))
+    offload_to_host(draw, zero, case)
+    if strategy in OFFLOADING and seldom(draw, 8):
+        zero["offload_param"] = {"device": "cpu", "pin_memory": draw(some.booleans())}
+    case["zero_init"] = draw(one_of(None, None, None, "config"))
+    return zero
+
+
+def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str) -> None:
+    """Have gradients, or updates where there is something to send them to, cross in few bits."""
+    keys = set(draw(some.sets(one_of("gradients", "updates"), min_size=1)))
+    if "gradients" in keys:
+        loco: dict[str, Any] = {}
+        maybe(draw, loco, 3, reset_T=one_of(1, 2), bits=some.just(8), block_size=one_of(32, 256))
+        maybe(draw, loco, 3, err_beta=one_of(0.0, 0.5), error_bits=some.just(16))
+        maybe(draw, loco, 4, hadamard=some.just(True), error_feedback=some.just(False))
+        zero["zeropp_loco_param"] = loco
+        if seldom(draw):  # without error feedback
+            del zero["zeropp_loco_param"]
+            zero["zero_quantized_gradients"] = True
+    if "updates" in keys and strategy[0] != "G":
+        updates: dict[str, Any] = {}
+        maybe(draw, updates, 3, bits=some.just(8), block_size=one_of(32, 64), resync_T=one_of(1, 2))
+        zero["paro_quantized_updates"] = updates
+    if zero.get("reduce_scatter") is False:
+        del zero["reduce_scatter"]
+
+
+def strategies_of(kind: str) -> tuple[str, ...]:
+    """With which a kind of cases is drawn."""
+    if kind == "without loss":
+        return tuple(name for name in (*REPLICATED, *SHARDED) if name[2] == "G" and name[0] != "G")
+    return {"replicated": REPLICATED, "sharded": SHARDED, "experts": REPLICATED}.get(kind, (*REPLICATED, *SHARDED))
+
+
+def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
+    """Draw what crosses compressed, by the kind of the case; whether something is lost."""
+    kind = case["kind"]
+    if kind == "few bits" or (kind in ("experts", "model-parallel") and seldom(draw)):
+        in_few_bits(draw, zero, strategy)
+    if kind == "without loss":
+        zero["paro_quantized_updates"] = {"bits": "exact", "resync_T": draw(one_of(1024, 2))}
+    if "paro_quantized_updates" in zero:
+        case["config"].pop("torch_autocast", None)
+        zero.pop("reduce_scatter", None)
+    lossy = is_lossy(zero)
+    if lossy and case["optimizer"] == "Adam":
+        case["config"]["optimizer"]["params"]["eps"] = 0.1  # as in 16 bits
+    return lossy
+
+
+def with_experts(draw: Draw, case: dict[str, Any], stage: int) -> None:
+    """Have DeepSpeed's MoE layers for a model."""
+    case.update(network="RoutedOverTwo", blocks=(Block(), Block(), Block()), routed=False, empty=False, unused=0)
+    case["world"], case["optimizer"] = draw(one_of(4, 4, 2)), draw(one_of("SGD", "Adam"))
+    case["zero"]["paro_group_size"] = 2
+    case["zero"].pop("reduce_scatter", None)  # which DeepSpeed asserts
+    if stage == 2:
+        case["zero"].pop("contiguous_gradients", None)  # and this
+
+
+def with_model_parallelism(draw: Draw, case: dict[str, Any]) -> None:
+    """Have two tensor-parallel ranks."""
+    # Stock's zero.Init shards over all ranks there, unless it is told otherwise.
+    case.update(world=draw(one_of(4, 4, 4, 4, 8)), tensor_parallel=2, routed=False, zero_init=None)
+    case["config"].pop("gradient_predivide_factor", None)  # a fault of stage 3, and norms let no other be asked
+    if case["optimizer"] == "Muon":
+        case["optimizer"] = "SGD"
+    case["zero"]["paro_group_size"] = 2 if case["world"] == 8 else draw(one_of(1, 2))
+
+
+def named_otherwise(draw: Draw, case: dict[str, Any], stage: int) -> None:
+    """Perhaps say the same in other keys: a stage that is implied, a size by default, MiCS."""
+    zero = case["zero"]
+    if seldom(draw, 12):
+        zero["stage"] = stage
+    if zero["paro_group_size"] == case["world"] and seldom(draw):
+        del zero["paro_group_size"]
+    elif zero["paro_strategy"] == "III" and seldom(draw):
+        zero.update(mics_shard_size=zero.pop("paro_group_size"), stage=stage)
+        del zero["paro_strategy"]
+
+
+@some.composite
+def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
+    """A case of one of the ``KINDS`` that train a model without a pipeline."""
+    strategy = draw(one_of(*strategies_of(kind)))
+    stage = 3 if strategy[0] != "N" else 2 if strategy[1] != "N" else 1
+    world, group = sizes(draw, worlds)
+    case = training(draw, stage)
+    if kind == "without loss" and case["dtype"] == "fp32":
+        case["dtype"] = "bf16"
+        case["config"].pop("torch_autocast", None)
+    case.update(kind=kind, world=world)
+    zero = replicated_keys(draw, case) if stage < 3 else sharded_keys(draw, case, strategy)
+    lossy = compressed(draw, case, zero, strategy)
+    if case["optimizer"] == "Muon":
+        if stage == 3:  # refused but for all-reduces, by which stock's stage 3 has Muon
+            case["config"].pop("gradient_predivide_factor", None)
+        case["config"].pop("torch_autocast", None)
+        case["backward"] = "engine"
+    if stage == 1 and zero.get("overlap_comm") and case["boundary"] == "step":
+        case["boundary"] = "engine"  # DeepSpeed refuses it
+    case["zero"] = {"paro_strategy": strategy, "paro_group_size": group, **zero}
+    case["blocks"] = blocks(draw, stage, case["optimizer"])
+    exact = case["dtype"] == "fp32" and "torch_autocast" not in case["config"]
+    case["routed"] = stage == 3 and strategy != "IGG" and exact and draw(some.booleans())
+    if case["routed"]:  # then stage 0 is the oracle, which is one in fp32, and has no other way
+        case.update(backward="engine", boundary="user" if case["boundary"] == "user" else "engine")
+        if case["optimizer"] == "Muon":
+            case["clipping"] = 0.0  # which does something else there
+    case["empty"] = stage < 3 and seldom(draw, 8)
+    if stage == 1 and case["boundary"] == "engine" and case["accumulation"] > 1 and "overlap_comm" not in zero:
+        case["no_sync"] = seldom(draw, 4)
+    if kind == "experts":
+        with_experts(draw, case, stage)
+    if kind == "model-parallel":
+        with_model_parallelism(draw, case)
+    if case["optimizer"] != "Adam":
+        case["config"].pop("optimizer", None)
+    convertible = []
+    if case["optimizer"] == "Adam" and not lossy and kind in ("replicated", "sharded") and not case["empty"]:
+        # Not to plain stages: DeepSpeed's own loads lose buffers, frozen parameters and hyperparameters.
+        convertible = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
+    if "gradient_predivide_factor" in case["config"]:
+        convertible = []  # stage 3 has it with reduce_scatter false alone, which goes with the other keys
+    case["steps"] = steps(draw, case, convertible, lossy)
+    named_otherwise(draw, case, stage)
+    return Case(**case)
+
+
+@some.composite
+def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
+    """A pipeline of two stages."""
+    strategy = draw(one_of(*REPLICATED, *SHARDED))
+    zero = common_keys(draw)
+    zero.pop("round_robin_gradients", None)
+    maybe(draw, zero, 8, zeropp_loco_param=some.just({}))
+    if strategy[0] != "G":
+        maybe(draw, zero, 8, paro_quantized_updates=some.just({}))
+    if strategy[0] != "N":
+        maybe(draw, zero, 3, stage3_param_persistence_threshold=one_of(0, 100))
+    pipe = {
+        "micro_batches": draw(some.integers(1, 4)),
+        "steps": draw(one_of(2, 3)),
+        "tied": draw(some.booleans()),
+        "frozen": draw(one_of((), (), (1,), (2, 3))),
+        "groups": draw(one_of(1, 2)),
+        "two": draw(one_of(None, None, 2)),
+        "checkpointing": draw(one_of(0, 0, 1, -1)),
+        "dtype": draw(one_of("fp32", "bf16")),
+        "optimizer": draw(one_of("SGD", "Adam")),
+        "clipping": draw(one_of(0.0, 0.5)),
+        "widths": draw(one_of((29, 7, 17, 11), (5, 3), (13, 37, 3))),
+    }
+    if "paro_quantized_updates" in zero:
+        pipe["tied"] = False  # whose copies would differ
+    if pipe["optimizer"] == "Adam":
+        pipe["groups"] = 1  # whose rates are SGD's
+    if len(pipe["widths"]) < 3:
+        pipe["frozen"], pipe["two"] = (), None
+    return PipeCase("pipeline", draw(one_of(4, 4, 8, 2)), strategy, zero, pipe)
+
+
+KINDS = ("replicated", "sharded", "few bits", "without loss", "experts", "model-parallel", "pipeline")
+
+
+def of_kind(kind: str, worlds: tuple[int, ...]) -> SearchStrategy[Any]:
+    """Cases of a kind, on one of these numbers of ranks where the kind leaves a choice."""
+    return pipelines(worlds) if kind == "pipeline" else cases(kind, worlds)

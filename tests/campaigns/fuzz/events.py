@@ -1,0 +1,226 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What users do between two steps; inside rank processes only.
+
+An event is one of two kinds. Some change what is trained, and stock DeepSpeed's run has them, too (``SHARED``). All
+others must change nothing, and only our run has them: that also keeps stock's own faults in them away.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
+
+from tests.campaigns.fuzz.run import Run
+from tests.harness import snapshots, training
+
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+SHARED = ("evaluate", "frozen", "weights", "rate", "restart")
+
+
+def act(run: Run, name: str, value: Any) -> None:
+    """Do what an event says."""
+    EVENTS[name](run, value)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder of rank 0's that all ranks know, and that is removed when all have left."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared, src=0)
+        yield Path(shared[0])
+        dist.barrier()
+
+
+def evaluate(run: Run, value: Any) -> None:
+    """Have the loss of one more batch."""
+    x, y = next(run.data)
+    run.set_calls(run.model, run.calls)
+    run.engine.eval()
+    with torch.no_grad():
+        run.losses.append(((run.engine(x) - y) ** 2).float().mean())
+    run.engine.train()
+
+
+def save_and_load(run: Run, value: Any) -> None:
+    """Bring back what has just been saved, into the same engine; it has replaced another of the same tag."""
+    with shared_folder() as folder:
+        for number in (1, 2):
+            run.engine.save_checkpoint(str(folder), client_state={"number": number})
+        dist.barrier()  # the first rank removes what was replaced
+        tags = [entry for entry in folder.iterdir() if entry.is_dir()]
+        assert len(tags) == 1, f"a save leaves {tags}"
+        path, client_state = run.engine.load_checkpoint(str(folder))
+        assert path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}"
+
+
+def resume(run: Run, value: Any) -> None:
+    """Go on in an engine that is made anew."""
+    stepped = run.stepped
+    with shared_folder() as folder:
+        run.engine.save_checkpoint(str(folder))
+        run.make_anew()
+        path, _ = run.engine.load_checkpoint(str(folder))
+        assert path is not None
+    run.stepped = stepped
+
+
+def go_on_elsewhere(run: Run, value: Any, universal: bool) -> None:
+    """Go on under other keys of zero_optimization, by a checkpoint that is universal, or becomes so in the load."""
+    if not run.stepped:  # DeepSpeed's converter needs optimizer states
+        return
+    with shared_folder() as folder:
+        run.engine.save_checkpoint(str(folder))
+        if universal:
+            snapshots.convert(str(folder))
+        run.make_anew(value, {"checkpoint": {"load_universal": True}})
+        tag = f"{(folder / 'latest').read_text()}_universal" if universal else None
+        path, _ = run.engine.load_checkpoint(str(folder), tag=tag)
+        assert path is not None
+        run.engine._config.load_universal_checkpoint = False  # what is loaded later is its own
+    run.stepped = True
+
+
+def look(run: Run, value: int) -> None:
+    """Gather some parameters and look at them."""
+    parameters = list(run.model.parameters())
+    some = list({id(p): p for p in (parameters[value % len(parameters)], parameters[-1])}.values())
+    with deepspeed.zero.GatheredParameters(some):
+        run.seen.append(sum(p.detach().float().abs().sum() for p in some))
+
+
+def write_nothing(run: Run, value: int) -> None:
+    """Gather a parameter as one who may change it, and leave it as it is."""
+    parameters = list(run.model.parameters())
+    param = parameters[value % len(parameters)]
+    if getattr(param, "ds_status", None) in (None, ZeroParamStatus.NOT_AVAILABLE):
+        with deepspeed.zero.GatheredParameters([param], modifier_rank=0):
+            if modifies(run, param):
+                param.data.mul_(1.0)
+
+
+def modifies(run: Run, param: Any) -> bool:
+    """Whether this rank is the one that may change what it has gathered: each, where parameters are replicated."""
+    return not hasattr(param, "ds_tensor") or dist.get_rank() // run.case.tensor_parallel == 0
+
+
+def change_frozen(run: Run, value: float) -> None:
+    """Change all that is frozen, which no optimizer holds."""
+    frozen = [p for p in run.model.parameters() if not p.requires_grad]
+    with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
+        for param in frozen:
+            if modifies(run, param):
+                param.data.mul_(value)
+
+
+def change_weights(run: Run, value: float) -> None:
+    """Change the optimizer's weights of a parameter."""
+    param = max((p for p in run.model.parameters() if p.requires_grad), key=training_size)
+    changed = safe_get_full_fp32_param(param) * value
+    if run.ours or not hasattr(param, "ds_tensor"):
+        safe_set_full_fp32_param(param, changed)
+        return
+    # Stock's stage 3 reads behind the end of a parameter that ranks do not divide: its last rank raises, others wait.
+    held, group = param.ds_tensor.numel(), param.ds_process_group
+    padded = torch.nn.functional.pad(changed.flatten(), (0, held * dist.get_world_size(group) - changed.numel()))
+    safe_set_local_fp32_param(param, padded[held * dist.get_rank(group) :][:held])
+
+
+def training_size(param: Any) -> int:
+    """Elements of a whole parameter."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def change_rate(run: Run, value: float) -> None:
+    """Change the learning rates, as a scheduler of one's own does."""
+    for group in run.engine.optimizer.param_groups:
+        group["lr"] *= value
+
+
+def read_states(run: Run, value: int) -> None:
+    """Read a parameter's weights and moments, whole."""
+    trained = [p for p in run.model.parameters() if p.requires_grad and training_size(p)]
+    if trained and run.stepped:
+        param = trained[value % len(trained)]
+        by_momentum = run.job.optimizer == "SGD" or getattr(param, "use_muon", False)
+        name = "momentum_buffer" if by_momentum else "exp_avg"
+        weights, moment = safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, name)
+        run.seen += [weights.float().abs().sum(), moment.float().abs().sum()]
+        if not run.case.lossy:  # else the optimizer's weights have what has not yet been sent
+            with deepspeed.zero.GatheredParameters([param]):
+                assert torch.equal(weights.to(param.dtype), param.detach()), "the optimizer's weights are others"
+
+
+def offload(run: Run, value: Sequence[str] | None) -> None:
+    """Move states, or some kinds of them, to the host and back; of shards stage 3 moves FusedAdam's only."""
+    if any(hasattr(param, "ds_tensor") for param in run.model.parameters()):
+        value = [name for name in value or ("lp_params",) if name.startswith("lp_")]
+    run.engine.offload_states(None if value is None else [OffloadStateTypeEnum(name) for name in value])
+    run.engine.reload_states()
+
+
+def export(run: Run, value: Any) -> None:
+    """Save the weights as a model that other programs read, and read them."""
+    named = dict(run.model.named_parameters())
+    with shared_folder() as folder:
+        saved = run.engine.save_16bit_model(str(folder))
+        sharded = any(hasattr(param, "ds_tensor") for param in named.values())
+        assert saved == (not sharded or bool(run.zero.get(GATHER))), "a model was saved, or not"
+        dist.barrier()
+        # Experts have files of their own, and tensor-parallel ranks, which train apart here, one file together.
+        alone = saved and not run.case.network and run.case.tensor_parallel == 1
+        weights = torch.load(folder / "pytorch_model.bin") if alone else {}
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        for name in weights.keys() & named.keys():
+            assert torch.equal(weights[name], named[name].detach()), f"the exported {name} is another"
+
+
+def second_engine(run: Run, value: Any) -> None:
+    """Train another model for a step, in an engine of its own."""
+    engine, _ = run.make_engine({})
+    data = training.batches(run.job)
+    for _ in range(run.job.accumulation):
+        x, y = next(data)
+        run.set_calls(engine.module, 0)
+        engine.backward(((engine(x) - y) ** 2).float().mean())
+        engine.step()
+    engine.destroy()
+
+
+def restart(run: Run, value: Any) -> None:
+    """Begin anew, with the first weights."""
+    run.make_anew()
+
+
+EVENTS: dict[str, Callable[[Run, Any], None]] = {
+    "evaluate": evaluate,
+    "frozen": change_frozen,
+    "weights": change_weights,
+    "rate": change_rate,
+    "restart": restart,
+    "save and load": save_and_load,
+    "resume": resume,
+    "universal": partial(go_on_elsewhere, universal=True),
+    "elsewhere": partial(go_on_elsewhere, universal=False),
+    "look": look,
+    "write nothing": write_nothing,
+    "states": read_states,
+    "offload": offload,
+    "export": export,
+    "second engine": second_engine,
+}

@@ -1,0 +1,120 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a drawn case, and records what can be compared; inside rank processes only."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.campaigns.fuzz.cases import Case
+from tests.campaigns.fuzz.events import SHARED, act
+from tests.campaigns.fuzz.run import Run, elements_of, job_of, live_bytes
+from tests.campaigns.fuzz.traffic import Received, counted
+from tests.harness import networks, training
+from tests.harness.stream_order import Order
+
+
+@dataclass
+class Trained:
+    """What a run leaves, in plain values and tensors.
+
+    Attributes:
+        losses, norms, scales, applied: of micro-steps and evaluations; of steps.
+        states: see ``tests.harness.snapshots.snapshot``.
+        weights: of all parameters, in one dimension and fp32.
+        replicas_equal: whether all ranks that hold a parameter hold the same bits.
+        received: bytes of each step, without its events.
+        held: bytes of tensors that live after each step.
+        elements, trained: of all parameters, and of those with gradients.
+        left: bytes of tensors that live longer than the engine and the model.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    scales: list[float]
+    applied: list[bool]
+    states: dict[str, Tensor]
+    weights: Tensor
+    replicas_equal: bool
+    received: list[Received]
+    held: list[int]
+    elements: int = 0
+    trained: int = 0
+    left: int = 0
+
+
+def _run(run: Run) -> None:
+    """All events and steps of a case."""
+    for step in run.case.steps:
+        for event in step.before:
+            if run.ours or event.name in SHARED:
+                act(run, *event)
+        with counted(run.zero.get("paro_group_size") or run.zero.get("mics_shard_size") or 1) as bytes_of_step:
+            run.step(step)
+        run.received.append(bytes_of_step)
+        run.norms.append(run.engine.get_global_grad_norm())
+        run.scales.append(float(getattr(run.engine.optimizer, "loss_scale", 1.0)))
+        run.applied.append(run.engine.was_step_applied())
+        if run.order is None:
+            run.held.append(live_bytes())
+
+
+def _record(run: Run) -> Trained:
+    """What can be compared, now."""
+    return Trained(
+        [loss.item() for loss in run.losses],
+        [float(norm or 0.0) for norm in run.norms],
+        run.scales,
+        run.applied,
+        run.states() if run.order is None else {},
+        training.whole_weights(run.model),
+        training.all_replicas_equal(run.engine, run.model) if run.case.tensor_parallel == 1 else True,
+        run.received,
+        run.held,
+        *elements_of(run.model),
+    )
+
+
+@contextlib.contextmanager
+def _watched(order: Order | None) -> Iterator[None]:
+    if order is None:
+        yield
+    else:
+        with order.watch():
+            yield
+
+
+def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = None) -> Trained:
+    """Train a case.
+
+    Args:
+        case: what.
+        zero: keys of zero_optimization.
+        ours: whether events that must change nothing take place.
+        order: of a device with streams, which looks at all of it.
+    """
+    gc.collect()
+    before = live_bytes()
+    with _watched(order):
+        run = Run(case, zero, ours, order)
+        _run(run)
+    trained = _record(run)
+    run.destroy()
+    del run
+    gc.collect()
+    # What the record itself has is no remainder.
+    kept = sum(one.untyped_storage().nbytes() for one in (*trained.states.values(), trained.weights))
+    trained.left = live_bytes() - before - kept
+    return trained
+
+
+def first_weights(case: Case) -> Tensor:
+    """Return what a case begins with, as ``Trained.weights``; of the last restart, if there is one."""
+    torch.manual_seed(7)
+    model = job_of(case).network(networks.SQUARE, None, case.empty)
+    return torch.cat([p.detach().to(training.DTYPES[case.dtype]).float().flatten() for p in model.parameters()])

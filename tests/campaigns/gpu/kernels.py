@@ -1,0 +1,100 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments of tests.campaigns.gpu: the kernels, which have tests and a benchmark of their own; and memory."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deepspeed_ext.loco import ops
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from scripts import ROOT
+from tests.campaigns.gpu.order import JOB
+from tests.harness.fake_wire import Wire, enter_virtual_world, train_over
+from tests.harness.training import placed
+
+RANKS, GROUP = 6, 3
+
+
+def bits(place: Any) -> None:
+    """T8A: see that the CUDA kernels give the bits of the reference."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        tests = [str(ROOT / "tests" / "unit" / "loco" / "test_cuda_kernels.py"), f"--junitxml={results}"]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
+        status = subprocess.run(command, cwd=ROOT, check=False).returncode
+        counts = counts_of(results)
+    place.report.figure("tests", counts)
+    if not place.cuda:
+        place.report.skip("needs a GPU")
+        return
+    place.report.check("pytest ended well", status == 0)
+    place.report.check("tests have passed", counts["passed"] > 0)
+
+
+def counts_of(results: Path) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped, as pytest's JUnit file tells."""
+    cases = list(ElementTree.parse(results).iter("testcase"))
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
+    return {"passed": len(cases) - skipped - failed, "failed": failed, "skipped": skipped}
+
+
+def bandwidth(place: Any) -> None:
+    """T8B: measure how close the kernels come to a copy of as many bytes."""
+    if place.cuda:
+        ops.load_kernels()
+        place.report.check("there are CUDA kernels", ops.has_kernels("CUDA"))
+    size = ["--mib", "1", "--repetitions", "1"] if place.small else ["--mib", "64", "256"]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        options = ["--device", place.device, "--json", str(rows)]
+        subprocess.run([sys.executable, "-m", "tests.perf.loco_kernels", *options, *size], cwd=ROOT, check=True)
+        for row in json.loads(rows.read_text()):
+            figures = {name: round(row[name], 3) for name in ("gb_per_s", "copy_gb_per_s", "of_copy_bandwidth")}
+            place.report.figure(f"{row['case']}, {row['mib']} MiB", figures)
+
+
+def memory(place: Any) -> None:
+    """T9: measure the most memory that training takes with default buckets, beside the formula of the model states."""
+    enter_virtual_world(RANKS)
+    width = 64 if place.small else 4096
+    job = dataclasses.replace(
+        JOB, sizes=(width,) * 9, network=None, dtype="bf16", optimizer="SGD", zero={}, steps=2, accumulation=2
+    )
+    monitored = {"csv_monitor": {"enabled": True, "output_path": tempfile.mkdtemp(), "job_name": "checks"}}
+    cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("NIG", "NIG", {"overlap_comm": False}, {}),
+        ("NIG, overlap_comm", "NIG", {"overlap_comm": True}, {}),
+        ("IIG", "IIG", {}, {}),
+        ("IIG in four bits", "IIG", {"zeropp_loco_param": {}}, {}),
+        ("IIG in four bits, monitored", "IIG", {"zeropp_loco_param": {}}, monitored),
+    ]
+    for title, name, more, config in cases:
+        wanted = dataclasses.replace(job, config={**JOB.config, **config})
+        place.report.figure(title, memory_of(place, wanted, name, more))
+    place.report.check("all cases have run", True)
+
+
+def memory_of(place: Any, job: Any, name: str, more: dict[str, Any]) -> dict[str, float]:
+    """Return GB: the formula of the model states, and the most that was allocated and reserved."""
+    numel = sum(a * b + b * (i % 2 == 0) for i, (a, b) in enumerate(zip(job.sizes, job.sizes[1:], strict=False))) + 11
+    states = ModelStates.of(numel, optimizer_bytes=8)  # SGD: master weights and momentum
+    figures = {"formula": STRATEGIES[name].memory(GroupSizes(RANKS, GROUP), states).total / 1e9}
+    if place.cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    train_over(Wire(place.device, delay=(0.0, 0.1)), job, placed(name, GROUP, **more))
+    if place.cuda:
+        figures["allocated"] = torch.cuda.max_memory_allocated() / 1e9
+        figures["reserved"] = torch.cuda.max_memory_reserved() / 1e9
+        figures["retries"] = float(torch.cuda.memory_stats().get("num_alloc_retries", 0) - before)
+    return figures

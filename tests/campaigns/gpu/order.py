@@ -1,0 +1,145 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments of tests.campaigns.gpu: nothing is read before it is complete."""
+
+import contextlib
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+
+from tests.harness import fake_wire
+from tests.harness.fake_wire import CYCLES, WITHOUT_TIMER, Trained, Wire, enter_virtual_world, train_over
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, make_engine, placed, whole_weights
+
+SLOW = 300  # milliseconds of a step
+JOB = dataclasses.replace(fake_wire.JOB, steps=3, config=WITHOUT_TIMER)
+# A shared-memory all-reduce of the CPU's: minutes to build, and it stays in /dev/shm. Without it DeepSpeed uses gloo.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def pause(place: Any, milliseconds: float) -> None:
+    """Have the current stream sleep."""
+    if place.cuda:
+        torch.cuda._sleep(int(milliseconds * CYCLES))
+
+
+def enter_alone(place: Any) -> None:
+    """Be the only rank of a world: NCCL's on a GPU."""
+    if place.cuda:
+        torch.cuda.set_device(0)
+    meeting = f"file://{tempfile.mkdtemp()}/meeting"
+    deepspeed.init_distributed("nccl" if place.cuda else "gloo", init_method=meeting, rank=0, world_size=1)
+
+
+@contextlib.contextmanager
+def spoiled_memory() -> Iterator[None]:
+    """Have torch fill memory that it hands out uninitialized with NaN, in this context."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def slow_step(place: Any) -> None:
+    """T1: see that the parameters gathered for the next forward are those that a slow step has written."""
+    enter_alone(place)
+    names = ["III", "GGG", "IIG"] if not place.small else ["GGG"]
+    for name in names:
+        expected = _train_slowly(place, name, synchronized=True)
+        found = _train_slowly(place, name, synchronized=False)
+        same = bool(torch.isfinite(expected).all()) and torch.equal(found, expected)
+        place.report.check(f"{name} ends with the same weights", same)
+
+
+def _train_slowly(place: Any, name: str, synchronized: bool) -> torch.Tensor:
+    job = dataclasses.replace(JOB, network=None, zero={**SMALL}, steps=5)
+    engine, model = make_engine(job, placed(name, group_size=1))
+    inner = engine.optimizer.optimizer
+    step = inner.step
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        pause(place, SLOW)
+        return step(*args, **kwargs)
+
+    inner.step = slow
+    generator = torch.Generator().manual_seed(5)
+    batches = [
+        tuple(torch.randn(2, width, generator=generator).to(engine.device) for width in (job.sizes[0], job.sizes[-1]))
+        for _ in range(job.steps * job.accumulation)
+    ]
+    if place.cuda:
+        torch.cuda.synchronize()
+    for x, y in batches:
+        loss = ((engine(x) - y) ** 2).float().mean()
+        engine.backward(loss)
+        engine.step()
+        if synchronized and place.cuda:
+            torch.cuda.synchronize()
+    weights = whole_weights(model).cpu()
+    engine.destroy()
+    return weights
+
+
+def late_results(place: Any) -> None:
+    """T2: see that training over a late wire ends with the bits of training over a prompt one."""
+    enter_virtual_world(6)
+    names = ["NGG", "IGG"] if place.small else [*REPLICATED, *PARTITIONED]
+    for overlap in (True, False):
+        for name in names:
+            compare(place, name, {"overlap_comm": overlap})
+    for name in names if place.small else ("NIG", "IIG", "IGG"):
+        compare(place, name, {"zeropp_loco_param": {}})
+    compare(place, "III", {"stage3_leaf_bytes": True})
+    two_groups = dataclasses.replace(JOB, groups=2)
+    for name in () if place.small else ("NIG", "IIG", "GGG"):
+        compare(place, name, {}, two_groups, "two parameter groups")
+        compare(place, name, {}, dataclasses.replace(JOB, dtype="bf16"), "bf16")
+
+
+def compare(place: Any, name: str, more: dict[str, Any], job: Job = JOB, what: str = "") -> None:
+    """Train over a prompt and over a late wire, and check that weights are the same."""
+
+    def trained(prompt: bool) -> Trained:
+        wire = Wire(place.device, prompt=prompt)
+        with spoiled_memory():
+            return train_over(wire, job, placed(name, group_size=3, **more))
+
+    begin, options = time.perf_counter(), " ".join([*(f"{key} {value}" for key, value in more.items()), what])
+    expected, found = trained(True), trained(False)
+    place.report.check(f"{name} {options}".strip(), expected[1] and found == expected)
+    place.report.figure("seconds of the last comparison", round(time.perf_counter() - begin, 2))
+
+
+def sanitizer(place: Any) -> None:
+    """T3: see that torch's sanitizer, which TORCH_CUDA_SANITIZER=1 switches on, finds no access out of order."""
+    found: dict[str, str] = {}
+
+    def watch(name: str, run: Callable[[], Any]) -> None:
+        try:
+            run()
+        except Exception as error:  # what it has found, after it has printed it
+            if type(error).__name__ != "CUDASanitizerErrors":
+                raise
+            found[name] = "\n".join(map(str, getattr(error, "errors", [error])))[:3000]
+        place.report.check(name, name not in found)
+        place.report.figure("found", found)
+
+    if place.cuda:
+        from torch.cuda import _sanitizer
+
+        place.report.check("the sanitizer is on", _sanitizer.cuda_sanitizer.enabled)
+    enter_alone(place)
+    for name in [] if place.small else ["III", "GGG", "IIG"]:
+        watch(f"{name} with a slow step", lambda name=name: _train_slowly(place, name, synchronized=False))
+    enter_virtual_world(6)
+    job = dataclasses.replace(JOB, steps=2)
+    for name in ["IGG"] if place.small else ["III", "GGG", "IIG", "IGG", "NIG", "NGG", "GNG", "ING"]:
+        wire = Wire(place.device, delay=(0.0, 0.1))
+        watch(name, lambda name=name, wire=wire: train_over(wire, job, placed(name, group_size=3, overlap_comm=True)))

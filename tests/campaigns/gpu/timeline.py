@@ -1,0 +1,243 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Experiments of tests.campaigns.gpu: what overlaps with what, and when the host waits for the device."""
+
+import contextlib
+import dataclasses
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.campaigns.gpu.order import JOB, pause
+from tests.harness.fake_wire import Late, Wire, enter_virtual_world
+from tests.harness.training import DTYPES, PARTITIONED, REPLICATED, Job, make_engine, placed
+
+RANKS, GROUP = 6, 3
+HOP = 50.0  # milliseconds on the wire
+LAYER = 20.0  # milliseconds of each layer, forward and backward
+GATHERS = ("all_gather_single", "_allgather_base")
+REDUCES = (
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "reduce",
+    "allreduce",
+    "all_to_all_single",
+    "alltoall_base",
+)
+_FIRST, _LAST = 5, 10  # micro-steps in which synchronizations are counted, from 1
+
+
+class MarkedTraining:
+    """Training over a late wire, step by step, with the times at which layers run.
+
+    Attributes:
+        forward, backward: marks at which each layer began, in the last micro-step.
+    """
+
+    def __init__(self, place: Any, job: Job, zero: dict[str, Any], delay: float) -> None:
+        self.place = place
+        self.wire = Wire(place.device, delay=(delay, delay), keep=True)
+        self.engine, model = make_engine(job, zero)
+        self._job = job
+        self._generator = torch.Generator().manual_seed(1)
+        self.forward: list[Any] = []
+        self.backward: list[Any] = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda *_: self._reach(self.forward))
+            layer.register_forward_hook(self._watch_backward)
+
+    def _watch_backward(self, layer: Any, inputs: Any, output: Any) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._reach(self.backward))
+
+    def _reach(self, marks: list[Any]) -> None:
+        marks.append(self.mark())
+        if self.wire.keep:
+            pause(self.place, LAYER)
+
+    def mark(self) -> Any:
+        """Mark the present, on the current stream."""
+        if not self.place.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def micro_step(self, job: Job) -> None:
+        """Run forward, backward and step."""
+        self.forward.clear()
+        self.backward.clear()
+        batch = [torch.randn(2, width, generator=self._generator) for width in (job.sizes[0], job.sizes[-1])]
+        x, y = (part.to(self.engine.device, DTYPES[job.dtype]) for part in batch)
+        loss = ((self.engine(x) - y) ** 2).float().mean()
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def under_way(self, mark: Any, late: Late) -> bool:
+        """Whether a collective was under way at a mark; the device has been synchronized."""
+        if self.place.cuda:
+            return late.began.elapsed_time(mark) >= 0 and mark.elapsed_time(late.ended) > 0
+        return late.began <= mark and (late.ended is None or late.ended > mark)
+
+
+@contextlib.contextmanager
+def running(place: Any, zero: dict[str, Any], delay: float = HOP, **changed: Any) -> Iterator[MarkedTraining]:
+    """Train a job of ``JOB``, changed so; destroyed afterwards."""
+    run = None
+    with Wire(place.device).connected():
+        run = MarkedTraining(place, dataclasses.replace(JOB, **changed), zero, delay)
+    try:
+        with run.wire.connected():
+            yield run
+    finally:
+        if place.cuda:
+            torch.cuda.synchronize()
+        with run.wire.connected():
+            run.engine.destroy()
+
+
+def timeline(place: Any) -> None:
+    """T4: note what overlaps, as booleans; nothing here is wrong if they are false, only slow."""
+    enter_virtual_world(RANKS)
+    place.report.figure("ms of a hop", HOP)
+    for groups in (1, 2):
+        updates_under_forward(place, groups)
+    for name in ("GGG", "IGG"):
+        found = under_backward(place, placed(name, GROUP), accumulation=1)
+        place.report.figure(f"(c) {name}: reductions under the backward", found["any"])
+    found = under_backward(place, placed("IIG", GROUP), accumulation=2)
+    place.report.figure("(d) IIG: between groups, under the last backward", found["between groups"])
+    for more in ({}, {"overlap_comm": True}):
+        found = under_backward(place, placed("NIG", GROUP, **more), accumulation=1)
+        place.report.figure(f"(e) NIG {more or 'default'}: reductions under the backward", found["any"])
+
+
+def updates_under_forward(place: Any, groups: int) -> None:
+    """Note (a) and (b): the gather between groups after a step, and the next forward."""
+    with running(place, placed("IIG", GROUP), groups=groups, accumulation=1, config={}) as run:
+        for _ in range(4):
+            run.micro_step(JOB)
+        gathers = [late for late in run.wire.sent if late.name in GATHERS and late.ranks == RANKS // GROUP]
+        pending = [late for late in gathers if not late.is_completed()]
+        place.report.figure(f"(a) {groups} parameter groups: step returns before its gathers end", bool(pending))
+        run.micro_step(JOB)
+        if place.cuda:
+            torch.cuda.synchronize()
+        first = run.forward[0]
+        last = gathers[-1] if gathers else None
+        found = last is not None and run.under_way(first, last)
+        place.report.figure(f"(b) {groups} parameter groups: the first layer runs before the last gather ends", found)
+
+
+def under_backward(place: Any, zero: dict[str, Any], accumulation: int) -> dict[str, bool]:
+    """Return which reductions are under way when layers begin their backward, in the last micro-step of a step."""
+    with running(place, zero, accumulation=accumulation) as run:
+        for _ in range(3 * accumulation):
+            run.wire.sent.clear()
+            run.micro_step(JOB)
+        if place.cuda:
+            torch.cuda.synchronize()
+        under = [
+            late
+            for late in run.wire.sent
+            if late.name in REDUCES and any(run.under_way(mark, late) for mark in run.backward)
+        ]
+    return {"any": bool(under), "between groups": any(late.ranks == RANKS // GROUP for late in under)}
+
+
+def synchronizations(place: Any) -> None:
+    """T5: count how often the host waits for the device in six micro-steps, and where."""
+    enter_virtual_world(RANKS)
+    names = ["NIG", "IIG"] if place.small else [*REPLICATED, *PARTITIONED]
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [(name, placed(name, GROUP), {}) for name in names]
+    four_bits = placed("IIG", GROUP, zeropp_loco_param={})
+    cases.append(("IIG in four bits", four_bits, {}))
+    cases.append(("IIG without the timer", placed("IIG", GROUP), {"config": JOB.config}))
+    with tempfile.TemporaryDirectory() as folder:
+        monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "checks"}}
+        cases.append(("IIG in four bits, monitored", four_bits, {"config": monitor}))
+        if not place.small:
+            cases += [(f"{name} in fp16", placed(name, GROUP), {"dtype": "fp16"}) for name in ("NIG", "IIG")]
+        for title, zero, changed in cases:
+            place.report.figure(title, _synchronizations_of(place, zero, changed))
+
+
+def _synchronizations_of(place: Any, zero: dict[str, Any], changed: dict[str, Any]) -> dict[str, int]:
+    job = dataclasses.replace(JOB, **{"config": {}, **changed})
+    with counter_of(place) as counting, running(place, zero, 0.0, **{"config": {}, **changed}) as run:
+        run.wire.keep = False
+        for _ in range(1, _FIRST):
+            run.micro_step(job)
+        with counting() as counts:
+            for _ in range(_FIRST, _LAST + 1):
+                run.micro_step(job)
+        return dict(sorted(counts.items()))
+
+
+@contextlib.contextmanager
+def counter_of(place: Any) -> Iterator[Any]:
+    """Yield what counts synchronizations of the host, by place; without a GPU of a simulated device."""
+    if place.cuda:
+        yield _counted_on_gpu
+        return
+    from tests.harness.stream_order import device_with_streams
+
+    with device_with_streams() as order:
+
+        @contextlib.contextmanager
+        def counted() -> Iterator[Counter[str]]:
+            counts: Counter[str] = Counter()
+            with order.watch():
+                before = Counter(order.synchronizations)
+                yield counts
+                counts.update({str(one): count for one, count in (order.synchronizations - before).items()})
+
+        yield counted
+
+
+@contextlib.contextmanager
+def _counted_on_gpu() -> Iterator[Counter[str]]:
+    counts: Counter[str] = Counter()
+
+    def shown(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if "synchroniz" in str(message):
+            counts[_where()] += 1
+
+    def watched(method: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[_where()] += 1
+            return method(*args, **kwargs)
+
+        return counted
+
+    with contextlib.ExitStack() as context:
+        # What the mode does not see: waits for the device, and for events.
+        for owner, name in ((torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize")):
+            context.enter_context(mock.patch.object(owner, name, watched(getattr(owner, name))))
+        context.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = shown
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield counts
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _where() -> str:
+    """Return the innermost line of ours or of DeepSpeed's."""
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if "/deepspeed_ext/" in path or ("/deepspeed/" in path and "/accelerator/" not in path):
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "elsewhere"

@@ -1,0 +1,279 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Kill a node in the middle of a step: the run must go on with the other, on its own, and lose only steps.
+
+Two emulated nodes of two ranks train under torchrun's elastic launcher, with one command that does not change. All
+processes of the second node are killed: in a forward, in the reductions of a backward, before an optimizer step, while
+it saves, and without a word, as when it loses its power: then the others wait for their collectives' timeout. The
+launcher of the first node starts its ranks again, which choose a strategy for half as many ranks, convert the last
+checkpoint and go on with the same global batch. Each loss from there on is compared with that of a run that nothing
+has disturbed.
+
+Exit status 0 if all went on as they had to, 1 if one did not, 2 if a run could not be made.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from scripts.emulation.cluster import NodeJob, Processes, require_emulation
+from scripts.emulation.launching import exit_on_signals, start_rank
+from scripts.emulation.network import PORT, Network, address
+from scripts.examples.gpt import ByteGPT
+
+MODEL = {"dim": 128, "layers": 3, "heads": 4, "sequence_length": 32}
+ROWS, MICRO_ROWS = 8, 2  # of a step, and of a rank's micro-batch
+STEPS, EVERY = 9, 3  # of a run; between saves
+KILLED_IN = 5  # the step
+SILENT = "silent"
+MOMENTS = ("forward", "reductions", "update", "saving", SILENT)
+TOLERANCE = 1e-5  # relative, of losses: sums over other numbers of ranks are rounded otherwise
+# A dead node is noticed after interval x attempts seconds; then the others wait for a last call whether one joins.
+RENDEZVOUS = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=3,join_timeout=60"
+
+# By default torch 2.13 has restarted ranks meet in the store of those before them, and find the addresses of the dead.
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TIMEOUT = {"DEEPSPEED_TIMEOUT": "1"}  # minutes after which a collective fails
+
+
+@dataclass
+class Plan:
+    """What ranks do.
+
+    Attributes:
+        folder: of checkpoints and reports.
+        moment: in which the second node is killed; empty for none.
+        strategies: by number of ranks.
+    """
+
+    folder: str
+    moment: str
+    strategies: dict[str, str]
+
+
+# What runs in the ranks ###########################################################################
+
+
+class Run:
+    """A rank's training, which asks to be killed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._folder = plan, Path(plan.folder)
+        self._ranks = dist.get_world_size()
+        torch.manual_seed(0)
+        self._model = ByteGPT(**MODEL)
+        name = plan.strategies[str(self._ranks)]
+        config = {
+            "train_batch_size": ROWS,
+            "train_micro_batch_size_per_gpu": MICRO_ROWS,  # accumulation follows from these and the ranks
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}},
+            "zero_optimization": {"paro_strategy": name, "reduce_bucket_size": 100_000},
+            "checkpoint": {"load_universal": True},
+            "steps_per_print": 1_000_000,
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=self._model, model_parameters=self._model.parameters(), config=config
+        )
+        self.report("started", strategy=self.engine.optimizer.strategy.name)
+
+    def report(self, event: str, by_any: bool = False, **fields: Any) -> None:
+        """Append a line of JSON, on the first rank, or on each."""
+        if by_any or dist.get_rank() == 0:
+            with (self._folder / "reports").open("a") as file:
+                file.write(json.dumps({"event": event, "time": time.time(), "ranks": self._ranks, **fields}) + "\n")
+
+    def run(self) -> None:
+        """Go on from the last checkpoint to the end."""
+        checkpoints = self._folder / "checkpoints"
+        if (checkpoints / "latest").exists():
+            self.engine.load_checkpoint(checkpoints)
+            self.report("loaded", step=self.engine.global_steps)
+        while (step := self.engine.global_steps) < STEPS:
+            loss = self._step(step)
+            self.report("trained", step=step, loss=loss)
+            if self.engine.global_steps % EVERY == 0:
+                self._ask("saving", step)
+                self.engine.save_checkpoint(checkpoints)
+
+    def _step(self, step: int) -> float:
+        rows = torch.randint(256, (ROWS, MODEL["sequence_length"] + 1), generator=torch.Generator().manual_seed(step))
+        losses = []
+        for number in range(self.engine.gradient_accumulation_steps()):
+            first = (number * self._ranks + dist.get_rank()) * MICRO_ROWS
+            tokens = rows[first : first + MICRO_ROWS]
+            self._ask("forward", step)
+            if self._asks("reductions", step):  # in the middle of the backward
+                middle = self._model.blocks[len(self._model.blocks) // 2]
+                middle.register_full_backward_hook(lambda *_: self._ask("reductions", step))
+            loss: Tensor = self.engine(tokens[:, :-1], tokens[:, 1:])
+            self.engine.backward(loss)
+            losses.append(loss.detach())
+            self._ask("update", step)
+            self._ask(SILENT, step)
+            self.engine.step()
+        mean = torch.stack(losses).mean()
+        dist.all_reduce(mean)
+        return mean.item() / self._ranks
+
+    def _asks(self, moment: str, step: int) -> bool:
+        whole = self._ranks == max(map(int, self._plan.strategies))
+        return whole and moment == self._plan.moment and step == KILLED_IN
+
+    def _ask(self, moment: str, step: int) -> None:
+        """Ask to be killed, if that is the moment; a save goes on until it happens."""
+        if self._asks(moment, step) and dist.get_rank() == self._ranks - 1:
+            (self._folder / "kill").write_text(moment)
+            if moment != "saving":
+                time.sleep(60)
+
+
+def work(path: Path) -> None:
+    """Live as a rank."""
+    start_rank()
+    run = Run(Plan(**json.loads(path.read_text())))
+    try:
+        run.run()
+    except Exception:
+        run.report("noticed", by_any=True)
+        raise
+    dist.destroy_process_group()
+
+
+# What starts them #################################################################################
+
+
+@dataclass
+class Outcome:
+    """A run: losses by step, the last of each, and what was reported."""
+
+    losses: dict[int, float]
+    reports: list[dict[str, Any]]
+    killed: float = math.nan
+
+    def after(self, event: str, since: float) -> dict[str, Any]:
+        """Return the first report of that kind from then on."""
+        return next(one for one in self.reports if one["event"] == event and one["time"] >= since)
+
+
+def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Outcome:
+    """Run until the end; kill the second node when it asks.
+
+    Raises:
+        RuntimeError: it did not end well.
+    """
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps(asdict(plan)))
+    killed = math.nan
+    with log.open("ab") as output, Network(nodes) as network, Processes(network) as processes:
+        options = ["--nnodes", f"1:{nodes}", "--nproc-per-node", "2", "--max-restarts", "3"]
+        options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:{PORT}", "--rdzv-id", folder.name]
+        script = ["-m", "tests.campaigns.node_failure", "--worker", str(folder / "plan.json")]
+        for node in range(nodes):
+            # There is no name server, by which torchrun would find out where it runs.
+            local = ["--local-addr", address(node), "--rdzv-conf", f"{RENDEZVOUS},is_host={int(not node)}"]
+            command = [sys.executable, "-m", "torch.distributed.run", *options, *local, *script]
+            processes.start(NodeJob(node, command, FRESH_STORE | TIMEOUT), output)
+        ends = time.monotonic() + timeout
+        while (left := ends - time.monotonic()) > 0:
+            if (folder / "kill").exists() and math.isnan(killed):
+                killed = time.time()
+                if plan.moment == SILENT:
+                    network.cut(1)
+                network.kill([1])
+                processes.forget(1)
+            try:
+                failure = processes.wait(min(left, 0.01))
+            except TimeoutError:
+                continue
+            if failure is not None:
+                raise RuntimeError(f"node {failure.node} failed with status {failure.status}; see {log}")
+            break
+        else:
+            raise RuntimeError(f"not finished after {timeout:.0f} s; see {log}")
+    reports = [json.loads(line) for line in (folder / "reports").read_text().splitlines()]
+    losses = {one["step"]: one["loss"] for one in reports if one["event"] == "trained"}
+    return Outcome(losses, reports, killed)
+
+
+def verdict(expected: Outcome, found: Outcome) -> tuple[bool, dict[str, Any]]:
+    """Whether a run went on as it had to; what it lost, and the seconds of each part of its way back."""
+    noticed = found.after("noticed", found.killed)
+    started = found.after("started", noticed["time"])
+    loaded = found.after("loaded", started["time"])
+    trained = found.after("trained", loaded["time"])
+    last = max(one["step"] for one in found.reports if one["event"] == "trained" and one["time"] < loaded["time"])
+    gaps = [abs(found.losses[step] / loss - 1) for step, loss in expected.losses.items()]
+    times = [found.killed, noticed["time"], started["time"], loaded["time"], trained["time"]]
+    parts = dict(zip(("noticed", "started", "loaded", "trained"), map(_gap, times, times[1:]), strict=False))
+    lost = last + 1 - loaded["step"]
+    passed = max(gaps) <= TOLERANCE and loaded["step"] % EVERY == 0 and lost < EVERY + 1 and trained["ranks"] == 2
+    return passed, {
+        "strategy": started["strategy"],
+        "resumed": loaded["step"],
+        "lost": lost,
+        **parts,
+        "all": times[-1] - times[0],
+        "gap": max(gaps),
+    }
+
+
+def _gap(begin: float, end: float) -> float:
+    return end - begin
+
+
+def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
+    """Run all; report each kill."""
+    report("killed in    strategy  resumed at  steps lost  noticed  started  loaded  trained  seconds  loss off by")
+    strategies = {"4": args.strategies[0], "2": args.strategies[1]}
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        expected = train(base / "undisturbed", Plan(str(base / "undisturbed"), "", strategies), 2, args.log, 300)
+        passed = True
+        for moment in args.moments:
+            folder = base / moment
+            found = train(folder, Plan(str(folder), moment, strategies), 2, args.log, args.timeout)
+            good, row = verdict(expected, found)
+            passed &= good
+            report(
+                f"{moment:<11}  {row['strategy']:<8}  {row['resumed']:>10}  {row['lost']:>10}  "
+                f"{row['noticed']:>7.1f}  {row['started']:>7.1f}  {row['loaded']:>6.1f}  {row['trained']:>7.1f}  "
+                f"{row['all']:>7.1f}  "
+                f"{row['gap']:>11.1e}{'' if good else '  NOT AS IT HAD TO'}"
+            )
+    return passed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
+    parser.add_argument("--strategies", nargs=2, default=("IIG", "fastest"), help="with both nodes, and with one")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds that a run may take")
+    parser.add_argument("--log", type=Path, default=Path("node_failure.log"), help="what the ranks print")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker is not None:
+        work(args.worker)
+        return 0
+    require_emulation()
+    exit_on_signals()
+    try:
+        return 0 if check(args, lambda line: print(line, flush=True)) else 1
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

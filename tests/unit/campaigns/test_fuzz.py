@@ -1,0 +1,163 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The fuzzer finds what is wrong; what it has found stays mended; and a minute of it."""
+
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.campaigns import mutants, soak
+from tests.campaigns.fuzz import campaign, oracles
+from tests.campaigns.fuzz.cases import Block, Case, Event, Step
+from tests.campaigns.fuzz.contradictions import Contradiction
+
+TWO = {"paro_group_size": 2}
+ADAM = {"optimizer": "Adam"}
+FOUND = {
+    "what stage 1 has left over was put into a bucket that was still read": Case(
+        world=4,
+        zero={"paro_strategy": "NNI", **TWO, "reduce_bucket_size": 50},
+        accumulation=2,
+        steps=(Step(skipped=((1, 0),)),),
+    ),
+    "with round_robin_gradients universal checkpoints had other parameters' weights": Case(
+        zero={"paro_strategy": "NGG", "paro_group_size": 1, "round_robin_gradients": True},
+        steps=(Step(), Step(), Step((Event("universal", {"paro_strategy": "NNG", "paro_group_size": 1}),))),
+        **ADAM,
+    ),
+    "states could not be read behind a load, nor those of a second parameter group": Case(
+        zero={"paro_strategy": "NGG", **TWO},
+        groups=2,
+        steps=(Step(), Step((Event("states", 1), Event("save and load"), Event("states", 0)))),
+        **ADAM,
+    ),
+    "weights that ranks do not divide could not be set": Case(
+        world=4,
+        zero={"paro_strategy": "GIG", **TWO},
+        inputs=3,
+        outputs=1,
+        blocks=(Block(width=3, bias=False),),
+        steps=(Step(), Step((Event("weights", 1.25),))),
+    ),
+    "memory of a leaf module was given out while it was still read": Case(
+        world=4,
+        zero={"paro_strategy": "INI", **TWO, "stage3_module_granularity_threshold": 60, "zeropp_loco_param": {}}
+        | {"stage3_prefetch_bucket_size": 100, "stage3_max_reuse_distance": 100, "sub_group_size": 100}
+        | {"stage3_param_persistence_threshold": 20, "allgather_bucket_size": 300},
+        inputs=3,
+        outputs=7,
+        blocks=(Block(recomputed=False), Block("experts", frozen=True)),
+        dtype="bf16",
+        accumulation=3,
+        groups=3,
+        steps=(Step(), Step((Event("export"),)), Step()),
+    ),
+    "a gate reads the weight of a part that it does not call": Case(
+        network="RoutedOverTwo",
+        zero={"paro_strategy": "NIG", **TWO, "paro_overlap_updates": True, "reduce_bucket_size": 300},
+        blocks=(Block(), Block(), Block()),
+    ),
+    "gathered chunks of one element were no bytes": Case(
+        zero={"paro_strategy": "IIG", "paro_group_size": 1},
+        outputs=1,
+        steps=(Step((Event("write nothing", 3),)), Step()),
+    ),
+    "sums in 16 bits gave their memory out while they were sent": Case(
+        world=4,
+        zero={"paro_strategy": "NNN", **TWO, "reduce_bucket_size": 50, "overlap_comm": True},
+        config={"data_types": {"grad_accum_dtype": "fp32"}},
+        dtype="bf16",
+    ),
+    "parameters in the graph of a router's loss kept the engine that was destroyed": Case(
+        world=4,
+        network="RoutedOverTwo",
+        zero={"paro_strategy": "NGG", **TWO, "paro_quantized_updates": {}},
+        blocks=(Block(), Block(), Block()),
+    ),
+    "LoCo reported every None steps": Case(
+        zero={"paro_strategy": "NIG", **TWO, "zeropp_loco_param": {}}, config={"wall_clock_breakdown": True}
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_found_stays_mended(ranks: Any, kernels: bool, what: str) -> None:
+    assert campaign.problems_of(ranks, FOUND[what]) == []
+
+
+BROKEN = {
+    "deepspeed_ext.zero.flat_gradients.Mean.divide": Case(zero={"paro_strategy": "NIG", **TWO}, accumulation=2),
+    "deepspeed_ext.zero.stage12.Stage12Optimizer._fill_other_buffer": next(iter(FOUND.values())),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_broken_is_found(ranks: Any, what: str) -> None:
+    case = BROKEN[what]
+    assert all(ranks(case.world).run(broken_case, what, case))
+
+
+def broken_case(what: str, case: Case) -> list[str]:
+    """Problems where a method returns what it is given, and does nothing."""
+    from tests.campaigns.fuzz.judging import judge
+
+    with mock.patch(what, lambda self, *args: args[0] if args else None):
+        return judge(case).problems
+
+
+@pytest.mark.parametrize("number", [at for at, fault in enumerate(oracles.FAULTS) if fault.smallest is not None])
+def test_stock_does_still_wrong_what_no_oracle_is_asked_for(ranks: Any, number: int) -> None:
+    assert any(ranks(2).run(stock_case, number))
+
+
+def stock_case(number: int) -> bool:
+    """Whether a known fault is still there."""
+    from tests.campaigns.fuzz.judging import stock_is_wrong
+
+    return stock_is_wrong(number)
+
+
+def test_a_case_can_be_run_again_from_what_is_printed() -> None:
+    for case in FOUND.values():
+        assert campaign.parse(repr(case)) == case
+
+
+@pytest.mark.quick
+def test_what_is_not_refused_is_found(ranks: Any) -> None:
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config["zero_allow_untested_optimizer"] = True
+    valid = Contradiction(config={**config, "zero_optimization": {"paro_strategy": "NIG"}}, keys=("stage",))
+    assert campaign.problems_of(ranks, valid) == ["not refused"]
+    bad = Contradiction(config={**config, "zero_optimization": {"paro_strategy": "NGI"}}, keys=("stage9",))
+    (problem,) = campaign.problems_of(ranks, bad)
+    assert "names none of ('stage9',)" in problem
+
+
+@pytest.mark.quick
+def test_what_grows_is_found_and_what_comes_and_goes_is_not() -> None:
+    def samples(*tensors: float) -> list[soak.Sample]:
+        return [soak.Sample(number, 300.0, 12.0, 36.0, 4.0) for number in tensors]
+
+    comes_and_goes = [10.0, 30.0, 20.0, 10.0, 20.0] * 2 + [35.0, 10.0]
+    assert soak.growth(samples(*comes_and_goes)) == []
+    assert soak.growth(samples(*range(10, 30))) == ["tensors grows from 21 to 29"]
+    wider = [one._replace(resident_mb=300.0 + 5 * number) for number, one in enumerate(samples(*[1.0] * 10))]
+    assert soak.growth(wider) == ["resident_mb grows from 325 to 345"]
+
+
+@pytest.mark.quick
+def test_mutants_are_of_all_rooms() -> None:
+    everything = mutants.mutants()
+    rooms = {one.path.parts[1] for one in everything}
+    chosen = mutants.of_rooms(everything, len(rooms), seed=1)
+    assert {one.path.parts[1] for one in chosen} == rooms and chosen == mutants.of_rooms(everything, len(rooms), 1)
+
+
+def test_a_minute_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
+    found = campaign.Campaign(ranks, seed=20, worlds=(2, 2, 2, 4), shrinking=60.0, batch=4)
+    found.run(campaign.KINDS, 96, time.monotonic() + 60)
+    assert not found.failures, found.report()
+    assert sum(found.counts.values()) >= 8, found.report()
+    assert any(what.startswith("oracle: stage") for what in found.happened), found.report()

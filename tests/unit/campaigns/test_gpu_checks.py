@@ -1,0 +1,179 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The script of experiments for a GPU: what it runs, within which time, and what it writes; and that they run at all,
+as far as a CPU can tell."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import ROOT
+from tests.campaigns.gpu import __main__ as gpu
+from tests.campaigns.gpu import child
+from tests.campaigns.gpu import runs as gpu_runs
+from tests.campaigns.gpu.runs import Experiment, Outcome
+
+PLACE = {"PYTHONPATH": str(ROOT)}
+GOOD = 'r.check("holds", True); r.figure("bytes", {"a": 1.5}); r.done()'
+BODIES = {
+    "GOOD": GOOD,
+    "BAD": 'r.check("holds", True); r.check("does not", False); r.done()',
+    "RAISES": 'r.check("holds", True); raise ValueError("a text")',
+    "DIES": "import os; r.done(); os.kill(os.getpid(), 9)",
+    "ENDS": 'r.check("holds", True)',
+    "EMPTY": "r.done()",
+    "SKIPS": 'r.skip("needs more"); r.done()',
+    "HANGS": """r.check("begun", True)
+import subprocess, time
+child = subprocess.Popen(["sleep", "1000"]); r.figure("child", child.pid)
+print("here", flush=True); time.sleep(1000)""",
+    "LAST": GOOD,
+}
+WANTED = {
+    "GOOD": gpu_runs.PASSED,
+    "BAD": gpu_runs.FAILED,
+    "RAISES": gpu_runs.CRASHED,
+    "DIES": gpu_runs.CRASHED,
+    "ENDS": gpu_runs.CRASHED,
+    "EMPTY": gpu_runs.FAILED,
+    "SKIPS": gpu_runs.NOT_RUN,
+    "HANGS": gpu_runs.HUNG,
+    "LAST": gpu_runs.PASSED,
+}
+
+
+def made(name: str, limit: float = 60.0) -> Experiment:
+    """An experiment that does what ``BODIES`` says."""
+    begin = "from tests.campaigns.gpu.runs import Report; from pathlib import Path\n"
+
+    def command(report: Path) -> Sequence[str]:
+        return [sys.executable, "-c", f"{begin}r = Report(Path({str(report)!r}))\n{BODIES[name]}"]
+
+    return Experiment(name, f"title of {name}", limit, command)
+
+
+def test_one_that_crashes_or_hangs_does_not_end_the_others(tmp_path: Path) -> None:
+    experiments = [made(name, limit=3.0 if name == "HANGS" else 60.0) for name in BODIES]
+    noted: list[int] = []
+    outcomes = gpu_runs.run_all(experiments, 600, tmp_path, lambda found: noted.append(len(found)), PLACE)
+    assert {one.name: one.kind for one in outcomes} == WANTED
+    assert noted == list(range(1, len(BODIES) + 1))
+    found = {one.name: one for one in outcomes}
+    assert found["GOOD"].checks == {"holds": True} and found["GOOD"].figures == {"bytes": {"a": 1.5}}
+    assert found["BAD"].text == "did not hold: does not"
+    assert "ValueError: a text" in found["RAISES"].text and found["RAISES"].checks == {"holds": True}
+    assert "-9" in found["DIES"].text and found["SKIPS"].text == "needs more"
+    hung = found["HANGS"]
+    assert hung.checks == {"begun": True} and "here" in hung.text and 2.9 < hung.seconds < 30
+    assert not running(hung.figures["child"]), "what it has started must end with it"
+    assert gpu_runs.status_of(outcomes) == 1 and gpu_runs.status_of([found["GOOD"], found["LAST"]]) == 0
+
+
+def running(pid: int) -> bool:
+    """Whether a process is alive; it may take a moment to go."""
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_what_the_budget_leaves_no_time_for_is_not_run(tmp_path: Path) -> None:
+    outcomes = gpu_runs.run_all([made("GOOD"), made("LAST")], 5, tmp_path, lambda found: None, PLACE)
+    assert [(one.kind, "of 5 s were left" in one.text) for one in outcomes] == [(gpu_runs.NOT_RUN, True)] * 2
+    assert gpu_runs.status_of(outcomes) == 1
+
+
+def test_selection() -> None:
+    experiments = gpu.experiments("cuda", small=False)
+    assert [one.name for one in gpu_runs.select(experiments, [""])] == [row[0] for row in gpu.TABLE]
+    assert [one.name for one in gpu_runs.select(experiments, ["t5", " T1"])] == ["T1", "T5"]
+    with pytest.raises(ValueError, match="got T99"):
+        gpu_runs.select(experiments, ["T1", "T99"])
+    assert next(one for one in experiments if one.name == "T3").environment == {"TORCH_CUDA_SANITIZER": "1"}
+    assert not any(one.environment for one in gpu.experiments("cpu", small=False))
+    assert child.FUNCTIONS.keys() == {one.name for one in experiments}
+
+
+def test_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu, "experiments", lambda device, small: [made("GOOD"), made("BAD")])
+    monkeypatch.setattr(gpu, "circumstances", lambda device: {"date": "today", "device": device})
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    arguments = ["--device", "cpu", "--results", str(tmp_path)]
+    assert gpu.main([*arguments, "--only", "good"]) == 0
+    written = {file.suffix: file for file in tmp_path.iterdir()}
+    assert set(written) == {".json", ".txt"}
+    record = json.loads(written[".json"].read_text())
+    assert record["date"] == "today" and record["device"] == "cpu"
+    [one] = record["experiments"]
+    assert Outcome(**one).checks == {"holds": True} and one["kind"] == "passed" and one["seconds"] > 0
+    text = written[".txt"].read_text()
+    assert "GOOD passed" in text and "1/1 checks" in text and "bytes: a 1.5" in text
+    assert text in capsys.readouterr().out
+    assert gpu.main(arguments) == 1
+    with pytest.raises(SystemExit) as refused:
+        gpu.main([*arguments, "--only", "T99"])
+    assert refused.value.code == 2
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
+    assert gpu.main(["--results", str(tmp_path / "results")]) == gpu.NO_GPU == 3
+    assert capsys.readouterr().err.splitlines() == ["No GPU: nothing was run. torch sees none of NVIDIA's."]
+    assert not (tmp_path / "results").exists()
+
+
+def experiment_case(name: str, report: str) -> None:
+    """Run an experiment on the CPU, in small."""
+    child.run(name, child.Place("cpu", True, gpu_runs.Report(Path(report))))
+
+
+@pytest.mark.parametrize("name", ["T1", "T3", "T4", "T5", "T7", "T9"])
+def test_experiments_run(ranks: Any, kernels: bool, tmp_path: Path, name: str) -> None:
+    """T2 is ``zero/test_fake_wire.py`` on a CPU."""
+    ranks(1).run(experiment_case, name, str(tmp_path / "report.json"))
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert all(found["checks"].values()), found
+    assert found["checks"] or len(found["figures"]) > 4
+
+
+def test_synchronizations_of_a_gpu_are_counted(ranks: Any) -> None:
+    modes, counts = ranks(1).run(counting_case)[0]
+    assert modes == ["warn", "default"]
+    assert counts == {"elsewhere": 3}, "a warning of torch, a wait for the device, and one for an event"
+
+
+def counting_case() -> tuple[list[str], dict[str, int]]:
+    """What is counted where torch's part is played; and the modes that torch was set to."""
+    import warnings
+    from unittest import mock
+
+    import torch
+
+    from tests.campaigns.gpu.timeline import _counted_on_gpu
+
+    modes: list[str] = []
+    with (
+        mock.patch.object(torch.cuda, "set_sync_debug_mode", modes.append),
+        mock.patch.object(torch.cuda, "synchronize", lambda: None),
+        mock.patch.object(torch.cuda.Event, "synchronize", lambda event: None),
+    ):
+        with _counted_on_gpu() as counts:
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+            warnings.warn("another", UserWarning, stacklevel=1)
+            torch.cuda.synchronize()
+            torch.cuda.Event.synchronize(None)
+        torch.cuda.synchronize()
+    return modes, dict(counts)
