@@ -16,7 +16,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
-TEST = ["pytest", "pytest-timeout", "hypothesis", *FRAMEWORKS, "yapf", "mypy", "import-linter"]
+TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", *FRAMEWORKS, "yapf", "mypy", "import-linter"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -28,6 +28,7 @@ DEV = [
     "ninja==1.13.2",
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
+    "pytest-xdist==3.8.0",
     "hypothesis==6.170.15",
     "transformers==5.23.0",
     "accelerate==1.15.0",

@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tests.harness.memory_accesses import Access, Clock, Memory, byte_spans, merge, place_of_call
-from tests.harness.streams import Event, Stream, Work
+from tests.harness.streams import Device, Event, Stream, Work
 
 # Outputs that nobody has filled, and those of whose input only the shape is looked at.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -76,7 +76,7 @@ class Synchronization(NamedTuple):
         return f"{self.what} at {self.where}"
 
 
-class Order:
+class Order(Device):
     """The streams of a simulated device, and what happens on them. See Note [How order is checked].
 
     Attributes:
@@ -84,20 +84,14 @@ class Order:
         accesses: of tensors, how many were looked at.
         pairs: of accesses to the same bytes on two streams, at least one of which writes: how many were compared.
         synchronizations: how often the host has waited for the device while it was watched.
-        left_out: whether the call that is made now, of what orders, is to be left out.
     """
 
     def __init__(self) -> None:
-        self.streams: list[Stream] = []
-        self.host: Clock = {}  # what the host has waited for
-        self.default = Stream(self, "compute")
+        super().__init__()
         self._of_host = Stream(self, "the host")
-        self.current = self.default
         self.findings: Counter[Finding] = Counter()
         self.accesses = self.pairs = 0
         self.synchronizations: Counter[Synchronization] = Counter()
-        self.left_out: Callable[[], bool] = lambda: False
-        self.on_their_way: set[Work] = set()
         self._memories: dict[int, Memory] = {}
         self._freed: list[Memory] = []  # early, and not given out again
         self._wires: weakref.WeakKeyDictionary[Any, Stream] = weakref.WeakKeyDictionary()

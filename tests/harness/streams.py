@@ -5,21 +5,44 @@
 A call of theirs that is left out (``Order.left_out``) orders nothing, but data arrive all the same.
 """
 
-from typing import TYPE_CHECKING, Any
+import abc
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.harness.memory_accesses import Access, Clock, merge
 
-if TYPE_CHECKING:
-    from tests.harness.stream_order import Order
+
+class Device(abc.ABC):
+    """A simulated device, as far as its streams need to know it.
+
+    Attributes:
+        streams: all of them.
+        default, current: of them.
+        host: what the host has waited for.
+        left_out: whether the call that is made now, of what orders, is to be left out.
+        on_their_way: collectives.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.default = Stream(self, "compute")
+        self.current = self.default
+        self.left_out: Callable[[], bool] = lambda: False
+        self.on_their_way: set[Work] = set()
+
+    @abc.abstractmethod
+    def synchronize(self, what: str = "device", *clocks: Clock) -> None:
+        """Have the host wait, for all streams or up to these clocks; ``what`` it waits for."""
 
 
 class Stream:
     """One of a simulated device. Its methods are those of ``torch.cuda.Stream``."""
 
-    def __init__(self, order: "Order", name: str) -> None:
+    def __init__(self, order: Device, name: str) -> None:
         self.order, self.name = order, name
         self.number = len(order.streams)
         self.clock: Clock = {}
@@ -67,7 +90,7 @@ class Stream:
 class Event:
     """A point in a stream. Its methods are those of ``torch.cuda.Event``."""
 
-    def __init__(self, order: "Order", **_: Any) -> None:
+    def __init__(self, order: Device, **_: Any) -> None:
         self.order = order
         self.clock: Clock = {}
 
@@ -93,7 +116,7 @@ class Event:
 class Work:
     """A collective on its way."""
 
-    def __init__(self, order: "Order", work: Any, clock: Clock, tensors: list[Tensor]) -> None:
+    def __init__(self, order: Device, work: Any, clock: Clock, tensors: list[Tensor]) -> None:
         self._order, self._work, self._clock = order, work, clock
         self._tensors = tensors
         order.on_their_way.add(self)

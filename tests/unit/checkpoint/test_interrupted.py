@@ -134,7 +134,7 @@ KILLS = [(2, "torch.save", 0), (0, "torch.save", 1), (0, "exchange", 0), (0, "Pa
 
 @pytest.mark.parametrize("rank, function, call", KILLS)
 def test_a_rank_killed_in_a_save(ranks: Any, tmp_path: Path, rank: int, function: str, call: int) -> None:
-    """A real SIGKILL; scripts.checks.crashes does it at random moments."""
+    """A real SIGKILL."""
 
     with pytest.raises(RankError, match=f"rank {rank} of 4 died .killed by SIGKILL."):
         ranks(4).run(killed_case, str(tmp_path), rank, function, call)

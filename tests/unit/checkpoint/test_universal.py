@@ -60,7 +60,7 @@ def load_case(
 
 
 def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
-    """Each source with some of the others, each a target as often; scripts.checks.checkpoints runs all.
+    """Each source with some of the others, each a target as often.
 
     What DeepSpeed's own ZeRO loads alone, without buffers and frozen parameters, is left to it.
     """
