@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 
-from tests.campaigns import mutants, soak
 from tests.campaigns.fuzz import campaign, oracles
 from tests.campaigns.fuzz.cases import Block, Case, Event, Step
 from tests.campaigns.fuzz.contradictions import Contradiction
+from tests.campaigns.growth import Sample, growth
 
 TWO = {"paro_group_size": 2}
 ADAM = {"optimizer": "Adam"}
@@ -137,22 +137,14 @@ def test_what_is_not_refused_is_found(ranks: Any) -> None:
 
 @pytest.mark.quick
 def test_what_grows_is_found_and_what_comes_and_goes_is_not() -> None:
-    def samples(*tensors: float) -> list[soak.Sample]:
-        return [soak.Sample(number, 300.0, 12.0, 36.0, 4.0) for number in tensors]
+    def samples(*tensors: float) -> list[Sample]:
+        return [Sample(number, 300.0, 12.0, 36.0, 4.0) for number in tensors]
 
     comes_and_goes = [10.0, 30.0, 20.0, 10.0, 20.0] * 2 + [35.0, 10.0]
-    assert soak.growth(samples(*comes_and_goes)) == []
-    assert soak.growth(samples(*range(10, 30))) == ["tensors grows from 21 to 29"]
+    assert growth(samples(*comes_and_goes)) == []
+    assert growth(samples(*range(10, 30))) == ["tensors grows from 21 to 29"]
     wider = [one._replace(resident_mb=300.0 + 5 * number) for number, one in enumerate(samples(*[1.0] * 10))]
-    assert soak.growth(wider) == ["resident_mb grows from 325 to 345"]
-
-
-@pytest.mark.quick
-def test_mutants_are_of_all_rooms() -> None:
-    everything = mutants.mutants()
-    rooms = {one.path.parts[1] for one in everything}
-    chosen = mutants.of_rooms(everything, len(rooms), seed=1)
-    assert {one.path.parts[1] for one in chosen} == rooms and chosen == mutants.of_rooms(everything, len(rooms), 1)
+    assert growth(wider) == ["resident_mb grows from 325 to 345"]
 
 
 def test_a_minute_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
