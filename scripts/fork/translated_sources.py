@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules of deepspeed_ext as modules of a DeepSpeed: other names, DeepSpeed's header, DeepSpeed's format."""
 
+import functools
 import re
 from pathlib import PurePosixPath
 
@@ -71,11 +72,15 @@ def translated(source: str) -> str:
     for ours, theirs in _NAMES:
         rest = rest.replace(ours, theirs)
     text = head + kept + rest
-    if source.endswith(".py"):
-        from yapf.yapflib.yapf_api import FormatCode  # not where a fork is only built
+    return _formatted(text) if source.endswith(".py") else text
 
-        text, _ = FormatCode(text, style_config=_STYLE)
-    return text
+
+@functools.cache  # half a minute for all, which a check compares more than once
+def _formatted(text: str) -> str:
+    from yapf.yapflib.yapf_api import FormatCode  # not where a fork is only built
+
+    formatted: str = FormatCode(text, style_config=_STYLE)[0]
+    return formatted
 
 
 def is_ours(name: str) -> bool:

@@ -17,19 +17,36 @@ GROUP, NUMEL = 8, 26_361_600  # ranks in a group; parameters of the model that g
 METHODS = ("NIG", "III")
 
 
-def grown(ranks: int) -> dict[str, Any]:
-    """What ``tests.perf.growth`` counts with so many ranks, by method."""
-    command = [sys.executable, "-m", "tests.perf.growth", "--json", "--no-memory", "--rounds", "1"]
-    command += ["--worlds", str(ranks), "--methods", *METHODS]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280, check=False
-    )
-    assert not done.returncode, done.stderr[-2000:]
-    return {row["method"]: row for row in json.loads(done.stdout.splitlines()[-1])}
+def grown(*worlds: int) -> list[dict[str, Any]]:
+    """What ``tests.perf.growth`` counts with so many ranks, by method: of each number of ranks, at the same time."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.perf.growth",
+        "--json",
+        "--no-memory",
+        "--rounds",
+        "1",
+        "--methods",
+        *METHODS,
+    ]
+    pipe = subprocess.PIPE
+    started = [
+        subprocess.Popen(
+            [*command, "--worlds", str(ranks)], cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True
+        )
+        for ranks in worlds
+    ]
+    found = []
+    for process in started:
+        out, err = process.communicate(timeout=280)
+        assert not process.returncode, err[-2000:]
+        found.append({row["method"]: row for row in json.loads(out.splitlines()[-1])})
+    return found
 
 
 def test_messages_do_not_grow_with_the_ranks_and_bytes_are_those_of_the_formulas() -> None:
-    few, many = grown(64), grown(2048)
+    few, many = grown(64, 512)
     states = ModelStates.of(NUMEL)
     for name in METHODS:
         for kind in ("intra", "inter"):

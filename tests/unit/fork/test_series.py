@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patch series: complete, up to date with ours, and each patch leaves a tree that can be imported."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -36,14 +37,14 @@ def mail(tmp_path: Path, text: str = MAIL, trailers: str = TRAILERS) -> patch_ma
     return patch_mails.read(path)
 
 
-def test_the_series_holds(archive: Path) -> None:
+@pytest.mark.parametrize("no_import", [True, pytest.param(False, marks=pytest.mark.deep)])
+def test_the_series_holds(archive: Path, capsys: pytest.CaptureFixture[str], no_import: bool) -> None:
     """It applies without fuzz, brings our files as they are, names all twins, and each tree can be imported; each fix
-    applies alone."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.fork.series", "check"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+    applies alone. That the last tree can be imported, test_fork.py shows, too."""
+    status = series.check(argparse.Namespace(no_import=no_import))
+    out, err = capsys.readouterr()
+    assert status == 0, out + err
+    lines = out.splitlines()
     assert len([line for line in lines if ".patch: " in line]) == len(patch_mails.series())
     fixes = [line.partition(".patch: ")[0] + ".patch" for line in lines if line.endswith("lines, applies alone")]
     assert fixes == [one.path.name for one in standalone.fixes(patch_mails.series())] and len(fixes) == 5

@@ -197,10 +197,12 @@ def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
     return rows[1:]
 
 
+# DeepSpeed's own Adam for the host is compiled for a minute.
+@pytest.mark.parametrize("torch_adam", [True, pytest.param(False, marks=pytest.mark.deep)])
 @has_mallinfo
-def test_offloaded_gradients_wait_on_the_host(ranks: Any) -> None:
+def test_offloaded_gradients_wait_on_the_host(ranks: Any, torch_adam: bool) -> None:
     """In what the optimizer reads: with g = G a micro-step takes no other memory that outlives it."""
-    for rows in ranks(4).run(offloaded_case, ("NGG", "NIG")):
+    for rows in ranks(4).run(offloaded_case, ("NGG", "NIG"), torch_adam):
         for name, left, numel, shares in rows:
             gradients = 2 * numel  # bytes, in bf16
             expected = {"NGG": 0, "NIG": gradients / 2}[name]
@@ -209,10 +211,10 @@ def test_offloaded_gradients_wait_on_the_host(ranks: Any) -> None:
             assert name != "NGG" or 0.2 * numel < sum(shares) < 0.3 * numel, shares
 
 
-def offloaded_case(names: tuple[str, ...]) -> list[tuple[str, int, int, list[int]]]:
+def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, int, int, list[int]]]:
     """Bytes that a micro-step leaves, elements of the model, those on the host where upstream's readers look."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "offload_optimizer": {"device": "cpu"}}
-    config = {"zero_force_ds_cpu_optimizer": False, "optimizer": {"params": {"lr": 1e-2}}}
+    config = {"zero_force_ds_cpu_optimizer": False, "optimizer": {"params": {"lr": 1e-2, "torch_adam": torch_adam}}}
     rows = []
     for name in names[:1] + names:  # as above
         engine, micro_step = begin(name, 2, sizes=(WIDTH,) * 7, zero=zero, config=config)
