@@ -222,6 +222,8 @@ def _configure_libraries() -> None:
     import torch
 
     torch.set_num_threads(1)
+    # DeepSpeed formats each parameter that it partitions, for messages that are not printed: a third of an engine.
+    torch.set_printoptions(threshold=0, edgeitems=1)
     # A shared-memory all-reduce for inference: minutes to compile on a busy machine, and every rank that loads it
     # leaves 66 MB in /dev/shm that nothing removes. Without it DeepSpeed uses gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
