@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs before a commit and in CI is what scripts/test runs."""
 
+import importlib.util
 import re
 
 import pytest
 
 from scripts import ROOT
+from tests.campaigns import deep
 
 pytestmark = pytest.mark.quick
 
@@ -28,6 +30,16 @@ def test_ci_runs_the_one_command_and_no_gpu_unless_asked() -> None:
     assert "- run: .ci/run\n" in test and "scripts/test" in text_of(".ci/run")
     assert re.search(r"gpu:\n +description: .*\n +type: boolean\n +default: false\n", workflow)
     assert gpu.lstrip().startswith("if: github.event_name == 'workflow_dispatch' && inputs.gpu\n")
+
+
+def test_each_part_of_the_deep_tier_runs_at_night_by_its_name() -> None:
+    workflow = text_of(".github/workflows/deep.yml")
+    named = re.search(r"part: \[(.*)\]\n", workflow)
+    assert named is not None and named[1].split(", ") == list(deep.PARTS)
+    assert "- run: scripts/test deep ${{ matrix.part }}\n" in workflow and "schedule:" in workflow
+    for name, part in deep.PARTS.items():
+        module = part.command[2]
+        assert part.command[1] == "-m" and importlib.util.find_spec(module) is not None, name
 
 
 def test_the_newest_version_is_in_the_changes() -> None:
