@@ -13,31 +13,16 @@ from tests.harness import ranks as rank_pools
 rank_pools.prepare_environment()  # before any test module imports torch or DeepSpeed
 
 
-# Folders whose tests share what is costly to make: a wheel of the fork, ranks that have imported the frameworks.
-_TOGETHER = ("fork", "frameworks")
 _OF_FIXTURES = {"emulation": "root", "archive": "fork"}  # marks of what needs a fixture
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they need, and those that one process must run; ``quick`` and ``gpu`` stand at the tests."""
+    """Mark tests by what they need; ``quick``, ``deep`` and ``gpu`` stand at the tests."""
     for item in items:
-        if group := _group(item):
-            item.add_marker(pytest.mark.xdist_group(group))
         for name in _OF_FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(_OF_FIXTURES[name])
         if item.path.parent.name == "frameworks":
             item.add_marker("frameworks")
-
-
-def _group(item: pytest.Item) -> str | None:
-    """Tests that share a fixture of their module, a folder of ``_TOGETHER``, or the machine's network, are a group."""
-    folder = item.path.parent.name
-    if folder in _TOGETHER:
-        return folder
-    info = getattr(item, "_fixtureinfo", None)
-    scopes = [definition[-1].scope for definition in info.name2fixturedefs.values()] if info else []
-    return item.path.stem if "module" in scopes else None
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
