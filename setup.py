@@ -16,7 +16,17 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
-TEST = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", *FRAMEWORKS, "yapf", "mypy", "import-linter"]
+TEST = [
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "coverage",
+    "hypothesis",
+    *FRAMEWORKS,
+    "yapf",
+    "mypy",
+    "import-linter",
+]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -30,6 +40,7 @@ DEV = [
     "pytest-timeout==2.4.0",
     "pytest-xdist==3.8.0",
     "hypothesis==6.170.15",
+    "coverage==7.17.4",
     "transformers==5.23.0",
     "accelerate==1.15.0",
     "peft==0.21.2",

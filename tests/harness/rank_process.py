@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs inside a rank process: entering it, putting globals back between cases, answering cases. See ranks.py."""
 
+import contextlib
 import copy
 import faulthandler
 import functools
@@ -22,6 +23,9 @@ from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.harness.recordings import recorder
+from tests.harness.recordings.recorder import Recorder
 
 _GROUP_TIMEOUT = timedelta(seconds=240)  # a wrong collective on the world group ends by itself, with a traceback
 
@@ -182,6 +186,7 @@ def _copied(value: Any) -> Any:
 def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) -> None:
     """The life of a rank: answer one case after the other until the parent is gone."""
     _enter(place, log, stacks)
+    record = recorder.of_this_process()
     state = _ProcessState()
     for case in itertools.count():
         try:
@@ -190,7 +195,7 @@ def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) ->
             return
         sys.stdout.flush()
         os.ftruncate(sys.stdout.fileno(), 0)  # the log tells of one case only
-        conn.send_bytes(_answer(payload, lambda case=case: _begin_case(place, state, case)))
+        conn.send_bytes(_answer(payload, lambda case=case: _begin_case(place, state, case), record))
 
 
 def _enter(place: Place, log: Path, stacks: Path) -> None:
@@ -253,11 +258,13 @@ def _begin_case(place: Place, state: _ProcessState, case: int) -> None:
     )
 
 
-def _answer(payload: bytes, begin: Callable[[], None]) -> bytes:
+def _answer(payload: bytes, begin: Callable[[], None], record: Recorder | None) -> bytes:
     """Run one case. Nothing that it raises, ``SystemExit`` included, ends the rank."""
     try:
         begin()
-        fn, args, kwargs = pickle.loads(payload)
-        return pickle.dumps(Finished(fn(*args, **kwargs)))
+        test, fn, args, kwargs = pickle.loads(payload)
+        with record.context(test) if record else contextlib.nullcontext():
+            value = fn(*args, **kwargs)
+        return pickle.dumps(Finished(value))
     except BaseException as error:
         return pickle.dumps(Raised(type(error).__name__, str(error), "".join(traceback.format_exception(error))))

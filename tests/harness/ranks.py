@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
 from tests.harness.rank_process import Finished, Place, Raised, serve
+from tests.harness.recordings import recorder
 
 # What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, which alone
 # imports a thousand modules of torch's compiler.
@@ -131,7 +132,7 @@ class RankPool:
             RankError: a rank raised or died. Its traceback is in the message, and the pool restarts at its next use.
             RankTimeout: a rank did not answer; it was killed with all others.
         """
-        return [answer.value for answer in self._call(pickle.dumps((fn, args, kwargs)), Finished, timeout)]
+        return [answer.value for answer in self._call(_case(fn, args, kwargs), Finished, timeout)]
 
     def run_expect_error(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
@@ -141,7 +142,7 @@ class RankPool:
         This is for errors that all ranks find alone, such as a refused configuration. If a rank does not raise, this
         fails like ``run``.
         """
-        return self._call(pickle.dumps((fn, args, kwargs)), Raised, timeout)
+        return self._call(_case(fn, args, kwargs), Raised, timeout)
 
     def close(self) -> None:
         """Kill the ranks. They hold nothing worth a clean shutdown, and may hang in a collective."""
@@ -272,6 +273,10 @@ class RankPools:
             self._pools.popitem()[1].close()
 
 
+def _case(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    return pickle.dumps((os.environ.get(recorder.CONTEXT, ""), fn, args, kwargs))
+
+
 def _all_are(wanted: type, answers: Iterable[_Answer]) -> bool:
     return all(isinstance(answer, wanted) for answer in answers)
 
@@ -302,8 +307,9 @@ def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
     A module that is not installed is left out.
     """
     server = forkserver.ForkServer()
-    server.set_forkserver_preload([*_PRELOAD, *preload])
-    server.ensure_running()
+    server.set_forkserver_preload([*_PRELOAD, *preload, *(["coverage"] if recorder.is_on() else [])])
+    with recorder.unrecorded():
+        server.ensure_running()
     return server
 
 

@@ -1,0 +1,118 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Changes the package at random, in one place at a time, and counts what the tests of that place, or the fuzzer, find.
+
+    python -m tests.campaigns.mutants --number 240               after scripts/test record
+    python -m tests.campaigns.mutants --number 40 --fuzz 10      minutes of the fuzzer, in rooms that training uses
+
+A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
+kernel for the CPU. Each is made in a copy of the repository, where the tests then run that ran its line when they were
+recorded, the quickest and most specific first, until one fails. Some changes make no difference to any caller; so look
+at what survives. Rows are appended to a file, and what has a row there is not tried again.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from scripts import ROOT
+from tests.campaigns.mutants import choosing, running
+from tests.campaigns.mutants.mutant import Mutant
+from tests.campaigns.mutants.running import Outcome
+from tests.harness.recordings import changed, selection, store
+
+TRAINED = ("checkpoint", "comm", "config", "leaf", "loco", "model_bytes.py", "pipeline", "strategy.py", "zero")
+TRAINED += ("csrc", "planner")  # the rooms that the fuzzer's cases pass through
+_AT_ONCE = 400  # tests of a command
+
+Commands = Callable[[Mutant], list[list[str]]]
+
+
+def tests_of(recording: selection.Recording, most: float) -> Commands:
+    """What runs the tests of a change, as many as fit into so many seconds as recorded."""
+
+    def commands(mutant: Mutant) -> list[list[str]]:
+        file = mutant.path.as_posix()
+        touched = dict(selection.touching(recording, {file: [mutant.line]}))
+        if mutant.room == "csrc":
+            touched[selection.Place(file, 0)] = changed.of_kernels(recording)
+        order = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
+        chosen = [test for test in order if (ROOT / test.split("::")[0]).exists()]
+        parts = [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]
+        return [[*running.TESTS, *part] for part in parts]
+
+    return commands
+
+
+def fuzzer(minutes: float) -> Commands:
+    """What runs the fuzzer until its first failure."""
+    options = ("--minutes", str(minutes), "--first", "--batch", "5", "--worlds", "2", "2", "4")
+    return lambda mutant: [["-m", "tests.campaigns.fuzz", *options]]
+
+
+def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
+    """How many changes of each room were found, and each that was not."""
+    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for mutant, outcome in rows:
+        if outcome.kind != "no code":
+            found[mutant.room]["killed" if outcome.kind in ("killed", "hangs") else "survived"] += 1
+    lines = [f"{'room':<20}{'killed':>8}{'of':>6}"]
+    for room, counts in sorted(found.items()):
+        lines.append(f"{room:<20}{counts['killed']:>8}{counts.total():>6}")
+    killed = sum(counts["killed"] for counts in found.values())
+    lines.append(f"{'all':<20}{killed:>8}{sum(counts.total() for counts in found.values()):>6}")
+    return "\n".join(lines + [f"SURVIVED {mutant}" for mutant, outcome in rows if outcome.kind == "survived"])
+
+
+def known(path: Path) -> dict[str, Outcome]:
+    """What has been tried, by the change as it is printed."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {row["change"]: Outcome(*row["outcome"]) for row in map(json.loads, lines)}
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=240, help="of changes, of all rooms together")
+    parser.add_argument("--seed", type=int, default=0, help="of their choice")
+    parser.add_argument(
+        "--rooms", nargs="*", default=(), help="folders or files of the package, or csrc; default: all"
+    )
+    parser.add_argument("--fuzz", type=float, default=0.0, metavar="MINUTES", help="of the fuzzer, in place of tests")
+    parser.add_argument("--most", type=float, default=600.0, help="seconds of tests, as recorded, for each change")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other change is tried")
+    parser.add_argument("--rows", type=Path, default=ROOT / "build" / "mutants.jsonl", help="the file of rows")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed()
+    if arguments.fuzz:
+        commands, limit = fuzzer(arguments.fuzz), 60 * arguments.fuzz + 300
+    elif loaded := store.load():
+        commands, limit = tests_of(loaded[1], arguments.most), 2 * arguments.most + 200
+    else:
+        sys.exit("expected a recording of which tests run which lines: run scripts/test record first")
+    rooms = tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
+    chosen = choosing.drawn(arguments.number, arguments.seed, rooms)
+    end, before, rows = time.monotonic() + 60 * arguments.minutes, known(arguments.rows), []
+    arguments.rows.parent.mkdir(parents=True, exist_ok=True)
+    with running.copied() as copy:
+        for mutant in chosen:
+            outcome = before.get(str(mutant))
+            if outcome is None and time.monotonic() < end:
+                outcome = running.tried(mutant, copy, commands(mutant), limit)
+                with arguments.rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
+                print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)
+            if outcome is not None:
+                rows.append((mutant, outcome))
+    print(table(rows))
+    sys.exit(any(outcome.kind == "survived" for _, outcome in rows))
+
+
+if __name__ == "__main__":
+    main()
