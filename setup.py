@@ -16,17 +16,8 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
-TEST = [
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "coverage",
-    "hypothesis",
-    *FRAMEWORKS,
-    "yapf",
-    "mypy",
-    "import-linter",
-]
+RUNNER = ["pytest", "pytest-timeout", "pytest-xdist", "coverage", "hypothesis"]
+TEST = [*RUNNER, *FRAMEWORKS, "yapf", "mypy", "import-linter"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
