@@ -29,7 +29,7 @@ TRAINED = ("checkpoint", "comm", "config", "leaf", "loco", "model_bytes.py", "pi
 TRAINED += ("csrc", "planner")  # the rooms that the fuzzer's cases pass through
 _AT_ONCE = 400  # tests of a command
 # What any change fails, since these compare the sources with what was made of them; and what needs a clone.
-_NO_TESTS = ("tests/unit/fork/", "tests/unit/campaigns/test_mutants.py", "tests/unit/harness/test_selection.py")
+_NO_TESTS = ("tests/unit/fork/", "tests/unit/campaigns/test_mutants.py", "tests/unit/harness/test_recordings.py")
 
 Commands = Callable[[Mutant], list[list[str]]]
 
