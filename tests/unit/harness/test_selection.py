@@ -41,7 +41,7 @@ def unused() -> None:
 '''
 A, B, C, D = (f"tests/unit/zero/test_norms.py::test_{name}" for name in "abcd")
 LINES = {
-    FILE: {9: {A, B}, 10: {A}, 12: {B}, 19: {B, C}, 23: {C}},
+    FILE: {9: {A, D}, 10: {A}, 12: {B}, 19: {B, C}, 23: {C}},
     USER: {2: {D}},
 }
 SOURCES = {FILE: SOURCE, USER: "def use():\n    return 1\n", CONSTANTS: "LIMIT = 3\n"}
@@ -60,11 +60,11 @@ RECORDING = Recording(
         ({10, 23}, {A, C}),
         ({11}, {A, B}),  # an empty line: what runs before and after it
         ({22}, {C}),  # a comment that begins a function
-        ({7}, {A, B}),  # a signature: the function
+        ({7}, {A, B, D}),  # a signature: the function
         ({16}, {B, C}),  # in a class: its methods
         ({18}, {B, C}),
-        ({3}, {A, B, C}),  # runs when the module is imported: all functions of the file
-        ({26}, {A, B, C}),  # no test is known to run it
+        ({3}, {A, B, C, D}),  # runs when the module is imported: all functions of the file
+        ({26}, {A, B, C, D}),  # no test is known to run it
         (set(), set()),
     ],
 )
@@ -98,14 +98,15 @@ def test_opened_files_and_what_several_tests_share() -> None:
 def test_quick_and_specific_tests_of_the_room_come_first_in_turns_of_files() -> None:
     tests = {
         "tests/unit/leaf/test_x.py::test_quickest": Recorded(0.01, 3),
-        "tests/unit/zero/test_y.py::test_slow": Recorded(9.0, 3),
+        "tests/unit/zero/test_y.py::test_a_slow_one": Recorded(9.0, 3),
+        "tests/unit/zero/test_y.py::test_broad": Recorded(1.0, 300),
         "tests/unit/zero/test_y.py::test_quick": Recorded(1.0, 3),
         "tests/unit/zero/test_z.py::test_of_much_else": Recorded(1.0, 300),
     }
     lines = {FILE: {9: set(tests)}}
     recording = replace(RECORDING, tests=tests, lines_of=lambda file: lines.get(file, {}))
     order = ranked(recording, touching(recording, {FILE: [9]}))
-    assert [test.split("::test_")[1] for test in order] == ["quick", "of_much_else", "quickest", "slow"]
+    assert [test.split("::test_")[1] for test in order] == ["quick", "of_much_else", "quickest", "a_slow_one", "broad"]
 
 
 def test_a_test_of_each_place_and_then_as_many_as_fit() -> None:
