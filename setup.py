@@ -16,7 +16,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
-TEST = ["pytest", "pytest-timeout", "hypothesis", *FRAMEWORKS, "yapf", "mypy", "import-linter"]
+TEST = ["pytest", "pytest-timeout", "hypothesis", "covertable", *FRAMEWORKS, "yapf", "mypy", "import-linter"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -29,6 +29,7 @@ DEV = [
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
     "hypothesis==6.170.15",
+    "covertable==3.2.0",
     "transformers==5.23.0",
     "accelerate==1.15.0",
     "peft==0.21.2",
