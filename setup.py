@@ -16,7 +16,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
-RUNNER = ["pytest", "pytest-timeout", "pytest-xdist", "coverage", "hypothesis"]
+RUNNER = ["pytest", "pytest-timeout", "pytest-xdist", "coverage", "hypothesis", "covertable"]
 TEST = [*RUNNER, *FRAMEWORKS, "yapf", "mypy", "import-linter"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
@@ -32,6 +32,7 @@ DEV = [
     "pytest-xdist==3.8.0",
     "hypothesis==6.170.15",
     "coverage==7.17.4",
+    "covertable==3.2.0",
     "transformers==5.23.0",
     "accelerate==1.15.0",
     "peft==0.21.2",

@@ -87,8 +87,10 @@ class Mixture(Network):
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """Apply the layers, with the experts in between."""
-        for layer in (*self.layers[:2], self.mixture, *self.layers[2:]):
-            x = torch.tanh(layer(x))
+        for i in range(len(self.layers)):
+            x = self.apply_layer(i, x, skipped)
+            if i == 1:
+                x = torch.tanh(self.mixture(x))
         return x
 
 
@@ -102,7 +104,28 @@ class Ragged(Network):
         self.calls += 1
         length = 1 + (dist.get_rank() + self.calls) % 4
         scale = torch.arange(1, 1 + length, dtype=x.dtype, device=x.device).view(1, -1, 1)
-        return super().forward(x.unsqueeze(1) / scale, skipped).mean(1)
+        return self.of_sequence(x.unsqueeze(1) / scale, skipped).mean(1)
+
+    def of_sequence(self, x: Tensor, skipped: Sequence[int]) -> Tensor:
+        """Apply the layers."""
+        return super().forward(x, skipped)
+
+
+class Tangled(Ragged):
+    """Such sequences, layers 1 and 2 share a weight, layer 1 is applied twice, and two modules borrow this weight."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.layers[2].weight = self.layers[1].weight
+        self.borrowers = nn.ModuleList([Borrower(self.layers[1], False), Borrower(self.layers[2], True)])
+
+    def of_sequence(self, x: Tensor, skipped: Sequence[int]) -> Tensor:
+        """Apply layers and borrowers."""
+        for i in (0, 1, 2):
+            x = self.apply_layer(i, x, skipped)
+        for borrower in self.borrowers:
+            x = torch.tanh(borrower(x))
+        return self.apply_layer(3, self.apply_layer(1, x, skipped), skipped)
 
 
 class Wandering(Network):

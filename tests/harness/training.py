@@ -21,8 +21,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param
 from torch import Tensor, nn
 
-REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
-PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
+from tests.harness.kept import kept
+from tests.harness.parity_table import PARTITIONED as PARTITIONED
+from tests.harness.parity_table import REPLICATED as REPLICATED
+
 SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
 # And no parameter that stays gathered: by default all of these small ones do.
 SMALL = {**SEVERAL_BUCKETS, "stage3_param_persistence_threshold": 0}
@@ -100,17 +102,22 @@ class Network(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers; a skipped one is replaced by a cut or repetition of its input."""
-        for i, layer in enumerate(self.layers):
-            if i in skipped:
-                width = layer.out_features
-                x = x.repeat(1, -(-width // x.shape[1]))[:, :width]
-            elif self.checkpointing is not None and i:
-                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.checkpointing)
-            else:
-                x = layer(x)
-            x = torch.tanh(x)
+        """Apply the layers."""
+        for i in range(len(self.layers)):
+            x = self.apply_layer(i, x, skipped)
         return x
+
+    def apply_layer(self, i: int, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply a layer; a skipped one is replaced by a cut or repetition of its input."""
+        layer = self.layers[i]
+        if i in skipped:
+            width = layer.out_features
+            x = torch.cat([x] * -(-width // x.shape[-1]), -1)[..., :width]
+        elif self.checkpointing is not None and i:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=self.checkpointing)
+        else:
+            x = layer(x)
+        return torch.tanh(x)
 
 
 class Record(NamedTuple):
@@ -359,9 +366,14 @@ def check(
         assert row.replicas_equal and row.same_decisions, row
 
 
+def stock(job: Job, zero: dict[str, Any]) -> Record:
+    """Train stock DeepSpeed, or return what it did with the same job and keys earlier in the session."""
+    return kept((job, zero), lambda: train(job, zero))
+
+
 def stock_spread(job: Job) -> tuple[float, float]:
     """How far stock stages 1 and 2 lie apart in weights (relative) and losses, but at least an ulp of the dtype."""
-    one, two = (train(job, {"stage": stage}) for stage in (1, 2))
+    one, two = (stock(job, {"stage": stage}) for stage in (1, 2))
     apart = difference("stock", one, two, "")
     ulp = torch.finfo(DTYPES[job.dtype]).eps
     return max(apart.weights, ulp / 2), max(apart.losses, ulp)
@@ -369,26 +381,18 @@ def stock_spread(job: Job) -> tuple[float, float]:
 
 def compare(job: Job, group_size: int, strategies: Sequence[str] = REPLICATED, stage: int = 2) -> list[Difference]:
     """Train stock ``stage`` and each strategy; the differences."""
-    stock = train(job, {"stage": stage})
-    assert torch.isfinite(stock.weights).all()
-    rows = []
-    for name in strategies:
-        kind: list[str] = []
-        ours = train(
-            job,
-            {"paro_strategy": name, "paro_group_size": group_size},
-            look=lambda engine, kind=kind: kind.append(type(engine.optimizer).__name__),
-        )
-        rows.append(difference(name, ours, stock, kind[0]))
-    return rows
+    oracle = stock(job, {"stage": stage})
+    assert torch.isfinite(oracle.weights).all()
+    return [beside(oracle, name, job, placed(name, group_size)) for name in strategies]
 
 
 def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) -> list[Difference]:
     """Differences of variants of zero_optimization from the oracle's."""
-    stock = train(job, oracle)
-    rows = []
-    for zero in variants:
-        kind: list[str] = []
-        ours = train(job, zero, look=lambda engine, kind=kind: kind.append(type(engine.optimizer).__name__))
-        rows.append(difference(str(zero), ours, stock, kind[0]))
-    return rows
+    return [beside(stock(job, oracle), str(zero), job, zero) for zero in variants]
+
+
+def beside(oracle: Record, name: str, job: Job, zero: dict[str, Any]) -> Difference:
+    """Train, and compare with what stock has left."""
+    found: list[str] = []
+    ours = train(job, zero, look=lambda engine: found.append(type(engine.optimizer).__name__))
+    return difference(name, ours, oracle, found[0])

@@ -1,0 +1,129 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of options, and the few rows of them in which all values of two options, or of more, meet.
+
+An option has values by name, of which the first is the default. A row has a value of each option. What cannot stand
+together is named, with the reason. Pure: a table is read where tests are collected.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import covertable
+
+Row = dict[str, str]  # option -> name of a value
+Values = tuple[tuple[str, str], ...]  # (option, name of a value), of some options
+
+
+class Option(NamedTuple):
+    """Something to choose.
+
+    Attributes:
+        why: what it is for.
+        values: what each changes; the first is the default.
+    """
+
+    name: str
+    why: str
+    values: dict[str, dict[str, Any]]
+
+    @property
+    def default(self) -> str:
+        return next(iter(self.values))
+
+
+class Excluded(NamedTuple):
+    """Values that no row has together.
+
+    Attributes:
+        why: the reason.
+        together: option -> its values.
+        strategies: with which they cannot be; others have rows of their own. None: with none.
+    """
+
+    why: str
+    together: dict[str, tuple[str, ...]]
+    strategies: tuple[str, ...] | None = None
+
+    def found(self, row: Mapping[str, str]) -> bool:
+        """Whether a row has them, or some values of a row."""
+        return all(row.get(name) in values for name, values in self.together.items())
+
+
+class Table(NamedTuple):
+    """Options, what is excluded, and where more than two options have to meet."""
+
+    options: tuple[Option, ...]
+    excluded: tuple[Excluded, ...]
+    triples: tuple[tuple[str, ...], ...] = ()
+    explicit: tuple[Row, ...] = ()  # without the defaults
+
+    def row(self, values: Mapping[str, str]) -> Row:
+        """Return a row with these values, and defaults."""
+        return {option.name: values.get(option.name, option.default) for option in self.options}
+
+    def everything(self) -> Row:
+        """Return the row in which each option has its last value that those before it leave possible."""
+        row: Row = {}
+        for option in self.options:
+            row[option.name] = next(
+                name for name in reversed(option.values) if self.possible({**row, option.name: name})
+            )
+        return row
+
+    def possible(self, row: Mapping[str, str]) -> bool:
+        """Whether nothing in a row is excluded, with whichever strategy."""
+        return not any(one.found(row) for one in self.excluded if len(one.together) > 1)
+
+    def rows(self, strength: int = 2, salt: str = "") -> list[Row]:
+        """Return explicit rows, the one with everything, and a covering array: always the same."""
+        conditions = [_condition(one.together) for one in self.excluded if len(one.together) > 1]
+        triples = [fields for fields in self.triples if strength < 3]
+        found = covertable.make(
+            {option.name: list(option.values) for option in self.options},
+            strength=strength,
+            salt=salt,
+            sub_models=[{"fields": list(fields), "strength": 3} for fields in triples],
+            constraints=conditions,
+            presets=[self.everything()],
+        )
+        return [*(self.row(values) for values in self.explicit), *found]
+
+    def with_strategy(self, row: Row, strategy: str) -> Row:
+        """Return a row as a strategy runs it: it has defaults where it has not what is asked."""
+        found = [one for one in self.excluded if strategy in (one.strategies or ()) and one.found(row)]
+        return {**row, **self.row({name: row[name] for name in row if not any(name == _last(one) for one in found)})}
+
+    def missing(self, rows: Iterable[Row], strategy: str, strength: int = 2) -> list[Values]:
+        """Return which values of two options, or of a triple, a strategy does not meet together, though it could."""
+        options = {option.name: option for option in self.options}
+        fields = [*itertools.combinations(options, strength), *self._all_triples()]
+        run = [self.with_strategy(row, strategy) for row in rows]
+        excluded = [one for one in self.excluded if one.strategies is None or strategy in one.strategies]
+        return [
+            values
+            for names in fields
+            for values in _not_met([options[name] for name in names], run)
+            if not any(one.found(dict(values)) for one in excluded)
+        ]
+
+    def _all_triples(self) -> Iterator[tuple[str, ...]]:
+        for fields in self.triples:
+            yield from itertools.combinations(fields, 3)
+
+
+def _last(one: Excluded) -> str:
+    return list(one.together)[-1]
+
+
+def _condition(together: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    each = [{"operator": "in", "left": name, "values": list(values)} for name, values in together.items()]
+    return {"operator": "not", "condition": {"operator": "and", "conditions": each}}
+
+
+def _not_met(options: Sequence[Option], rows: Sequence[Row]) -> Iterator[Values]:
+    met = {tuple(row[option.name] for option in options) for row in rows}
+    for names in itertools.product(*(option.values for option in options)):
+        if names not in met:
+            yield tuple((option.name, name) for option, name in zip(options, names, strict=True))

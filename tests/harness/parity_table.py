@@ -1,0 +1,322 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What parity with stock DeepSpeed is tested with: the options, what excludes what, and the rows that are run.
+
+A value of an option changes fields of a ``training.Job``; of ``zero`` and ``config`` it changes keys. A row runs with
+all strategies of its kind beside one stock run, on ``world`` ranks in groups of ``group``.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.harness.covering import Excluded, Option, Row, Table
+
+REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
+PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
+FILE = Path(__file__).with_name("parity_rows.json")
+GATHERED_AFTER_STEPS = ("ING", "IIG", "IGG")
+
+EXACT = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}  # rounding of fp32 stays far below
+# What stages of stock differ by, or an ulp or two.
+BOUNDS = {"fp32": EXACT, "bf16": {"weights": 4e-3, "losses": 1e-2, "norms": 4e-3}}
+BOUNDS["autocast"] = BOUNDS["bf16"]
+BOUNDS["fp16"] = {"weights": 1e-3, "losses": 1e-3, "norms": 2e-3}
+
+
+def key(name: str, why: str, default: str, **values: dict[str, Any]) -> Option:
+    """Return an option whose default changes nothing, and whose other values change keys of zero_optimization."""
+    return Option(name, why, {default: {}, **{value: {"zero": keys} for value, keys in values.items()}})
+
+
+DTYPES = ("fp32", "bf16", "autocast", "fp16")
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+COMMON = (
+    Option(
+        "shape",
+        "several groups of several ranks, three, one of all, and one for each rank",
+        {
+            f"{world}in{group}": {"world": world, "group": group}
+            for world, group in ((4, 2), (4, 4), (4, 1), (6, 3), (6, 2))
+        },
+    ),
+    Option("accumulation", "micro-steps", {f"x{number}": {"accumulation": number} for number in (1, 2, 3)}),
+    Option(
+        "sizes",
+        "nothing divides; and fewer elements than ranks",
+        {
+            "square": {"sizes": (13, 29, 29, 29, 7)},
+            "wide": {"sizes": (41, 17, 17, 17, 1)},
+            "tiny": {"sizes": (3, 1, 1, 1, 2)},
+        },
+    ),
+    Option(
+        "dtype",
+        "of parameters, and of what is computed with them",
+        {name: {"dtype": name} if name != "autocast" else {"config": AUTOCAST} for name in DTYPES},
+    ),
+    Option(
+        "sums",
+        "dtype of sums of gradients",
+        {"sums": {}, "fp32sums": {"config": {"data_types": {"grad_accum_dtype": "fp32"}}}},
+    ),
+    Option("wire", "dtype of messages", {"wire": {}, "fp32wire": {"config": {"communication_data_type": "fp32"}}}),
+    Option("optimizer", "with other states", {"SGD": {}, "Adam": {"optimizer": "Adam"}}),
+    Option("groups", "parameter groups", {"group": {}, "2groups": {"groups": 2}}),
+    Option("clipping", "by the norm, or not", {"clipped": {}, "unclipped": {"clipping": 0.0}}),
+    Option("frozen", "layers", {"trained": {}, "frozen": {"frozen": (1,)}, "fewtrained": {"frozen": (0, 1, 2)}}),
+    Option("skipped", "layers that rest in micro-steps or steps", {"used": {}, "skipped": {"skipped": True}}),
+    Option("overflow", "on one rank", {"finite": {}, "overflow": {"overflow": True}}),
+    key("overlap", "reduction beside the backward", "waits", overlap={"overlap_comm": True}),
+    key("contiguous", "gradients in one buffer", "contiguous", scattered={"contiguous_gradients": False}),
+    Option(
+        "buckets",
+        "several, or one",
+        {
+            "buckets": {"zero": {"reduce_bucket_size": 300, "allgather_bucket_size": 300}},
+            "1bucket": {"zero": {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}},
+        },
+    ),
+    key("scatter", "how buckets are reduced", "reducescatter", allreduce={"reduce_scatter": False}),
+    Option(
+        "scaling",
+        "when gradients are divided",
+        {
+            "after": {},
+            "prescale": {"config": {"prescale_gradients": True}},
+            "predivide": {"config": {"gradient_predivide_factor": 2.0}},
+        },
+    ),
+    Option(
+        "boundary",
+        "who says that a step is complete",
+        {"engine": {}, "user": {"boundary": "user"}, "step": {"boundary": "step"}},
+    ),
+    Option("coalesced", "reduction once behind all micro-steps", {"each": {}, "coalesced": {"boundary": "coalesce"}}),
+    Option("backward", "whose", {"backward": {}, "lossbackward": {"backward": "loss"}}),
+    Option(
+        "recomputed",
+        "activations",
+        {"kept": {}, "recomputed": {"checkpointing": False}, "reentrant": {"checkpointing": True}},
+    ),
+    Option(
+        "offload",
+        "of the optimizer",
+        {
+            "device": {},
+            "host": {
+                "zero": {"offload_optimizer": {"device": "cpu"}},
+                "config": {"zero_force_ds_cpu_optimizer": False},
+            },
+        },
+    ),
+    Option(
+        "memory", "messages as on nccl, and memory that is NaN until it is written", {"gloo": {}, "nan": {"nan": True}}
+    ),
+)
+OF_REPLICATED = (
+    Option("operation", "of gradients", {"mean": {}, "sum": {"config": {"gradient_allreduce_op": "sum"}}}),
+    Option(
+        "network", "shared weights, and weights of other modules", {"plainnet": {}, "tangled": {"network": "Tangled"}}
+    ),
+    Option("sync", "of micro-steps before the last", {"sync": {}, "nosync": {"no_sync": True}}),
+    key("order", "of parameters in shards", "inorder", roundrobin={"round_robin_gradients": True}),
+    key("alignment", "of parameters in shards", "packed", aligned={"parameter_alignment": True}),
+    key("updates", "under the next forward", "gathered", overlapped={"paro_overlap_updates": True}),
+)
+OF_PARTITIONED = (
+    Option(
+        "network",
+        "shared weights, and weights of other modules; experts of which each rank uses others",
+        {"plainnet": {}, "tangled": {"network": "Tangled"}, "mixture": {"network": "Mixture", "empty": False}},
+    ),
+    Option(
+        "persistent",
+        "parameters that stay gathered",
+        {
+            name: {"zero": {"stage3_param_persistence_threshold": size}}
+            for name, size in (("none", 0), ("some", 100), ("all", 10**6))
+        },
+    ),
+    Option(
+        "subgroups",
+        "of the optimizer",
+        {"subgroups": {"zero": {"sub_group_size": 300}}, "1subgroup": {"zero": {"sub_group_size": 10**9}}},
+    ),
+    key(
+        "prefetch",
+        "of parameters",
+        "prefetch",
+        noprefetch={"stage3_prefetch_bucket_size": 0},
+        shortprefetch={"stage3_prefetch_bucket_size": 400},
+    ),
+    key("live", "parameters at most", "live", notlive={"stage3_max_live_parameters": 1}),
+    key("reuse", "of gathered parameters", "reuse", noreuse={"stage3_max_reuse_distance": 0}),
+    key("gathers", "of modules", "together", sequential={"stage3_allgather_sequential": True}),
+    key("leaf", "a module that is gathered whole", "noleaf", leaf={"leaf_module": {"names": ["layers.1"]}}),
+    key("parameters", "where they are held", "held", hostparameters={"offload_param": {"device": "cpu"}}),
+)
+
+EXCLUDED = (
+    Excluded(
+        "only fp16 has a loss scale, and looks for overflows",
+        {"overflow": ("overflow",), "dtype": ("fp32", "bf16", "autocast")},
+    ),
+    Excluded(
+        "DeepSpeed scales before it reduces with all-reduces only",
+        {"scaling": ("prescale", "predivide"), "scatter": ("reducescatter",)},
+    ),
+    Excluded(
+        "coalesce_grad_reduction has one micro-step an engine's step",
+        {"coalesced": ("coalesced",), "boundary": ("user", "step")},
+    ),
+    Excluded(
+        "reentrant checkpointing needs inputs with gradients",
+        {"recomputed": ("reentrant",), "frozen": ("fewtrained",)},
+    ),
+    Excluded(
+        "stages 1 and 2 refuse two backwards to one weight", {"recomputed": ("reentrant",), "network": ("tangled",)}
+    ),
+)
+TRIPLES = (
+    ("overlap", "contiguous", "accumulation"),
+    ("offload", "sums", "overflow"),
+    ("dtype", "overlap", "boundary"),
+    ("skipped", "overlap", "accumulation"),
+)
+WHOLE_GRADIENTS, SHARDED_GRADIENTS = REPLICATED[:3], REPLICATED[3:]
+TABLES = {
+    "N": Table(
+        (*COMMON, *OF_REPLICATED),
+        (
+            *EXCLUDED,
+            Excluded("where gradients are sharded, no_sync is refused", {"sync": ("nosync",)}, SHARDED_GRADIENTS),
+            Excluded("no_sync leaves the counting to its caller", {"sync": ("nosync",), "boundary": ("user", "step")}),
+            Excluded(
+                "no_sync and coalesce_grad_reduction are two", {"sync": ("nosync",), "coalesced": ("coalesced",)}
+            ),
+            Excluded("no_sync is refused beside overlap_comm", {"sync": ("nosync",), "overlap": ("overlap",)}),
+            Excluded("stage 1 refuses it", {"overlap": ("overlap",), "boundary": ("step",)}, WHOLE_GRADIENTS),
+        ),
+        TRIPLES,
+        tuple({"overlap": "overlap", "boundary": "step", "dtype": name} for name in DTYPES),
+    ),
+    "I, G": Table(
+        (*COMMON, *OF_PARTITIONED),
+        (
+            *EXCLUDED,
+            Excluded(
+                "only stage 3 trains experts that some ranks leave out, and leaves old gradients",
+                {"network": ("mixture",), "skipped": ("skipped",)},
+            ),
+            Excluded(
+                "stage 3 does not gather a leaf module whose inputs need no gradients",
+                {"network": ("mixture",), "frozen": ("fewtrained",)},
+            ),
+            Excluded(
+                "stage 3 keeps gradients divided", {"network": ("mixture",), "scaling": ("prescale", "predivide")}
+            ),
+            Excluded(
+                "stage 3 has other gradients of leaf modules", {"network": ("mixture",), "coalesced": ("coalesced",)}
+            ),
+            Excluded(
+                "after a step parameters are gathered on the device",
+                {"parameters": ("hostparameters",)},
+                GATHERED_AFTER_STEPS,
+            ),
+        ),
+        TRIPLES,
+    ),
+}
+STRATEGIES = {"N": REPLICATED, "I, G": PARTITIONED}
+# What changes no numbers, and stock does not know, or does wrong: of offloaded gradients it loses some.
+NOT_OF_STOCK = ("offload", "parameters", "updates", "sync")
+
+
+def merged(kind: str, row: Row) -> dict[str, Any]:
+    """Return all that the values of a row change."""
+    found: dict[str, Any] = {"zero": {}, "config": {}}
+    for option in TABLES[kind].options:
+        for name, change in option.values[row[option.name]].items():
+            found[name] = {**found[name], **change} if name in ("zero", "config") else change
+    return found
+
+
+def job_fields(kind: str, row: Row) -> dict[str, Any]:
+    """Return the fields of a ``training.Job`` for a row, its network by name."""
+    fields = merged(kind, row)
+    for name in ("world", "group", "nan"):
+        fields.pop(name, None)
+    accumulation = fields["accumulation"]
+    fields["steps"] = 2 if accumulation > 1 and "overflow" not in fields else 3
+    if fields.pop("overflow", False):  # in the first micro-step of the second step
+        fields["overflow"] = ((accumulation, 1),)
+    if fields.pop("skipped", False):
+        fields["skipped"] = resting(fields["steps"], accumulation)
+    if "optimizer" in fields and row["dtype"] != "fp32":  # there, small gradients have no sign to rely on
+        fields["config"]["optimizer"] = {"params": {"lr": 1e-2, "eps": 0.1, "torch_adam": True}}
+    return fields
+
+
+def resting(steps: int, accumulation: int) -> tuple[tuple[int, int], ...]:
+    """Return (micro-step, layer): layer 1 is used in the first micro-step of a step only, layer 2 in the last only and
+    in the second step not at all; without accumulation, in turns."""
+    found = []
+    for number in range(steps * accumulation):
+        step, at = divmod(number, accumulation)
+        if at or (accumulation == 1 and step % 2):
+            found.append((number, 1))
+        if at < accumulation - 1 or (step == 1 if accumulation > 1 else not step % 2):
+            found.append((number, 2))
+    return tuple(found)
+
+
+def stock_row(kind: str, row: Row) -> Row:
+    """Return the row that stock runs."""
+    return {**row, **{option.name: option.default for option in TABLES[kind].options if option.name in NOT_OF_STOCK}}
+
+
+def stock_stage(row: Row) -> int:
+    """Return the stage whose numbers are right: 2 waits for parameters that only some ranks use."""
+    return 3 if row["network"] == "mixture" else 2
+
+
+def row_name(kind: str, row: Row) -> str:
+    """Return the values of a row that are not defaults."""
+    options = TABLES[kind].options
+    return "-".join(row[option.name] for option in options if row[option.name] != option.default) or "defaults"
+
+
+def named_row(kind: str, name: str) -> Row:
+    """Return the row of a name."""
+    options = {value: option.name for option in TABLES[kind].options for value in option.values}
+    return TABLES[kind].row({options[value]: value for value in name.split("-") if name != "defaults"})
+
+
+@functools.cache
+def rows_of(kind: str, tier: str = "first") -> tuple[str, ...]:
+    """Return the names of the rows that a tier runs, which are kept in a file: to find them takes seconds."""
+    return tuple(json.loads(FILE.read_text(encoding="utf-8"))[tier][kind])
+
+
+def write_rows() -> None:
+    """Find the rows, and keep them."""
+    tiers = {"first": 2, "deep": 3}
+    found = {
+        tier: {kind: [row_name(kind, row) for row in table.rows(strength)] for kind, table in TABLES.items()}
+        for tier, strength in tiers.items()
+    }
+    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def bounds(row: Row) -> dict[str, float]:
+    """Return how far a strategy may be from stock."""
+    found = BOUNDS[row["dtype"]]
+    if row["sizes"] == "tiny" and row["dtype"] != "fp32":  # of few elements, rounding does not average out
+        return {**found, "norms": 2 * found["norms"]}
+    return found
+
+
+if __name__ == "__main__":
+    write_rows()

@@ -1,0 +1,52 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of the parity table have what they promise: each pair of values with each strategy."""
+
+import itertools
+
+import pytest
+
+from tests.harness import parity_table
+from tests.harness.covering import Excluded, Option, Table
+from tests.harness.parity_table import STRATEGIES, TABLES
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("kind, strategy", [(kind, name) for kind, names in STRATEGIES.items() for name in names])
+def test_each_pair_of_values_meets_each_strategy(kind: str, strategy: str) -> None:
+    rows = [parity_table.named_row(kind, name) for name in parity_table.rows_of(kind)]
+    assert not TABLES[kind].missing(rows, strategy)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_rows_have_names_and_nothing_that_is_excluded(kind: str) -> None:
+    table, names = TABLES[kind], parity_table.rows_of(kind)
+    values = [value for option in table.options for value in option.values]
+    assert len(set(values)) == len(values) and not any("-" in value for value in values)
+    assert len(set(names)) == len(names)
+    for row in (parity_table.named_row(kind, name) for name in names):
+        with_all = [row] if table.possible(row) else [table.with_strategy(row, name) for name in STRATEGIES[kind]]
+        assert any(table.possible(one) for one in with_all) or row in [table.row(one) for one in table.explicit]
+    assert parity_table.row_name(kind, table.everything()) in names
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_what_is_excluded_exists(kind: str) -> None:
+    options = {option.name: option.values for option in TABLES[kind].options}
+    for one in TABLES[kind].excluded:
+        assert all(value in options[name] for name, values in one.together.items() for value in values), one.why
+
+
+def test_a_covering_array_leaves_no_pair_out() -> None:
+    options = tuple(Option(name, "", {f"{name}{i}": {} for i in range(3)}) for name in "abcd")
+    never = Excluded("they contradict", {"a": ("a1",), "b": ("b1", "b2")})
+    table = Table(options, (never, Excluded("not with Y", {"c": ("c2",)}, ("Y",))), (("b", "c", "d"),))
+    rows = table.rows()
+    assert rows == table.rows() and not any(never.found(row) for row in rows)
+    assert not table.missing(rows, "X") and not table.missing(rows, "Y") and len(rows) < 3**4 / 2
+    without = [row for row in rows if (row["c"], row["d"]) != ("c1", "d1")]
+    assert (("c", "c1"), ("d", "d1")) in table.missing(without, "X")
+    pairs = {(row["c"], row["d"]) for row in rows}
+    assert pairs == set(itertools.product(options[2].values, options[3].values))
+    assert table.with_strategy(table.row({"c": "c2"}), "Y") == table.row({})
