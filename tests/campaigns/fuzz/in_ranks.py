@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks are asked to run. The process that draws the cases imports this module, and so no torch."""
 
-
 from tests.campaigns.fuzz.cases import Case, PipeCase
 from tests.campaigns.fuzz.contradictions import Contradiction
 
