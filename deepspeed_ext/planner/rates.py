@@ -8,8 +8,8 @@ Note [Rates]
 
     By figures: of a flat ring over a group that reaches over several nodes one flow enters each node; of the rings
     between groups as many as the node has numbers (the position of a rank in its group), at most the ranks of a node.
-    A flow that shares a node's link of B bytes/s with f-1 others has B/f. Where neither of node and group is a
-    multiple of the other, some node has two groups that reach over its border, and so two rings.
+    A flow that shares a node's link of B bytes/s with f-1 others has B/f. Where a group reaches over each border of a
+    node, and not the same one, two rings enter it.
 """
 
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ class Rates:
         own, node = intra_gbps * GIGA / BITS, inter_gbps * GIGA / BITS
         m, one_node = sizes.group_size, sizes.ranks <= ranks_per_node
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
-        flows, rings = min(m, ranks_per_node), 2 if m % ranks_per_node and sizes.groups > 1 else 1
+        flows, rings = min(m, ranks_per_node), _rings(sizes, ranks_per_node)
         hops = HopRates(
             intra=Rate(0.0, own if within_node else min(own, node / rings)),
             inter=Rate(latency, own if one_node else min(own, node / flows)),
@@ -139,6 +139,15 @@ class Rates:
             for kind in ("gather", "reduce")
         }
         return cls(**hops, memory=_infinite(values["memory"]))
+
+
+def _rings(sizes: GroupSizes, ranks_per_node: int) -> int:
+    """Return how many groups that reach over several nodes the node with the most of these has; at least 1."""
+    m, most = sizes.group_size, 1
+    for first in range(0, sizes.ranks, ranks_per_node):
+        borders = (first, min(first + ranks_per_node, sizes.ranks))
+        most = max(most, len({border // m for border in borders if border % m}))
+    return most
 
 
 def _finite(value: float) -> float | None:

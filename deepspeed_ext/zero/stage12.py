@@ -229,6 +229,7 @@ class Stage12Optimizer(Stage12Norms):
         boundary = self.is_gradient_accumulation_boundary()
         self._last_was_known = boundary or self.flush_follows
         self.finish_updates()
+        self.setup_buckets()  # no hook has done it in a stage of a pipeline that has nothing to train
         filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
         self.reduce_ipg_grads()
         if boundary:

@@ -102,8 +102,8 @@ class Middle(Seeded):
 class Head(Seeded):
     """Vectors to scores."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number, False, lambda: {"scores": nn.Linear(WIDTH, VOCABULARY, bias=False)})
+    def __init__(self, number: int, frozen: bool = False) -> None:
+        super().__init__(number, frozen, lambda: {"scores": nn.Linear(WIDTH, VOCABULARY, bias=False)})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scores(x)
@@ -122,7 +122,8 @@ def layers_of(pipe: Pipe) -> list[Any]:
     ]
     last = len(pipe.widths) + 1
     if not pipe.tied:
-        return [LayerSpec(Embedding, 0, frozen=0 in pipe.frozen), *middles, LayerSpec(Head, last)]
+        head = LayerSpec(Head, last, frozen=last in pipe.frozen)
+        return [LayerSpec(Embedding, 0, frozen=0 in pipe.frozen), *middles, head]
     names = {"tied_weight_attr": "table.weight"}
     return [
         TiedLayerSpec("embedding", Embedding, 0, **names),

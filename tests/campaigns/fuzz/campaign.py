@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.campaigns.fuzz import cases, contradictions, drawing, in_ranks
+from tests.campaigns.fuzz import cases, contradictions, in_ranks, kinds
 from tests.campaigns.fuzz.cases import FOUND, ORACLE, Case, PipeCase
 from tests.campaigns.fuzz.contradictions import Contradiction
 from tests.harness.ranks import RankError, RankPools, RankTimeout
 
 CONTRADICTION = "contradiction"
-KINDS = (*drawing.KINDS, CONTRADICTION)
+KINDS = (*kinds.KINDS, CONTRADICTION)
 TIMEOUT = 45.0  # seconds, after which a case on up to four ranks counts as a hang
+REFUSALS = 4  # times as many in a batch: each takes a tenth of the time
 REFUSAL_TIMEOUT = 40.0  # the same for a contradiction
 
 
@@ -113,7 +114,7 @@ def _cases_of(kind: str, worlds: tuple[int, ...]) -> Any:
     """What Hypothesis draws for a kind."""
     if kind == CONTRADICTION:
         return contradictions.contradictions(tuple(world for world in worlds if world < 5))
-    return drawing.of_kind(kind, worlds)
+    return kinds.of_kind(kind, worlds)
 
 
 class Campaign:
@@ -149,13 +150,14 @@ class Campaign:
         self._batch, self._first = batch, first
         self._deadline = float("inf")
 
-    def run(self, kinds: Sequence[str], number: int, deadline: float) -> None:
+    def run(self, drawn: Sequence[str], number: int, deadline: float) -> None:
         """Run so many cases, of all kinds in turns, or until the deadline (of ``time.monotonic``)."""
         self._deadline = deadline
         batch = 0
         while sum(self.counts.values()) < number and time.monotonic() < deadline:
-            kind = kinds[batch % len(kinds)]
-            self._run_batch(kind, batch, min(self._batch, number - sum(self.counts.values())))
+            kind = drawn[batch % len(drawn)]
+            size = self._batch * (REFUSALS if kind == CONTRADICTION else 1)
+            self._run_batch(kind, batch, min(size, number - sum(self.counts.values())))
             batch += 1
             if self._first and self.failures:
                 return
@@ -212,13 +214,13 @@ class Campaign:
 
     def report(self) -> str:
         """What was run and found."""
-        kinds = sorted({kind for kind, _ in self.counts}, key=KINDS.index)
+        drawn = sorted({kind for kind, _ in self.counts}, key=KINDS.index)
         worlds = sorted({world for _, world in self.counts})
         rows = [f"{'ranks':<16}" + "".join(f"{world:>7}" for world in worlds) + f"{'all':>7}"]
-        for kind in kinds:
+        for kind in drawn:
             row = [self.counts[kind, world] for world in worlds]
             rows.append(f"{kind:<16}" + "".join(f"{count:>7}" for count in (*row, sum(row))))
-        columns = [sum(self.counts[kind, world] for kind in kinds) for world in worlds]
+        columns = [sum(self.counts[kind, world] for kind in drawn) for world in worlds]
         rows.append(f"{'all':<16}" + "".join(f"{count:>7}" for count in (*columns, sum(columns))))
         rows += [f"{count:>7} cases: {what}" for what, count in sorted(self.happened.items())]
         rows += [

@@ -45,7 +45,8 @@ class Block(Plain):
         kind: "linear"; "norm"; "gain", a parameter of one element; "again", a layer that is applied twice; "tied",
             two layers with one weight and another layer between them; "lent", a layer and a module that uses its
             weight without owning it; "experts", a leaf module, of whose three parts each call uses one or two; "unit",
-            a mixture of many small parameters.
+            a mixture of many small parameters; "packed", a router and five experts in 3-D parameters, of which each
+            call uses some.
         width: of what comes out of "linear", and of what is inside the others.
         bias: whether a linear layer has one.
         frozen: whether its parameters have no gradients.
@@ -99,6 +100,10 @@ class Case(Plain):
         routed: whether each rank uses other experts.
         network: name of a class of ``tests.harness.networks`` in place of blocks.
         steps: optimizer steps.
+        streams: whether it is also run on a simulated device with streams.
+        links: what ``"paro_strategy": "fastest"`` is told of the cluster: seconds of a message, and bytes per second,
+            that a rank receives inside its group, from others, and at which it works in its memory; none for a
+            strategy by its name.
         others: as of ``tests.harness.training.Job``.
     """
 
@@ -123,13 +128,17 @@ class Case(Plain):
     no_sync: bool = False
     tensor_parallel: int = 1
     zero_init: str | None = None
+    streams: bool = True
+    links: tuple[float, ...] = ()
     steps: tuple[Step, ...] = (Step(), Step())
 
     @property
     def strategy(self) -> str:
-        """The three letters; of a stage, those that it amounts to."""
+        """The three letters; of a stage, those that it amounts to, and of none yet, the plainest."""
         if "mics_shard_size" in self.zero:
             return "III"
+        if self.links:
+            return "NNG"
         return str(self.zero.get("paro_strategy") or {0: "NNG", 1: "NNG", 2: "NGG", 3: "GGG"}[self.zero["stage"]])
 
     @property
@@ -155,10 +164,17 @@ class Case(Plain):
 
 @dataclass(frozen=True, repr=False)
 class PipeCase(Plain):
-    """A pipeline; attributes as of ``tests.harness.pipelines.Pipe``."""
+    """A pipeline.
+
+    Attributes:
+        zero: keys of zero_optimization, beside the strategy.
+        pipe: attributes of ``tests.harness.pipelines.Pipe``.
+        resumed: steps after which training goes on in a new engine; 0 for not.
+    """
 
     kind: str = "pipeline"
     world: int = 4
     strategy: str = "NIG"
     zero: dict[str, Any] = field(default_factory=dict)
     pipe: dict[str, Any] = field(default_factory=dict)
+    resumed: int = 0

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as some
 from hypothesis.strategies import SearchStrategy
 
-from tests.campaigns.fuzz.cases import Block, Case, Event, PipeCase, Step, is_lossy
+from tests.campaigns.fuzz.cases import Block, Case, Event, Step, is_lossy
 
 T = TypeVar("T")
 Draw = Callable[[SearchStrategy[Any]], Any]
@@ -46,14 +46,15 @@ def sizes(draw: Draw, worlds: tuple[int, ...]) -> tuple[int, int]:
     return world, draw(one_of(*(inner if inner and not seldom(draw, 6) else divisors)))
 
 
-def blocks(draw: Draw, stage: int, optimizer: str) -> tuple[Block, ...]:
-    """Of a model; what stock's stages 1 and 2 do not have is left out there."""
-    kinds = ["linear", "linear", "norm", "gain", "again", "tied", "experts", "unit"]
+def blocks(draw: Draw, stage: int, optimizer: str, of_experts: bool = False) -> tuple[Block, ...]:
+    """Of a model, with experts in it if so; what stock's stages 1 and 2 do not have is left out there."""
+    packed = ["packed"] if optimizer != "Muon" else []  # which takes matrices
+    kinds = ["linear", "linear", "norm", "gain", "again", "tied", "experts", "unit", *packed]
     if stage == 3:
         kinds.append("lent")
     drawn = []
-    for _ in range(draw(one_of(1, 2, 2, 3))):
-        kind = draw(one_of(*kinds))
+    for number in range(draw(one_of(1, 2, 2, 3))):
+        kind = draw(one_of(*packed, *packed, "unit", "experts") if of_experts and not number else one_of(*kinds))
         recomputed = draw(one_of(None, None, None, False, True)) if kind != "experts" else None
         frozen = seldom(draw, 6)
         drawn.append(Block(kind, draw(WIDTHS), draw(some.booleans()), frozen, recomputed))
@@ -182,7 +183,7 @@ def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, A
     maybe(draw, zero, 2, stage3_gather_16bit_weights_on_model_save=some.just(True))
     key = draw(one_of("", "", "", "stage3_leaf_bytes", "stage3_module_granularity_threshold"))
     if key == "stage3_leaf_bytes":
-        zero[key] = draw(one_of(True, 20_000, 100_000))
+        zero[key] = draw(one_of(True, 2, 1, 8))  # times what is fetched at once at least
     elif key:
         zero[key] = draw(one_of(20, 60, 300))
     offload_to_host(draw, zero, case)
@@ -190,6 +191,37 @@ def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, A
         zero["offload_param"] = {"device": "cpu", "pin_memory": draw(some.booleans())}
     case["zero_init"] = draw(one_of(None, None, None, "config"))
     return zero
+
+
+def at_once(block: Block, width: int) -> tuple[int, int]:
+    """Elements of what a module of a block has by itself at most, of packed experts of one; and what comes out."""
+    inner = block.width
+    if block.kind in ("linear", "tied", "lent"):
+        return (max(width, inner) + 1) * max(width, inner), inner
+    if block.kind in ("unit", "packed"):
+        return (width + 3) * (2 * width + 1), width
+    return (width + 1) * width, width
+
+
+def least_leaf_bytes(case: dict[str, Any]) -> int:
+    """The bytes that a budget of leaf modules must have at least, or a few more."""
+    width, most = case["inputs"], case["unused"]
+    for block in case["blocks"]:
+        own, width = at_once(block, width)
+        most = max(most, own)
+    most = max(most, (width + 1) * case["outputs"])
+    return int(3 * most * (4 if case["dtype"] == "fp32" or case["zero_init"] else 2))
+
+
+def in_windows(draw: Draw, case: dict[str, Any]) -> None:
+    """Give a budget its bytes, and draw one where experts are to be fetched some at a time."""
+    zero = case["zero"]
+    if case["kind"] == "windows":
+        zero.pop("stage3_module_granularity_threshold", None)
+        zero["stage3_leaf_bytes"] = draw(one_of(2, 1, 4))
+    times = zero.get("stage3_leaf_bytes", True)
+    if times is not True:
+        zero["stage3_leaf_bytes"] = times * least_leaf_bytes(case)
 
 
 def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str) -> None:
@@ -216,13 +248,14 @@ def strategies_of(kind: str) -> tuple[str, ...]:
     """With which a kind of cases is drawn."""
     if kind == "without loss":
         return tuple(name for name in (*REPLICATED, *SHARDED) if name[2] == "G" and name[0] != "G")
-    return {"replicated": REPLICATED, "sharded": SHARDED, "experts": REPLICATED}.get(kind, (*REPLICATED, *SHARDED))
+    of_kinds = {"replicated": REPLICATED, "sharded": SHARDED, "experts": REPLICATED, "windows": SHARDED}
+    return of_kinds.get(kind, (*REPLICATED, *SHARDED))
 
 
 def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
     """Draw what crosses compressed, by the kind of the case; whether something is lost."""
     kind = case["kind"]
-    if kind == "few bits" or (kind in ("experts", "model-parallel") and seldom(draw)):
+    if kind == "few bits" or (kind in ("experts", "model-parallel", "windows") and seldom(draw)):
         in_few_bits(draw, zero, strategy)
     if kind == "without loss":
         zero["paro_quantized_updates"] = {"bits": "exact", "resync_T": draw(one_of(1024, 2))}
@@ -288,7 +321,8 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     if stage == 1 and zero.get("overlap_comm") and case["boundary"] == "step":
         case["boundary"] = "engine"  # DeepSpeed refuses it
     case["zero"] = {"paro_strategy": strategy, "paro_group_size": group, **zero}
-    case["blocks"] = blocks(draw, stage, case["optimizer"])
+    case["blocks"] = blocks(draw, stage, case["optimizer"], kind == "windows")
+    in_windows(draw, case)
     exact = case["dtype"] == "fp32" and "torch_autocast" not in case["config"]
     case["routed"] = stage == 3 and strategy != "IGG" and exact and draw(some.booleans())
     if case["routed"]:  # then stage 0 is the oracle, which is one in fp32, and has no other way
@@ -305,52 +339,17 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     if case["optimizer"] != "Adam":
         case["config"].pop("optimizer", None)
     convertible = []
-    if case["optimizer"] == "Adam" and not lossy and kind in ("replicated", "sharded") and not case["empty"]:
+    if (
+        case["optimizer"] == "Adam"
+        and not lossy
+        and kind in ("replicated", "sharded", "windows")
+        and not case["empty"]
+    ):
         # Not to plain stages: DeepSpeed's own loads lose buffers, frozen parameters and hyperparameters.
         convertible = [{"paro_strategy": name, "paro_group_size": group} for name in (*REPLICATED, *SHARDED)]
     if "gradient_predivide_factor" in case["config"]:
         convertible = []  # stage 3 has it with reduce_scatter false alone, which goes with the other keys
     case["steps"] = steps(draw, case, convertible, lossy)
+    case["streams"] = draw(some.booleans())
     named_otherwise(draw, case, stage)
     return Case(**case)
-
-
-@some.composite
-def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
-    """A pipeline of two stages."""
-    strategy = draw(one_of(*REPLICATED, *SHARDED))
-    zero = common_keys(draw)
-    zero.pop("round_robin_gradients", None)
-    maybe(draw, zero, 8, zeropp_loco_param=some.just({}))
-    if strategy[0] != "G":
-        maybe(draw, zero, 8, paro_quantized_updates=some.just({}))
-    if strategy[0] != "N":
-        maybe(draw, zero, 3, stage3_param_persistence_threshold=one_of(0, 100))
-    pipe = {
-        "micro_batches": draw(some.integers(1, 4)),
-        "steps": draw(one_of(2, 3)),
-        "tied": draw(some.booleans()),
-        "frozen": draw(one_of((), (), (1,), (2, 3))),
-        "groups": draw(one_of(1, 2)),
-        "two": draw(one_of(None, None, 2)),
-        "checkpointing": draw(one_of(0, 0, 1, -1)),
-        "dtype": draw(one_of("fp32", "bf16")),
-        "optimizer": draw(one_of("SGD", "Adam")),
-        "clipping": draw(one_of(0.0, 0.5)),
-        "widths": draw(one_of((29, 7, 17, 11), (5, 3), (13, 37, 3))),
-    }
-    if "paro_quantized_updates" in zero:
-        pipe["tied"] = False  # whose copies would differ
-    if pipe["optimizer"] == "Adam":
-        pipe["groups"] = 1  # whose rates are SGD's
-    if len(pipe["widths"]) < 3:
-        pipe["frozen"], pipe["two"] = (), None
-    return PipeCase("pipeline", draw(one_of(4, 4, 8, 2)), strategy, zero, pipe)
-
-
-KINDS = ("replicated", "sharded", "few bits", "without loss", "experts", "model-parallel", "pipeline")
-
-
-def of_kind(kind: str, worlds: tuple[int, ...]) -> SearchStrategy[Any]:
-    """Cases of a kind, on one of these numbers of ranks where the kind leaves a choice."""
-    return pipelines(worlds) if kind == "pipeline" else cases(kind, worlds)

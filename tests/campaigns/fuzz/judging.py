@@ -3,10 +3,11 @@
 """Runs a case beside its oracle, and says what is wrong; inside rank processes only.
 
 Note [What a case is compared with]
-    A case is trained three times: by us, by us on a simulated device with streams, and by stock DeepSpeed at the stage
-    that is nearest to the strategy, with the keys that are not ours. Where that stage has a known fault
-    (``oracles.FAULTS``) it is another stage. What we run with streams must be what we run without, and what stock
-    runs, to rounding. Where gradients or updates cross in few bits, the way from the first weights to the last
+    A case is trained by us and by stock DeepSpeed at the stage that is nearest to the strategy, with the keys that are
+    not ours; if it says so by us on a simulated device with streams, too; and where events must change nothing, by us
+    without these, to the bit. What the planner is to choose is chosen first (``planned``). Where a stage has a known
+    fault (``oracles.FAULTS``) stock is another stage. What we run with streams must be what we run without, and what
+    stock runs, to rounding. Where gradients or updates cross in few bits, the way from the first weights to the last
     must be stock's, but for a part; and where updates cross without loss, the oracle is also our own run without that
     key, to the bit.
     If stock's run is different, other stages are trained, too, to say who is alone: that is what one asks first.
@@ -16,44 +17,44 @@ import dataclasses
 import math
 import traceback
 from collections.abc import Iterator
-from typing import NamedTuple, TypeVar
 
 import torch
-from deepspeed import comm as dist
 from torch import Tensor
 
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
-from tests.campaigns.fuzz import oracles, runs
+from tests.campaigns.fuzz import oracles, planned, runs
 from tests.campaigns.fuzz.cases import FOUND, ORACLE, Case, PipeCase
+from tests.campaigns.fuzz.formulas import bytes_apart
+from tests.campaigns.fuzz.pipes import judge_pipe
 from tests.campaigns.fuzz.runs import Trained
-from tests.harness import pipelines, stream_cases
+from tests.campaigns.fuzz.verdicts import LOSSES, MOMENTS, WEIGHTS, Verdict, everybody
 from tests.harness.stream_order import device_with_streams
-from tests.harness.training import DTYPES, placed
+from tests.harness.training import DTYPES
 
-T = TypeVar("T")
-# Of what is largest of its kind. An ulp or two in what is added up in another order, and what steps make of that.
-WEIGHTS = {"fp32": 3e-5, "bf16": 1.5e-2, "fp16": 4e-3}
-MOMENTS = {"fp32": 2e-4, "bf16": 6e-2, "fp16": 2e-2}
-LOSSES = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 1e-2}
 # Of the way of all weights: what four bits with error feedback may change of it. Without a parameter's gradient it is
 # another way.
 LOSSY = 0.5
+# Events after which every bit must be what it would have been.
+QUIET = {"save and load", "resume", "look", "states", "offload", "export", "second engine"}
 HELD = 4096  # bytes more than before: losses and norms are kept
-INTER, MESSAGE = 1.10, 128  # of the formula; bytes of each message, for what fills it up
 # Muon makes rounding several hundred times larger where a gradient has a rank below its sizes, as here most have.
 MUON, MUON_IN_16_BITS, MUON_NORMS = 4, 20, 0.9
 
 
-class Verdict(NamedTuple):
-    """What was found: problems, each a line; and what happened, for counting."""
-
-    problems: list[str]
-    happened: list[str]
-
-
 def judge(case: Case | PipeCase) -> Verdict:
     """Run a case and compare. Collective."""
-    return _judge_pipe(case) if isinstance(case, PipeCase) else _judge(case)
+    if isinstance(case, PipeCase):
+        return judge_pipe(case)
+    return _judge_choice(case) if case.links else _judge(case)
+
+
+def _judge_choice(case: Case) -> Verdict:
+    """What the planner does, and then what it has chosen does."""
+    name, problems = planned.decided(case)
+    if not name or any(everybody(bool(problems))):
+        return Verdict(problems, ["planned: none fits"] if not name else [])
+    zero = {key: value for key, value in case.zero.items() if key not in planned.OF_PLANNER}
+    found = _judge(dataclasses.replace(case, zero=zero | {"paro_strategy": name}, links=()))
+    return Verdict(found.problems, [*found.happened, f"planned: {name}"])
 
 
 def _judge(case: Case) -> Verdict:
@@ -63,16 +64,17 @@ def _judge(case: Case) -> Verdict:
         print(f"RAISED {traceback.format_exc()}", flush=True)  # for who waits for this rank
         return _refused(case, error)
     problems = list(_wrong_alone(case, ours))
-    with device_with_streams() as order:
-        streamed = runs.train(case, case.zero, True, order)
-    problems += [f"order: {finding}" for finding in order.findings]
-    # Messages are filled up there, and gloo adds up in an order that depends on the place in a message.
-    problems += [f"with streams: {problem}" for problem in _apart(case, streamed, ours)]
-    happened = [f"accesses ordered: {bool(order.accesses)}"]
+    happened = ["experts in windows"] if ours.windows else []
+    if case.streams:
+        problems += _with_streams(case, ours)
+        happened.append("ordered on streams")
+    if undisturbed := _without_events(case):
+        problems += _bits(ours, runs.train(undisturbed, case.zero, True), "without what changes nothing")
+        happened.append("undisturbed")
     if case.exact:
         plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
         problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
-    if any(_everybody(bool(problems))):  # all ranks go on, or none
+    if any(everybody(bool(problems))):  # all ranks go on, or none
         return Verdict(problems, happened)
     print(ORACLE, flush=True)  # who hangs from now on is not ours
     stage = oracles.stage_for(case)
@@ -92,11 +94,27 @@ def _judge(case: Case) -> Verdict:
     return Verdict(problems + differences, [*happened, f"oracle: stage {stage}"])
 
 
-def _everybody(mine: T) -> list[T]:
-    """What all ranks have. Collective."""
-    everybody = [mine] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    return everybody
+def _with_streams(case: Case, ours: Trained) -> Iterator[str]:
+    """What has no order on a device with streams, or is other there."""
+    with device_with_streams() as order:
+        streamed = runs.train(case, case.zero, True, order)
+    yield from (f"order: {finding}" for finding in order.findings)
+    if not order.accesses:
+        yield "order: no access was seen"
+    # Messages are filled up there, and gloo adds up in an order that depends on the place in a message.
+    yield from (f"with streams: {problem}" for problem in _apart(case, streamed, ours))
+
+
+def _without_events(case: Case) -> Case | None:
+    """A case without the events that must not change a bit; None if there are none, or others that do."""
+    names = {event.name for event in case.events()}
+    if not names & QUIET or names & {"universal", "elsewhere", "write nothing"}:
+        return None
+    steps = (
+        dataclasses.replace(step, before=tuple(event for event in step.before if event.name not in QUIET))
+        for step in case.steps
+    )
+    return dataclasses.replace(case, steps=tuple(steps))
 
 
 def _refused(case: Case, error: Exception) -> Verdict:
@@ -122,33 +140,7 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
     earlier, last = ours.held[1:-1], ours.held[-1]
     if earlier and last > max(earlier) + HELD and not case.events():
         yield f"memory grows: bytes after each step {ours.held}"
-    yield from _bytes(case, ours)
-
-
-def _bytes(case: Case, ours: Trained) -> Iterator[str]:
-    """Bytes between groups, of the last step; the formula is of models whose parameters are all used."""
-    size = case.zero.get("paro_group_size")
-    others = any(event.name == "universal" for event in case.events())  # the last step has other keys
-    plain = not (
-        others
-        or set(case.config) - {"optimizer"}
-        or case.network
-        or case.tensor_parallel > 1
-        or case.optimizer == "Muon"
-        or case.steps[-1].twice  # each backward at the boundary is reduced
-    )
-    if not plain or not size or case.zero.get("paro_strategy") not in STRATEGIES or case.boundary == "coalesce":
-        return
-    width = 4 if case.dtype == "fp32" else 2
-    states = ModelStates.of(ours.elements, ours.trained, parameter_bytes=width, gradient_bytes=width)
-    sizes = GroupSizes(case.world, size)
-    due = Volume()
-    strategy, count = STRATEGIES[case.strategy], case.steps[-1].micro_steps or case.accumulation
-    for phase in strategy.phases(sizes, states):
-        due += phase.volume * (phase.each_micro_step * count or 1)
-    got = ours.received[-1]
-    if got.inter > INTER * due.inter + MESSAGE * got.messages or (due.inter and ours.trained and not got.inter):
-        yield f"bytes between groups: {got.inter:.0f} in {got.messages} messages, {due.inter:.0f} by the formula"
+    yield from bytes_apart(case, ours)
 
 
 def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
@@ -279,38 +271,5 @@ def stock_is_wrong(number: int) -> bool:
         return any(_apart(case, runs.train(whole, oracles.keys_of(case, case.zero["stage"]), acts), stock))
     plain = dataclasses.replace(whole, backward="engine", boundary="engine", zero={"stage": case.zero["stage"]})
     other = runs.train(plain, oracles.keys_of(plain, oracles.beside(fault, case)), False)
-    unlike = any(norms != stock.norms for norms in _everybody(stock.norms))
+    unlike = any(norms != stock.norms for norms in everybody(stock.norms))
     return unlike or _relative(stock.weights, other.weights) > WEIGHTS[case.dtype]
-
-
-def _judge_pipe(case: PipeCase) -> Verdict:
-    pipe = pipelines.Pipe(**{**case.pipe, "zero": case.zero})
-    groups = case.world // pipe.stages
-    size = 2 if groups % 2 == 0 else 1
-    ours = pipelines.train_pipeline(pipe, placed(case.strategy, size))
-    problems = [] if ours.same else ["copies of weights differ"]
-    with device_with_streams() as order:
-        engine = pipelines.make_pipeline(pipe, placed(case.strategy, size))
-        data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        with stream_cases.stepping_on_host(engine, order), order.watch():
-            for _ in range(pipe.steps):
-                engine.train_batch(data)
-        engine.destroy()
-    problems += [f"order: {finding}" for finding in order.findings]
-    oracle = dataclasses.replace(pipe, zero={key: case.zero[key] for key in case.zero if key in oracles.OF_PIPELINES})
-    print(ORACLE, flush=True)
-    try:
-        stock = pipelines.train_pipeline(oracle, {"stage": 1})
-    except Exception as error:
-        return Verdict(problems, [f"stock raises {type(error).__name__}: {str(error)[:80]}"])
-    if {"zeropp_loco_param", "paro_quantized_updates"} & case.zero.keys():
-        return Verdict(problems, ["oracle: stage 1"])
-    apart = pipelines.apart(case.strategy, ours, stock)
-    # Losses are summed over stages, and learning rates are larger there.
-    bounds = (2 * WEIGHTS[pipe.dtype], 2 * LOSSES[pipe.dtype], 2 * MOMENTS[pipe.dtype])
-    for name, found, bound in zip(("weights", "losses", "norms"), apart[1:4], bounds, strict=True):
-        if not found <= bound:
-            problems.append(f"{name} {found:.1e} apart")
-    if ours.applied != stock.applied:
-        problems.append(f"steps {ours.applied}, stock's {stock.applied}")
-    return Verdict(problems, ["oracle: stage 1"])

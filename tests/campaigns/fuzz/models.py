@@ -15,6 +15,8 @@ from tests.campaigns.fuzz.cases import Block, Case
 from tests.harness import mixtures
 from tests.harness.networks import Borrower
 
+PACKED = 5  # experts in a block
+
 
 class Choosing(nn.Module):
     """Three layers, of which each call uses one or two; if routed, each rank others."""
@@ -28,6 +30,26 @@ class Choosing(nn.Module):
         """Their sum. Who trains the model sets ``calls``, so a recomputation and a resumed run choose alike."""
         first = self.calls + (dist.get_rank() if self.routed else 0)
         out: Tensor = sum(self.experts[(first + i) % 3](x) for i in range(1 + self.calls % 2))  # type: ignore[assignment]
+        return out
+
+
+class Packed(nn.Module):
+    """A router and packed experts. The call says where rows go: what a router chooses may be a matter of rounding."""
+
+    def __init__(self, width: int, routed: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, PACKED)
+        self.experts = mixtures.PackedExperts(width, PACKED)
+        self.routed, self.calls = routed, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The weighted sum of two experts for each row; every third call has all rows go to the same two."""
+        apart = 0 if self.calls % 3 == 2 else 2
+        first = self.calls + (dist.get_rank() if self.routed else 0)
+        rows = torch.arange(x.shape[0], device=x.device)[:, None]
+        index = (first + apart * rows + torch.arange(2, device=x.device)) % PACKED
+        shares = torch.softmax(self.router(x), -1).gather(1, index)
+        out: Tensor = self.experts(x, index, shares)
         return out
 
 
@@ -56,6 +78,8 @@ class Part(nn.Module):
             self.borrower, self.out = Borrower(self.layer, block.bias), inner
         elif block.kind == "experts":
             self.layer = Choosing(width, routed)
+        elif block.kind == "packed":
+            self.layer = Packed(width, routed)
         else:
             self.mixture = mixtures.MixtureOfExperts(width, 2)
         self.requires_grad_(not block.frozen)
@@ -66,6 +90,8 @@ class Part(nn.Module):
             return x * self.gain
         if self.kind == "unit":
             return x + self.mixture(x)
+        if self.kind == "packed":
+            return x + self.layer(x)
         if self.kind in ("linear", "norm", "experts"):
             return self.layer(x)
         if self.kind == "again":

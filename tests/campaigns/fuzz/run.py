@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from tests.campaigns.fuzz.cases import Case, Step
-from tests.campaigns.fuzz.models import Choosing, Drawn
+from tests.campaigns.fuzz.models import Choosing, Drawn, Packed
 from tests.campaigns.fuzz.traffic import Received
 from tests.harness import networks, snapshots, stream_cases, training
 from tests.harness.stream_order import Order
@@ -140,7 +140,7 @@ class Run:
     def set_calls(self, model: nn.Module, calls: int) -> None:
         """Say which experts are used."""
         for module in model.modules():
-            if isinstance(module, Choosing):
+            if isinstance(module, Choosing | Packed):
                 module.calls = calls
 
     def step(self, step: Step) -> None:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 
+from deepspeed_ext.leaf.windows import windowed_modules
 from tests.campaigns.fuzz.cases import Case
 from tests.campaigns.fuzz.events import SHARED, act
 from tests.campaigns.fuzz.run import Run, elements_of, job_of, live_bytes
@@ -32,6 +34,10 @@ class Trained:
         held: bytes of tensors that live after each step.
         elements, trained: of all parameters, and of those with gradients.
         left: bytes of tensors that live longer than the engine and the model.
+        strategy: that the engine has, "" of stock's.
+        windows: modules whose packed experts are fetched some at a time.
+        modules: that have parameters by themselves.
+        experts: elements of parameters that are DeepSpeed's experts.
     """
 
     losses: list[float]
@@ -46,6 +52,10 @@ class Trained:
     elements: int = 0
     trained: int = 0
     left: int = 0
+    strategy: str = ""
+    windows: int = 0
+    modules: int = 0
+    experts: int = 0
 
 
 def _run(run: Run) -> None:
@@ -77,6 +87,10 @@ def _record(run: Run) -> Trained:
         run.received,
         run.held,
         *elements_of(run.model),
+        strategy=getattr(run.engine._config.zero_config, "paro_strategy", None) or "",
+        windows=len(windowed_modules(run.model)),
+        modules=sum(any(True for _ in module.parameters(recurse=False)) for module in run.model.modules()),
+        experts=sum(param.numel() for param in run.model.parameters() if is_moe_param(param)),
     )
 
 

@@ -85,9 +85,12 @@ def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
     run(ranks, names, oracles=("torch",), **pipe)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_a_first_stage_that_is_frozen(ranks: Any, groups: int) -> None:
-    run(ranks, SOME, oracles=("torch",), tied=False, frozen=(0, 1, 2), groups=groups)  # DeepSpeed's own fails there
+@pytest.mark.parametrize(
+    "stages, frozen, groups", [(2, (0, 1, 2), 1), (2, (3, 4, 5), 2), (4, (2, 3), 1)], ids=["first", "last", "middle"]
+)
+def test_a_stage_that_has_nothing_to_train(ranks: Any, stages: int, frozen: tuple[int, ...], groups: int) -> None:
+    # DeepSpeed's own fails there.
+    run(ranks, SOME, oracles=("torch",), stages=stages, tied=False, frozen=frozen, groups=groups)
 
 
 def test_units_of_parameters(ranks: Any) -> None:

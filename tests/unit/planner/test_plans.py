@@ -148,6 +148,7 @@ def test_seconds_of_a_strategy_by_hand() -> None:
         (16, 16, 4, 40, 10),  # one group
         (12, 3, 4, 20, 40 / 3),  # groups that reach over nodes: two of them into the one in the middle
         (12, 6, 4, 20, 10),
+        (6, 2, 3, 40, 20),  # one group reaches over the border of two nodes
     ],
 )
 def test_rates_of_links_share_them(n: int, m: int, per_node: int, intra: float, inter: float) -> None:
