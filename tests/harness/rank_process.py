@@ -24,8 +24,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.harness.recordings import recorder
-from tests.harness.recordings.recorder import Recorder
+from tests.harness import recorder
+from tests.harness.recorder import Recorder
 
 _GROUP_TIMEOUT = timedelta(seconds=240)  # a wrong collective on the world group ends by itself, with a traceback
 

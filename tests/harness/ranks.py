@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
+from tests.harness import recorder
 from tests.harness.rank_process import Finished, Place, Raised, serve
-from tests.harness.recordings import recorder
 
 # What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, which alone
 # imports a thousand modules of torch's compiler.

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness import recorder
 from tests.harness.ranks import RankPool
-from tests.harness.recordings import recorder, selection, store
+from tests.harness.recordings import selection, store
 
 _SHARED = pytest.StashKey[float]()  # seconds that fixtures took which other tests share
 _recorders: list[recorder.Recorder] = []
