@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the tests that a change concerns: ``scripts/test changed [BASE]``.
 
-A change is what differs from BASE, a revision of git (else from HEAD), uncommitted changes included. Further arguments
-go to pytest.
+A change is what differs from BASE, a revision of git (else from HEAD), uncommitted changes included. What follows
+goes to pytest.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Collection, Sequence
@@ -82,14 +81,13 @@ def differing(base: str, recorded: str, now: str) -> dict[str, set[int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/test changed", description=__doc__)
-    parser.add_argument("base", nargs="?", default="HEAD", metavar="BASE")
-    arguments, of_pytest = parser.parse_known_args()
+    has_base = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
+    base, of_pytest = sys.argv[1] if has_base else "HEAD", sys.argv[1 + has_base :]
     _SCRATCH.mkdir(parents=True, exist_ok=True)
     now = tree_of_files(_SCRATCH / "index")
-    files = git("diff", "--name-only", "--no-renames", arguments.base, now).splitlines()
+    files = git("diff", "--name-only", "--no-renames", base, now).splitlines()
     if not files:
-        print(f"nothing differs from {arguments.base}")
+        print(f"nothing differs from {base}")
         return 0
     if for_all := [file for file in files if concerns_all(file)]:
         print(f"all tests run, because any may depend on {', '.join(for_all)}", flush=True)
@@ -99,7 +97,7 @@ def main() -> int:
         return pytest.main(of_pytest)
     origin, recording = loaded
     print(_age(origin, len(recording.tests)))
-    return _run(choose(recording, differing(arguments.base, origin.tree, now)), of_pytest)
+    return _run(choose(recording, differing(base, origin.tree, now)), of_pytest)
 
 
 def _run(choice: Choice, of_pytest: Sequence[str]) -> int:
