@@ -52,7 +52,9 @@ def choose(recording: Recording, changes: dict[str, set[int]], seconds: float = 
     changed = {file: tests for file, tests in known.items() if is_tests(file) and (ROOT / file).exists()}
     why = [f"  {file}: {_count(tests)}" for file, tests in _by_file(touched).items()]
     minutes = sum(recording.tests[test].seconds for test in order) / 60
-    if len(run) < len(order):
+    if not order:
+        why.append("no recorded test runs these lines, or reads these files")
+    elif len(run) < len(order):
         part = f"the {len(run)} that fit into {seconds:.0f} s run; scripts/test runs all"
         why.append(f"{_count(order)} touch these lines ({minutes:.1f} minutes); {part}")
     else:
