@@ -388,7 +388,8 @@ def compare(job: Job, group_size: int, strategies: Sequence[str] = REPLICATED, s
 
 def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) -> list[Difference]:
     """Differences of variants of zero_optimization from the oracle's."""
-    return [beside(stock(job, oracle), str(zero), job, zero) for zero in variants]
+    record = stock(job, oracle)
+    return [beside(record, str(zero), job, zero) for zero in variants]
 
 
 def beside(oracle: Record, name: str, job: Job, zero: dict[str, Any]) -> Difference:
