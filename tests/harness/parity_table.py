@@ -16,6 +16,10 @@ from tests.harness.covering import Excluded, Option, Row, Table
 REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
 PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
 FILE = Path(__file__).with_name("parity_rows.json")
+# With p = I and G, one strategy for each way of a gradient: it depends on g and os, and where both are G on p.
+GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "IGG", "GGG")
+# One for each way to hold parameters: p = os = I, p = I with os = G, p = os = G.
+PARAMETER_PATHS = ("III", "ING", "GIG")
 GATHERED_AFTER_STEPS = ("ING", "IIG", "IGG")
 
 EXACT = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}  # rounding of fp32 stays far below
@@ -48,8 +52,8 @@ COMMON = (
         "nothing divides; and fewer elements than ranks",
         {
             "square": {"sizes": (13, 29, 29, 29, 7)},
-            "wide": {"sizes": (41, 17, 17, 17, 1)},
             "tiny": {"sizes": (3, 1, 1, 1, 2)},
+            "wide": {"sizes": (41, 17, 17, 17, 1)},
         },
     ),
     Option(
@@ -66,7 +70,7 @@ COMMON = (
     Option("optimizer", "with other states", {"SGD": {}, "Adam": {"optimizer": "Adam"}}),
     Option("groups", "parameter groups", {"group": {}, "2groups": {"groups": 2}}),
     Option("clipping", "by the norm, or not", {"clipped": {}, "unclipped": {"clipping": 0.0}}),
-    Option("frozen", "layers", {"trained": {}, "frozen": {"frozen": (1,)}, "fewtrained": {"frozen": (0, 1, 2)}}),
+    Option("frozen", "layers", {"trained": {}, "fewtrained": {"frozen": (0, 1, 2)}, "frozen": {"frozen": (1,)}}),
     Option("skipped", "layers that rest in micro-steps or steps", {"used": {}, "skipped": {"skipped": True}}),
     Option("overflow", "on one rank", {"finite": {}, "overflow": {"overflow": True}}),
     key("overlap", "reduction beside the backward", "waits", overlap={"overlap_comm": True}),

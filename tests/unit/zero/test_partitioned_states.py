@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.harness.training import PARTITIONED, SEVERAL_BUCKETS, placed
+from tests.harness.parity_table import GRADIENT_PATHS, PARAMETER_PATHS, PARTITIONED
+from tests.harness.training import SEVERAL_BUCKETS, placed
 
 
 @pytest.mark.parametrize(
-    "dtype, optimizer, names", [("fp32", "SGD", PARTITIONED), ("bf16", "SGD", PARTITIONED), ("bf16", "Muon", ("IIG",))]
+    "dtype, optimizer, names",
+    [("fp32", "SGD", PARAMETER_PATHS), ("bf16", "SGD", PARTITIONED), ("bf16", "Muon", ("IIG",))],
 )
 def test_states_may_be_offloaded_between_micro_steps(
     ranks: Any, dtype: str, optimizer: str, names: tuple[str, ...]
@@ -163,7 +165,7 @@ def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
 
 def test_frozen_parameters_are_loaded_whole(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(4).run(frozen_case, str(tmp_path)):
-        assert rows == [(name, 0.0, True) for name in PARTITIONED]
+        assert rows == [(name, 0.0, True) for name in PARAMETER_PATHS]
 
 
 def frozen_case(folder: str) -> list[tuple[str, float, bool]]:
@@ -176,7 +178,7 @@ def frozen_case(folder: str) -> list[tuple[str, float, bool]]:
 
     job = training.Job(dtype="bf16", frozen=(1,), empty=False, zero={"stage3_param_persistence_threshold": 0})
     rows = []
-    for name in PARTITIONED:
+    for name in PARAMETER_PATHS:
         zero = {"paro_strategy": name, "paro_group_size": 2}
         engine, model = training.make_engine(job, zero)
         frozen = list(model.layers[1].parameters())
@@ -208,7 +210,7 @@ def late_boundary_case() -> list[tuple[str, float]]:
 
     job = training.Job(accumulation=2)
     rows = []
-    for name in PARTITIONED:
+    for name in GRADIENT_PATHS:
         weights = []
         for late in (False, True):
             engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
@@ -261,7 +263,7 @@ def unfinished_case() -> list[tuple[str, str | None, str | None]]:
 
 
 def test_offloaded_parameters_leave_their_memory(ranks: Any) -> None:
-    assert ranks(4).run(leave_case) == [[(name, True) for name in PARTITIONED]] * 4
+    assert ranks(4).run(leave_case) == [[(name, True) for name in PARAMETER_PATHS]] * 4
 
 
 def leave_case() -> list[tuple[str, bool]]:
@@ -276,7 +278,7 @@ def leave_case() -> list[tuple[str, bool]]:
     from tests.harness import training
 
     rows = []
-    for name in PARTITIONED:
+    for name in PARAMETER_PATHS:
         engine, _ = training.make_engine(training.Job(), {"paro_strategy": name, "paro_group_size": 2})
         optimizer = engine.optimizer
         buffers = [StorageWeakRef(t.untyped_storage()) for t in (optimizer.lp_param_buffer, optimizer.gradients.held)]
