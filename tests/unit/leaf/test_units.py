@@ -106,15 +106,14 @@ def test_experts_that_ranks_choose(ranks: Any, keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"boundary": "step"},
-        {"boundary": "coalesce"},
-        {"backward": "loss", "groups": 2},
-        {"zero_init": "config"},
-        {"zero": {**SMALL, "stage3_param_persistence_threshold": 50}},
-        {"zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True}},
-        {"zero": {**SMALL, "contiguous_gradients": False, "allgather_sequential": True}},
-        {"zero": {**SMALL, "reduce_scatter": False}},
-        {"zero": {**SMALL, "stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 300}},
+        {"boundary": "step", "zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True}},
+        {"boundary": "coalesce", "zero": {**SMALL, "contiguous_gradients": False, "allgather_sequential": True}},
+        {
+            "backward": "loss",
+            "groups": 2,
+            "zero": {**SMALL, "stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 300},
+        },
+        {"zero_init": "config", "zero": {**SMALL, "stage3_param_persistence_threshold": 50, "reduce_scatter": False}},
     ],
     ids=lambda more: str(more).replace("'", "")[:70],
 )
