@@ -146,9 +146,16 @@ class Watched(NamedTuple):
     pairs: int
 
 
-def watch_cases(options: str, folder: str = "") -> dict[str, Watched]:
-    """Watch all strategies that have a case with a set of options; see ``watch_case``."""
-    return {name: watch_case(name, options, folder) for name in OPTIONS[options].strategies}
+def watch_cases(options: str, folder: str = "", number: int = len(ALL)) -> dict[str, Watched]:
+    """Watch so many of the strategies that have a case with a set of options; see ``watch_case``."""
+    return {name: watch_case(name, options, folder) for name in _some(options, number)}
+
+
+def _some(options: str, number: int) -> Sequence[str]:
+    """Strategies of a set, evenly spread; of another set others."""
+    strategies, first = OPTIONS[options].strategies, list(OPTIONS).index(options)
+    number = min(number, len(strategies))
+    return [strategies[(first + at * len(strategies) // number) % len(strategies)] for at in range(number)]
 
 
 def watch_case(name: str, options: str, folder: str = "", **more: Any) -> Watched:

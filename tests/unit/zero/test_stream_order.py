@@ -46,11 +46,30 @@ SETS = {
 }
 
 
-@pytest.mark.parametrize("options", SETS)
+EACH_SET = pytest.mark.parametrize("options", SETS)
+MOST = 4  # strategies of a set in the first tier
+
+
+@EACH_SET
 def test_nothing_is_used_before_it_is_complete(ranks: Any, kernels: bool, tmp_path: Path, options: str) -> None:
+    """All strategies with defaults; of each other set some, in turns, so that each strategy is in many of them."""
+    number = SETS[options] if options == "defaults" else min(MOST, SETS[options])
+    watch(ranks, tmp_path, options, number)
+
+
+@pytest.mark.deep
+@EACH_SET
+def test_nothing_is_used_before_it_is_complete_whatever_the_strategy(
+    ranks: Any, kernels: bool, tmp_path: Path, options: str
+) -> None:
+    watch(ranks, tmp_path, options, SETS[options])
+
+
+def watch(ranks: Any, folder: Path, options: str, number: int) -> None:
+    """Watch so many cases of a set."""
     accesses = pairs = 0
-    for cases in ranks(4).run(stream_cases.watch_cases, options, str(tmp_path)):
-        assert len(cases) == SETS[options]
+    for cases in ranks(4).run(stream_cases.watch_cases, options, str(folder), number):
+        assert len(cases) == number
         for name, watched in cases.items():
             assert not watched.findings, name
             assert watched.accesses > 800 and watched.pairs > 60, (name, watched)
