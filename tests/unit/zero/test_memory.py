@@ -73,8 +73,7 @@ def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None
 
 
 @BOTH
-@pytest.mark.parametrize("world, group", [(4, 2), (6, 3)])
-@pytest.mark.parametrize("frozen", [(), (1,)], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("world, group, frozen", [(4, 2, ()), (6, 3, (1,))])
 def test_each_state_is_as_large_as_the_formula_says(
     ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
 ) -> None:

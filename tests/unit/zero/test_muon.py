@@ -3,7 +3,7 @@
 """Muon under every strategy: what stock DeepSpeed trains, and what one process with whole matrices does."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -31,29 +31,49 @@ def run(
         check([row], **(bounds or BOUNDS), optimizer="Stage12Optimizer" if name in REPLICATED else "Stage3Optimizer")
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "world, group, accumulation, stage", [(4, 2, 1, "1"), (4, 2, 3, "2"), (6, 3, 1, "3"), (6, 2, 3, "2")]
-)
-def test_parity_at_every_shape(
-    ranks: Any, world: int, group: int, accumulation: int, stage: str, names: tuple[str, ...]
-) -> None:
-    run(ranks, muon(accumulation=accumulation), names, world, group, stage)
+class Row(NamedTuple):
+    """A shape, with what else is configured; ``stage`` is the oracle."""
+
+    world: int
+    group: int
+    stage: str
+    details: dict[str, Any]
+    bounds: dict[str, float] = BOUNDS
 
 
-@BOTH
-@pytest.mark.parametrize(
-    "details",
-    [
-        {"groups": 2, "frozen": (1,), "clipping": 0.1, "accumulation": 2},
-        {"clipping": 0.0, "skipped": ((1, 0), (1, 1), (2, 2)), "zero": {**SMALL, "overlap_comm": True}},
-        {"config": {"optimizer": {"params": {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1}}}},
-    ],
-    ids=["groups, frozen, clipped", "layers that rest", "standard"],
-)
-def test_parity_with_what_else_is_configured(ranks: Any, details: dict[str, Any], names: tuple[str, ...]) -> None:
+ROWS = {
+    "groups, frozen, clipped": Row(4, 2, "1", {"groups": 2, "frozen": (1,), "clipping": 0.1}),
+    "overlap, layers that rest": Row(
+        4,
+        2,
+        "2",
+        {
+            "accumulation": 3,
+            "clipping": 0.0,
+            "skipped": ((1, 0), (1, 1), (2, 2), (4, 1)),
+            "zero": {**SMALL, "overlap_comm": True},
+        },
+    ),
+    "groups of three": Row(6, 3, "3", {}),
     # The standard iteration is in bf16, where an ulp of what comes in may be many of what goes out.
-    run(ranks, muon(**details), names, **({"weights": 2e-2, "losses": 1e-2} if "config" in details else BOUNDS))
+    "standard": Row(
+        6,
+        2,
+        "2",
+        {
+            "accumulation": 3,
+            "config": {"optimizer": {"params": {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1}}},
+        },
+        {"weights": 2e-2, "losses": 1e-2},
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("row", ROWS)
+def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str, names: tuple[str, ...]) -> None:
+    world, group, stage, details, bounds = ROWS[row]
+    run(ranks, muon(**details), names, world, group, stage, **bounds)
 
 
 @BOTH
