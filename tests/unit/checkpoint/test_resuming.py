@@ -16,8 +16,21 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+ALL = (*REPLICATED, *PARTITIONED)
+
+
+@pytest.mark.parametrize(
+    "dtype, names",
+    [
+        ("fp16", REPLICATED),
+        ("fp16", PARTITIONED),
+        ("fp32", ("NIG", "IIG")),
+        ("bf16", ("NNN", "III")),
+        pytest.param("fp32", ALL, marks=pytest.mark.deep),
+        pytest.param("bf16", ALL, marks=pytest.mark.deep),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} strategies, {value[0]}",
+)
 def test_a_resumed_run_is_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]
 ) -> None:

@@ -61,7 +61,10 @@ def check(
 
 
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
-@pytest.mark.parametrize("world, group, accumulation", [(4, 2, 1), (4, 2, 4), (6, 3, 1), (6, 2, 4)])
+@pytest.mark.parametrize(
+    "world, group, accumulation",
+    [(4, 2, 4), (6, 3, 1), *(pytest.param(*shape, marks=pytest.mark.deep) for shape in ((4, 2, 1), (6, 2, 4)))],
+)
 def test_bytes_within_and_between_groups(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
