@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from tests.harness import recorder
 from tests.harness.recorder import Recorder
 
+_WHOLE = 100  # cases after which a collection visits everything
 _GROUP_TIMEOUT = timedelta(seconds=240)  # a wrong collective on the world group ends by itself, with a traceback
 
 # Globals of DeepSpeed 0.19 that one case would hand on to the next: the owner, then its names.
@@ -113,8 +114,9 @@ class _ProcessState:
         self._values = [_copied(getattr(owner, name)) for owner, name in self._globals]
         self._objects = [vars(pkgutil.resolve_name(path)) for path in _OBJECTS]
         self._attributes = [{name: _copied(value) for name, value in entry.items()} for entry in self._objects]
-        self._caches = _function_caches()
-        self._freeze()
+        self._caches: list[Any] = []
+        self._cases = -1
+        self._collect()
 
     def restore(self) -> None:
         """Put all of it back, and let go of what the last case left to the garbage collector."""
@@ -139,15 +141,17 @@ class _ProcessState:
             cache.cache_clear()
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
-        gc.collect()
-        if len(sys.modules) != self._imported:
-            self._caches += _function_caches()
-            self._freeze()
+        self._collect()
 
-    def _freeze(self) -> None:
-        """Collections need not visit what has been imported, which is a hundred times as much as a case leaves."""
+    def _collect(self) -> None:
+        """Collect, and let later collections not visit what is left: what has been imported, a hundred times as much
+        as a case leaves. Some of it may have become garbage since, and is looked at now and then."""
+        self._cases += 1
+        if self._cases % _WHOLE == 0:
+            gc.unfreeze()
+        gc.collect()
+        self._caches = _function_caches() if self._cases % _WHOLE == 0 else self._caches + _function_caches()
         gc.freeze()
-        self._imported = len(sys.modules)
 
 
 def _destroy_engines() -> None:

@@ -177,10 +177,25 @@ def test_each_wait_is_in_one_list() -> None:
     assert len(FOUND) >= 15
 
 
-@pytest.mark.parametrize("name, options", sorted(set(FOUND.values())))
+EACH_CASE = pytest.mark.parametrize("name, options", sorted(set(FOUND.values())))
+
+
+@EACH_CASE
 def test_a_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, name: str, options: str) -> None:
-    places = [place for place, case in FOUND.items() if case == (name, options)]
-    by_rank = ranks(4).run(stream_cases.leave_out, places, name, options, str(tmp_path))
+    """The first of those that a case finds."""
+    leave_out(ranks, tmp_path, name, options, number=1)
+
+
+@pytest.mark.deep
+@EACH_CASE
+def test_each_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, name: str, options: str) -> None:
+    leave_out(ranks, tmp_path, name, options, number=len(FOUND))
+
+
+def leave_out(ranks: Any, folder: Path, name: str, options: str, number: int) -> None:
+    """Leave out so many of the waits that a case must find."""
+    places = [place for place, case in FOUND.items() if case == (name, options)][:number]
+    by_rank = ranks(4).run(stream_cases.leave_out, places, name, options, str(folder))
     for place in places:
         findings = [finding for found in by_rank for finding in found[place]]
         assert findings, place
