@@ -3,7 +3,7 @@
 """Changes of Python code: a comparison, an operator or a constant is another, or a statement is dropped.
 
 No library makes them: cosmic-ray, which is well kept, runs one command for each change, whatever line that is in, and
-here the command for all lines takes twenty minutes; and it knows no C++.
+here the command for all lines takes half an hour; and it knows no C++.
 """
 
 import ast
