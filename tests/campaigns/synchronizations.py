@@ -12,8 +12,9 @@ from collections import Counter
 from typing import Any
 
 from tests.harness import ranks
+from tests.harness.parity_table import PARTITIONED, REPLICATED
 
-ALL = "NNN,NNI,NNG,NII,NIG,NGG,INI,ING,III,IIG,IGG,GNG,GIG,GGG"
+ALL = ",".join((*REPLICATED, *PARTITIONED))
 WRAPPERS = re.compile(r"^(utils/|accelerator/)")  # who waits is not told by them
 
 

@@ -25,6 +25,7 @@ from tests.campaigns.fuzz.events import shared_folder
 from tests.campaigns.fuzz.formulas import Layout, moves, received
 from tests.campaigns.fuzz.run import Run
 from tests.campaigns.fuzz.runs import Trained
+from tests.harness.parity_table import PARTITIONED, REPLICATED
 
 FLOPS = 1e9  # a second, of a rank
 NONE_FITS = "none fits"
@@ -32,9 +33,7 @@ OF_PLANNER = ("stage", "paro_memory_gb", "paro_micro_step_seconds")
 TIE = 0.03  # as the page says
 NEAR = 1e-9
 ADAM, TOUCHED = 12, 2.5  # bytes of states an element; bytes that an update touches, of one of states
-REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
-SHARDED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
-OF_STAGES = {None: (*REPLICATED, *SHARDED), 1: REPLICATED[:3], 2: REPLICATED[3:], 3: SHARDED}
+OF_STAGES = {None: (*REPLICATED, *PARTITIONED), 1: REPLICATED[:3], 2: REPLICATED[3:], 3: PARTITIONED}
 
 
 def rates_of(case: Case) -> Rates:
@@ -84,7 +83,7 @@ def _measured(*_: Any) -> Rates:
 def _wrong(case: Case, plan: dict[str, Any], name: str, trained: Trained) -> Iterator[str]:
     """What is wrong with a plan."""
     predictions = {one["strategy"]: one for one in plan["predictions"]}
-    allowed = set(OF_STAGES[case.zero.get("stage")]) & set(REPLICATED if case.network else (*REPLICATED, *SHARDED))
+    allowed = set(OF_STAGES[case.zero.get("stage")]) & set(REPLICATED if case.network else (*REPLICATED, *PARTITIONED))
     if "paro_quantized_updates" in case.zero:
         allowed = {one for one in allowed if one[0] != "G"}
     if set(predictions) != allowed:

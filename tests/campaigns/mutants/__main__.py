@@ -38,10 +38,7 @@ def tests_of(recording: selection.Recording, most: float) -> Commands:
     """What runs the tests of a change, as many as fit into so many seconds as recorded."""
 
     def commands(mutant: Mutant) -> list[list[str]]:
-        file = mutant.path.as_posix()
-        touched = dict(selection.touching(recording, {file: [mutant.line]}))
-        if mutant.room == "csrc":
-            touched[selection.Place(file, 0)] = changed.of_kernels(recording)
+        touched = changed.concerned(recording, {mutant.path.as_posix(): [mutant.line]})
         order = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
         chosen = [test for test in order if not test.startswith(_NO_TESTS)]
         parts = [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]

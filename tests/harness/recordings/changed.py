@@ -8,7 +8,7 @@ goes to pytest.
 
 import json
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,8 +44,7 @@ def is_tests(file: str) -> bool:
 
 def choose(recording: Recording, changes: dict[str, set[int]], seconds: float = SECONDS) -> Choice:
     """Return the tests to run for changes of lines of the recorded version."""
-    touched = selection.touching(recording, changes)
-    touched |= {Place(file, 0): of_kernels(recording) for file in changes if file.startswith("csrc/")}
+    touched = concerned(recording, changes)
     order = selection.ranked(recording, touched)
     run = selection.fitting(recording, touched, order, seconds)
     known = {file: [test for test in recording.tests if test.startswith(f"{file}::")] for file in changes}
@@ -60,6 +59,12 @@ def choose(recording: Recording, changes: dict[str, set[int]], seconds: float = 
     else:
         why.append(f"{_count(order)} touch these lines ({minutes:.1f} minutes), and all of them run")
     return Choice(run, changed, why)
+
+
+def concerned(recording: Recording, changes: Mapping[str, Iterable[int]]) -> selection.Touched:
+    """Return the tests of changed lines and files; of sources that are compiled, those that may run the kernels."""
+    compiled = {Place(file, 0): of_kernels(recording) for file in changes if file.startswith("csrc/")}
+    return selection.touching(recording, changes) | compiled
 
 
 def of_kernels(recording: Recording) -> frozenset[str]:
