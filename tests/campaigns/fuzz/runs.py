@@ -4,6 +4,7 @@
 
 import contextlib
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -120,11 +121,21 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
     trained = _record(run)
     run.destroy()
     del run
-    gc.collect()
     # What the record itself has is no remainder.
     kept = sum(one.untyped_storage().nbytes() for one in (*trained.states.values(), trained.weights))
-    trained.left = live_bytes() - before - kept
+    trained.left = _settled() - before - kept
     return trained
+
+
+def _settled() -> int:
+    """Bytes of all tensors, once they stay the same: the last that groups have sent are let go of a little later."""
+    live = -1
+    while True:
+        gc.collect()
+        last, live = live, live_bytes()
+        if live == last:
+            return live
+        time.sleep(0.02)
 
 
 def first_weights(case: Case) -> Tensor:
