@@ -57,7 +57,6 @@ class Table(NamedTuple):
     options: tuple[Option, ...]
     excluded: tuple[Excluded, ...]
     triples: tuple[tuple[str, ...], ...] = ()
-    explicit: tuple[Row, ...] = ()  # without the defaults
 
     def row(self, values: Mapping[str, str]) -> Row:
         """Return a row with these values, and defaults."""
@@ -77,18 +76,22 @@ class Table(NamedTuple):
         return not any(one.found(row) for one in self.excluded if len(one.together) > 1)
 
     def rows(self, strength: int = 2, salt: str = "") -> list[Row]:
-        """Return explicit rows, the one with everything, and a covering array: always the same."""
-        conditions = [_condition(one.together) for one in self.excluded if len(one.together) > 1]
-        triples = [fields for fields in self.triples if strength < 3]
-        found = covertable.make(
-            {option.name: list(option.values) for option in self.options},
-            strength=strength,
-            salt=salt,
-            sub_models=[{"fields": list(fields), "strength": 3} for fields in triples],
-            constraints=conditions,
-            presets=[self.everything()],
-        )
-        return [*(self.row(values) for values in self.explicit), *found]
+        """Return a covering array with the row that has everything, then one for each exclusion that concerns some
+        strategies: the others meet there what is excluded, with each value of another option. Always the same."""
+        sub_models = [{"fields": list(fields), "strength": 3} for fields in self.triples if strength < 3]
+        more = {"strength": strength, "sub_models": sub_models, "presets": [self.everything()]}
+        found = self._array([one for one in self.excluded if len(one.together) > 1], {}, salt, more)
+        for one in self.excluded:
+            if one.strategies is not None and len(one.together) > 1:
+                others = [other for other in self.excluded if other is not one]
+                found += self._array(others, one.together, salt, {"strength": 1})
+        return found
+
+    def _array(
+        self, excluded: Iterable[Excluded], fixed: Mapping[str, Sequence[str]], salt: str, more: dict[str, Any]
+    ) -> list[Row]:
+        values = {option.name: list(fixed.get(option.name, option.values)) for option in self.options}
+        return covertable.make(values, constraints=[_condition(one.together) for one in excluded], salt=salt, **more)
 
     def with_strategy(self, row: Row, strategy: str) -> Row:
         """Return a row as a strategy runs it: it has defaults where it has not what is asked."""

@@ -205,7 +205,6 @@ TABLES = {
             Excluded("stage 1 refuses it", {"overlap": ("overlap",), "boundary": ("step",)}, WHOLE_GRADIENTS),
         ),
         TRIPLES,
-        tuple({"overlap": "overlap", "boundary": "step", "dtype": name} for name in DTYPES),
     ),
     "I, G": Table(
         (*COMMON, *OF_PARTITIONED),
