@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 from scripts import ROOT
@@ -34,13 +34,20 @@ _NO_TESTS = ("tests/unit/fork/", "tests/unit/campaigns/test_mutants.py", "tests/
 Commands = Callable[[Mutant], list[list[str]]]
 
 
-def tests_of(recording: selection.Recording, most: float) -> Commands:
-    """What runs the tests of a change, as many as fit into so many seconds as recorded."""
+def tests_of(recording: selection.Recording, most: float, collected: Set[str]) -> Commands:
+    """What runs the tests of a change, as many as fit into so many seconds as recorded.
+
+    Args:
+        recording: which may know tests that are gone.
+        most: seconds.
+        collected: the tests that there are.
+    """
+    of_now = {test for test in collected if not test.startswith(_NO_TESTS)}
 
     def commands(mutant: Mutant) -> list[list[str]]:
         touched = changed.concerned(recording, {mutant.path.as_posix(): [mutant.line]})
-        order = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
-        chosen = [test for test in order if not test.startswith(_NO_TESTS)]
+        touched = {place: tests & of_now for place, tests in touched.items()}
+        chosen = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
         parts = [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]
         return [[*running.TESTS, *part] for part in parts]
 
@@ -90,7 +97,7 @@ def main() -> None:
     if arguments.fuzz:
         commands, limit = fuzzer(arguments.fuzz), 60 * arguments.fuzz + 300
     elif loaded := store.load():
-        commands, limit = tests_of(loaded[1], arguments.most), 2 * arguments.most + 200
+        commands, limit = tests_of(loaded[1], arguments.most, running.collected()), 2 * arguments.most + 200
     else:
         sys.exit("expected a recording of which tests run which lines: run scripts/test record first")
     rooms = tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())

@@ -65,6 +65,14 @@ def tried(mutant: Mutant, copy: Path, commands: Sequence[Sequence[str]], limit: 
         path.write_bytes(text)
 
 
+def collected() -> frozenset[str]:
+    """The tests of the first tier."""
+    status, printed = _run(ROOT, [*TESTS, "-m", "not deep", "--collect-only"], 300.0)
+    if status:
+        raise RuntimeError("\n".join(printed[-20:]))
+    return frozenset(line for line in printed if "::" in line)
+
+
 def _run(copy: Path, command: Sequence[str], limit: float) -> tuple[int | None, list[str]]:
     """The exit status of Python, None if it was ended, and what it printed."""
     environment = os.environ | {"PYTHONPATH": str(copy), "TORCH_EXTENSIONS_DIR": str(copy / ".extensions")}

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from tests.harness.snapshots import error_of, job_of
+from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
@@ -26,8 +27,7 @@ ALL = (*REPLICATED, *PARTITIONED)
         ("fp16", PARTITIONED),
         ("fp32", ("NIG", "IIG")),
         ("bf16", ("NNN", "III")),
-        pytest.param("fp32", ALL, marks=pytest.mark.deep),
-        pytest.param("bf16", ALL, marks=pytest.mark.deep),
+        *deep(("fp32", ALL), ("bf16", ALL)),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{len(value)} strategies, {value[0]}",
 )

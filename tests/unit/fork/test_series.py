@@ -12,6 +12,7 @@ import pytest
 
 from scripts import ROOT
 from scripts.fork import deepspeed_source, patch_mails, patched_tree, series, standalone, translated_sources
+from tests.harness.tiers import deep
 
 MAIL = """From 0000000000000000000000000000000000000000 Mon Sep 17 00:00:00 2001
 From: somebody <somebody@example.com>
@@ -37,7 +38,7 @@ def mail(tmp_path: Path, text: str = MAIL, trailers: str = TRAILERS) -> patch_ma
     return patch_mails.read(path)
 
 
-@pytest.mark.parametrize("no_import", [True, pytest.param(False, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("no_import", [True, *deep(False)])
 def test_the_series_holds(archive: Path, capsys: pytest.CaptureFixture[str], no_import: bool) -> None:
     """It applies without fuzz, brings our files as they are, names all twins, and each tree can be imported; each fix
     applies alone. That the last tree can be imported, test_fork.py shows, too."""

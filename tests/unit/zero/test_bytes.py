@@ -10,6 +10,7 @@ import pytest
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
+from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
@@ -63,7 +64,7 @@ def check(
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 @pytest.mark.parametrize(
     "world, group, accumulation",
-    [(4, 2, 4), (6, 3, 1), *(pytest.param(*shape, marks=pytest.mark.deep) for shape in ((4, 2, 1), (6, 2, 4)))],
+    [(4, 2, 4), (6, 3, 1), *deep((4, 2, 1), (6, 2, 4))],
 )
 def test_bytes_within_and_between_groups(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]

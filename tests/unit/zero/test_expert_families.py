@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.harness import training
+from tests.harness.tiers import deep
 from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job
 
 SIZES = (13, 10, 10, 7)
@@ -32,12 +33,12 @@ def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list
     return training.compare(Job(sizes=SIZES, network=network, zero=zero, **job), group, **kwargs)
 
 
-@pytest.mark.parametrize("world, ep, group", [(4, 1, 2), (4, 2, 2), (4, 4, 2), (4, 2, 4), (4, 2, 1), (6, 2, 2)])
+@pytest.mark.parametrize("world, ep, group", [(4, 1, 2), (6, 2, 2), *deep((4, 2, 2), (4, 4, 2), (4, 2, 4), (4, 2, 1))])
 def test_parity_at_every_shape(ranks: Any, world: int, ep: int, group: int) -> None:
     check(run(ranks, ep, {"accumulation": 2, "steps": 3}, world, group))
 
 
-@pytest.mark.parametrize("ep, group", [(4, 2), (2, 4)])
+@pytest.mark.parametrize("ep, group", [(4, 2), *deep((2, 4))])
 def test_parity_of_eight_ranks(ranks: Any, ep: int, group: int) -> None:
     check(run(ranks, ep, {"accumulation": 3, "steps": 3}, 8, group))
 
@@ -57,7 +58,7 @@ def test_parity_with_keys_of_deepspeed(ranks: Any, job: dict[str, Any]) -> None:
     check(run(ranks, 2, {"steps": 3, **job}))
 
 
-@pytest.mark.parametrize("ep, group", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("ep, group", [(2, 2), *deep((4, 2))])
 def test_experts_of_autoep(ranks: Any, ep: int, group: int) -> None:
     check(ranks(4).run(autoep_case, ep, {"accumulation": 2, "steps": 3}, group)[0])
 
@@ -69,8 +70,8 @@ SOME_PARTITIONED = ("III", "IIG", "GGG")
     "ep, group, names",
     [
         (2, 2, PARTITIONED),
-        *((*shape, SOME_PARTITIONED) for shape in ((1, 2), (4, 2), (2, 4))),
-        *(pytest.param(*shape, PARTITIONED, marks=pytest.mark.deep) for shape in ((1, 2), (4, 2), (2, 4))),
+        (4, 2, SOME_PARTITIONED),
+        *deep(*((*shape, PARTITIONED) for shape in ((1, 2), (4, 2), (2, 4)))),
     ],
 )
 def test_experts_of_autoep_with_parameters_sharded(ranks: Any, ep: int, group: int, names: tuple[str, ...]) -> None:
@@ -213,13 +214,9 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     "kind, ep, compressed",
     [
         ("MoE", 2, True),
-        ("MoE", 4, False),
-        ("AutoEP", 2, False),
         ("AutoEP", 4, True),
-        *(
-            pytest.param(*row, marks=pytest.mark.deep)
-            for row in (("MoE", 2, False), ("MoE", 4, True), ("AutoEP", 2, True), ("AutoEP", 4, False))
-        ),
+        *deep(("MoE", 2, False), ("MoE", 4, False), ("MoE", 4, True)),
+        *deep(("AutoEP", 2, False), ("AutoEP", 2, True), ("AutoEP", 4, False)),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(

@@ -177,12 +177,13 @@ def test_each_wait_is_in_one_list() -> None:
     assert len(FOUND) >= 15
 
 
-EACH_CASE = pytest.mark.parametrize("name, options", sorted(set(FOUND.values())))
+CASES = sorted(set(FOUND.values()))
+EACH_CASE = pytest.mark.parametrize("name, options", CASES)
 
 
-@EACH_CASE
+@pytest.mark.parametrize("name, options", CASES[::3])
 def test_a_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, name: str, options: str) -> None:
-    """The first of those that a case finds."""
+    """The first of those that a case finds, in a third of the cases."""
     leave_out(ranks, tmp_path, name, options, number=1)
 
 

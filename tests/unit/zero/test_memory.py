@@ -13,6 +13,7 @@ import pytest
 from deepspeed_ext.loco.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
+from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
 BYTES = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
@@ -197,7 +198,7 @@ def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
 
 
 # DeepSpeed's own Adam for the host is compiled for a minute.
-@pytest.mark.parametrize("torch_adam", [True, pytest.param(False, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("torch_adam", [True, *deep(False)])
 @has_mallinfo
 def test_offloaded_gradients_wait_on_the_host(ranks: Any, torch_adam: bool) -> None:
     """In what the optimizer reads: with g = G a micro-step takes no other memory that outlives it."""

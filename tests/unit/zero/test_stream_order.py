@@ -47,7 +47,7 @@ SETS = {
 
 
 EACH_SET = pytest.mark.parametrize("options", SETS)
-MOST = 4  # strategies of a set in the first tier
+MOST = 2  # strategies of a set in the first tier
 
 
 @EACH_SET

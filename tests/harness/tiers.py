@@ -1,0 +1,12 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Cases that the first tier of the tests leaves to the deep one; see tests/README.md."""
+
+from typing import Any
+
+import pytest
+
+
+def deep(*cases: Any) -> list[Any]:
+    """Return cases that only ``scripts/test deep`` runs, to be parametrized; one of several values is a tuple."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.deep) for case in cases]
