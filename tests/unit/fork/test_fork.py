@@ -15,14 +15,6 @@ from scripts import ROOT
 
 DIGESTS = ("-m", "tests.harness.digests")
 VERSION = f"{metadata.version('deepspeed')}+ext.{deepspeed_ext.__version__}"
-# One test of each kind; all of them: scripts/patches test.
-SHORT = [
-    "tests/unit/zero/test_parity.py::test_one_rank_alone",
-    "tests/unit/zero/test_parity.py::test_two_backwards_at_one_boundary_add_up",
-    "tests/unit/loco/test_training.py::test_padding_stays_zero",
-    "tests/unit/pipeline/test_pipeline_parity.py::test_an_overflow_on_one_rank_skips_the_step_of_all_stages",
-    "tests/unit/checkpoint/test_resuming.py::test_weights_are_those_of_the_tag",
-]
 
 pytestmark = pytest.mark.timeout(1500)  # the first test builds the fork, and its ranks their operators
 
@@ -124,8 +116,3 @@ def test_the_command_says_so(fork: Path, inside: dict[str, str]) -> None:
 def test_the_kernels_are_reported(fork: Path, inside: dict[str, str]) -> None:
     out = run(fork, inside, "-W", "ignore", "-m", "deepspeed.env_report")
     assert "\nloco " in out, out
-
-
-def test_what_the_extension_passes_the_fork_passes(fork: Path, inside: dict[str, str]) -> None:
-    out = run(fork, inside, "-m", "pytest", "-p", "no:cacheprovider", *SHORT)
-    assert " passed" in out and " failed" not in out

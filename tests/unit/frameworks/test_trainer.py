@@ -84,3 +84,26 @@ def test_fastest(frameworks: Any, tmp_path: Path) -> None:
     rows = frameworks(4).run(case, section, stock("NGG"), str(tmp_path), "model", {})
     decided = json.loads(file.read_text())["decisions"][0]["strategy"]
     check(rows, decided, "transformers", 'Trainer, `"fastest"`', resumed=True)
+
+
+def test_the_example_trains_under_iig(frameworks: Any, tmp_path: Path) -> None:
+    (lines, _), *_ = found = frameworks(4).run(example_case, str(tmp_path))
+    for words in ("IIG (p=I, g=I, os=G; stage 3)", "over 4 data-parallel ranks in 2 group(s) of 2"):
+        assert any(words in line for line in lines), (words, lines)
+    assert all("'train_loss'" in printed for _, printed in found)
+    (checkpoint,) = (tmp_path / "build" / "trainer").glob("checkpoint-*")
+    assert {path.name for path in checkpoint.iterdir()} >= {"latest", "zero_to_fp32.py"}
+
+
+def example_case(folder: str) -> tuple[list[str], str]:
+    """What a rank logs and prints in a folder; the Trainer leaves process groups to the end of the process."""
+    import os
+
+    from tests.harness import examples
+    from tests.harness.frameworks import tiny
+
+    os.chdir(folder)
+    try:
+        return examples.run("trainer.py", destroys=0)
+    finally:
+        tiny.forget()

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from scripts import ROOT
+from tests.harness import examples
 from tests.harness.frameworks.table import needs
 
-NODES, RANKS_PER_NODE = 2, 2
-EXAMPLES = ROOT / "scripts" / "examples"
+NODES = 2
 
 
 def start(example: str, folder: Path) -> str:
@@ -24,11 +24,12 @@ def start(example: str, folder: Path) -> str:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES)]
-    command += ["--nproc-per-node", str(RANKS_PER_NODE), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += ["--nproc-per-node", str(examples.RANKS_PER_NODE)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     agents = [
         subprocess.Popen(
-            [*command, "--node-rank", str(node), str(EXAMPLES / example)],
+            [*command, "--node-rank", str(node), str(examples.FOLDER / example)],
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -53,16 +54,6 @@ def test_ones_own_script_trains_under_nig(tmp_path: Path) -> None:
     assert len(losses) == 4 and all(loss < 0.9 for loss in losses), losses  # 1 is what they begin with
 
 
-@pytest.mark.frameworks
-@needs("transformers", "accelerate")
-def test_a_trainer_trains_under_iig(tmp_path: Path) -> None:
-    written = start("trainer.py", tmp_path)
-    assert written.count("IIG (p=I, g=I, os=G; stage 3) over 4 data-parallel ranks in 2 group(s) of 2") == 1
-    assert written.count("'train_loss'") == 4
-    (checkpoint,) = (tmp_path / "build" / "trainer").glob("checkpoint-*")
-    assert {path.name for path in checkpoint.iterdir()} >= {"latest", "zero_to_fp32.py"}
-
-
 # Others: what rank 0 logs, what losses begin with, and the packages that they need.
 OTHERS = {
     "muon.py": (["NIG (p=N, g=I, os=G; stage 2)"], 1.0, ()),
@@ -83,33 +74,9 @@ OTHERS = {
 def test_an_example_trains_under_its_strategy(ranks: Any, example: str) -> None:
     """In rank processes that have imported torch and DeepSpeed, as on two nodes."""
     logged, first, _ = OTHERS[example]
-    (lines, _), *_ = found = ranks(4).run(example_case, str(EXAMPLES / example))
+    (lines, _), *_ = found = ranks(4).run(examples.run, example)
     for words in (*logged, "over 4 data-parallel ranks in 2 group(s) of 2"):
         assert any(words in line for line in lines), (words, lines)
     for number, (_, printed) in enumerate(found):
         (loss,) = re.findall(rf"rank {number}: last loss (\d\.\d+)", printed)
         assert float(loss) < 0.9 * first, printed
-
-
-def example_case(path: str) -> tuple[list[str], str]:
-    """What a rank logs and prints."""
-    import contextlib
-    import io
-    import runpy
-    from unittest import mock
-
-    import torch
-
-    from tests.harness.logs import is_ours
-    from tests.harness.logs import logged as logged_lines
-
-    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)
-    torch._dynamo.config.disable = True  # a compiler takes minutes for Muon's iterations
-    with (
-        logged_lines() as lines,
-        contextlib.redirect_stdout(io.StringIO()) as printed,
-        mock.patch.object(torch.distributed, "destroy_process_group") as ended,  # the harness does it
-    ):
-        runpy.run_path(path, run_name="__main__")
-    ended.assert_called_once_with()
-    return [line for _, line in lines if is_ours(line)], printed.getvalue()
