@@ -14,6 +14,7 @@ import pytest
 
 from tests.harness.frameworks.configurations import for_accelerate, placed, stock
 from tests.harness.frameworks.table import Row, check, needs
+from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -25,13 +26,13 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     return accelerated.compare(stock, ours, folder)
 
 
-@pytest.mark.parametrize("strategy", ["NNG", "III"])
+@pytest.mark.parametrize("strategy", ["III", *deep("NNG")])
 def test_plugin(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(case, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, "accelerate", "DeepSpeedPlugin, save_state, load_state, get_state_dict", resumed=True)
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+@pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
 def test_plugin_without_a_stage(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(case, placed(strategy, stage=None), stock(strategy), str(tmp_path))
     check(rows, strategy, "accelerate", "DeepSpeedPlugin, `stage` left out", resumed=True)

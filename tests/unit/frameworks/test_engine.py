@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness.frameworks.configurations import placed, plain, stock
 from tests.harness.frameworks.table import Row, check, needs
+from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -88,21 +89,21 @@ def generate_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, lis
     return row, *written
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+@pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])
 def test_compile(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(compile_case, placed(strategy), stock(strategy))
     check(rows, strategy, "deepspeed", "engine.compile()")
 
 
 @needs("bitsandbytes")
-@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+@pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
 def test_adam_of_bitsandbytes(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(eight_bit_case, placed(strategy), stock(strategy))
     # What rounding moves over an edge of the 8 bits is another value of the state.
     check(rows, strategy, "bitsandbytes", "Adam8bit", weights=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["GNG", "IIG"])
+@pytest.mark.parametrize("strategy", ["GNG", *deep("IIG")])
 def test_generate(frameworks: Any, strategy: str) -> None:
     answers = frameworks(4).run(generate_case, placed(strategy), stock(strategy))
     check([row for row, *_ in answers], strategy, "transformers", "generate(synced_gpus) after training")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness.frameworks.configurations import placed, stock
 from tests.harness.frameworks.table import Row, check, needs
+from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "lightning")
 
@@ -23,7 +24,7 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     return tiny.compared(start, expected, run, resumed)
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "ING"])
+@pytest.mark.parametrize("strategy", ["ING", *deep("NIG")])
 def test_lightning(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(case, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, "lightning", "DeepSpeedStrategy, accumulation, zero.Init at stage 3", resumed=True)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness.frameworks.configurations import placed, plain, stock
 from tests.harness.frameworks.table import Row, check, needs
+from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -89,19 +90,19 @@ def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     return tiny.compared(start, expected, found, group=groups._get_data_parallel_group())
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+@pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])
 def test_ulysses_by_an_mpu(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(ulysses_case, placed(strategy), stock(strategy))
     check(rows, strategy, "deepspeed", "Ulysses by an mpu")
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+@pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
 def test_ulysses_by_the_trainer(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(trainer_case, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, "transformers", "Trainer with a ParallelismConfig (Ulysses)")
 
 
-@pytest.mark.parametrize("strategy", ["NNG", "NIG"])
+@pytest.mark.parametrize("strategy", ["NIG", *deep("NNG")])
 def test_tensor_parallelism(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(tensor_case, placed(strategy, paro_group_size=1), stock(strategy))
     check(rows, strategy, "deepspeed", "AutoTP")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness.frameworks.configurations import placed, stock
 from tests.harness.frameworks.table import Row, check, needs
+from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate", "trl", "datasets", "tokenizers")
 
@@ -74,13 +75,13 @@ def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) ->
     return trainers.compare(functools.partial(make, folder), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "GNG"])
+@pytest.mark.parametrize("strategy", ["GNG", *deep("NIG")])
 def test_supervised_fine_tuning(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(case, make_sft, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, "trl", "SFT, gradient checkpointing", resumed=True)
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "IIG"])
+@pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])
 def test_direct_preference_optimization(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(case, make_dpo, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, "trl", "DPO with a reference model", resumed=True)
