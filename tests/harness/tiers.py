@@ -10,3 +10,8 @@ import pytest
 def deep(*cases: Any) -> list[Any]:
     """Return cases that only ``scripts/test deep`` runs, to be parametrized; one of several values is a tuple."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.deep) for case in cases]
+
+
+def told(value: Any) -> str | None:
+    """Return how the id of a case says which strategies it has, as ``ids`` of a parametrized test."""
+    return f"{len(value)} strategies, {value[0]}" if isinstance(value, tuple) and value else None

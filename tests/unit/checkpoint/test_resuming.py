@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.harness.snapshots import error_of, job_of
-from tests.harness.tiers import deep
+from tests.harness.tiers import deep, told
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
@@ -29,7 +29,7 @@ ALL = (*REPLICATED, *PARTITIONED)
         ("bf16", ("NNN", "III")),
         *deep(("fp32", ALL), ("bf16", ALL)),
     ],
-    ids=lambda value: value if isinstance(value, str) else f"{len(value)} strategies, {value[0]}",
+    ids=told,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep, told
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL
 
 SOME = ("NIG", "IIG")
@@ -67,18 +68,13 @@ def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> N
     "pipe",
     [
         {"zero": {**SMALL, "overlap_comm": True}},
-        {"zero": {**SMALL, "contiguous_gradients": False}},
-        {"zero": {**SMALL, "round_robin_gradients": True}},
-        {"zero": {}},
-        {"two": 2},
-        {"groups": 2, "method": "parameters"},
-        {"tied": False, "frozen": (3, 4)},
-        {"checkpointing": 1},
-        {"checkpointing": -2, "tied": False},
-        {"optimizer": "Adam", "clipping": 0.0},
-        {"config": {"wall_clock_breakdown": True}},
+        {"zero": {**SMALL, "contiguous_gradients": False}, "two": 2},
+        {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters"},
+        {"zero": {}, "checkpointing": 1},
+        {"tied": False, "frozen": (3, 4), "checkpointing": -2},
+        {"optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}},
     ],
-    ids=lambda pipe: " ".join(f"{k}={v}" for k, v in pipe.items()) if "zero" not in pipe else " ".join(pipe["zero"]),
+    ids=lambda pipe: " ".join([*pipe, *pipe.get("zero", ())]),
 )
 def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
     names = ("NNG", *SOME) if "overlap_comm" in pipe.get("zero", ()) else SOME
@@ -103,7 +99,7 @@ def test_optimizer_offload(ranks: Any) -> None:
     run(ranks, SOME, oracles=("torch",), optimizer="Adam", zero=zero, config=config)
 
 
-@BOTH
+@pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=told)
 def test_muon(ranks: Any, names: tuple[str, ...]) -> None:
     # The table is tied, and Adam's. Muon's iterations make more of what rounding leaves.
     muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}
