@@ -79,7 +79,7 @@ COMMON = (
         "buckets",
         "several, or one",
         {
-            "buckets": {"zero": {"reduce_bucket_size": 300, "allgather_bucket_size": 300}},
+            "buckets": {"zero": {"reduce_bucket_size": 600, "allgather_bucket_size": 600}},
             "1bucket": {"zero": {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}},
         },
     ),

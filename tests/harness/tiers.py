@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases that the first tier of the tests leaves to the deep one; see tests/README.md."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +13,12 @@ def deep(*cases: Any) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.deep) for case in cases]
 
 
-def told(value: Any) -> str | None:
+def with_some(cases: Iterable[Any], some: Sequence[str], every: Sequence[str]) -> list[Any]:
+    """Return each case with some strategies, and for the deep tier with all, to be parametrized."""
+    kept = list(cases)
+    return [*((case, some) for case in kept), *deep(*((case, every) for case in kept))]
+
+
+def by_strategies(value: Any) -> str | None:
     """Return how the id of a case says which strategies it has, as ``ids`` of a parametrized test."""
     return f"{len(value)} strategies, {value[0]}" if isinstance(value, tuple) and value else None

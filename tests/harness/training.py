@@ -25,7 +25,7 @@ from tests.harness.kept import kept
 from tests.harness.parity_table import PARTITIONED as PARTITIONED
 from tests.harness.parity_table import REPLICATED as REPLICATED
 
-SEVERAL_BUCKETS = {"reduce_bucket_size": 300, "allgather_bucket_size": 300, "sub_group_size": 100}
+SEVERAL_BUCKETS = {"reduce_bucket_size": 600, "allgather_bucket_size": 600, "sub_group_size": 300}
 # And no parameter that stays gathered: by default all of these small ones do.
 SMALL = {**SEVERAL_BUCKETS, "stage3_param_persistence_threshold": 0}
 # Bounds of ``check``: an ulp or two of bf16. Tight enough to see that the gradients of small parameters are missing:
@@ -61,7 +61,7 @@ class Job:
 
     sizes: Sequence[int] = (13, 37, 29, 7)
     empty: bool = True
-    steps: int = 5
+    steps: int = 3
     accumulation: int = 1
     dtype: str = "fp32"
     optimizer: str = "SGD"

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.harness.snapshots import error_of, job_of
-from tests.harness.tiers import deep, told
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
@@ -23,13 +23,13 @@ ALL = (*REPLICATED, *PARTITIONED)
 @pytest.mark.parametrize(
     "dtype, names",
     [
-        ("fp16", REPLICATED),
-        ("fp16", PARTITIONED),
-        ("fp32", ("NIG", "IIG")),
-        ("bf16", ("NNN", "III")),
-        *deep(("fp32", ALL), ("bf16", ALL)),
+        ("fp16", ("NNN", "NNG", "NII", "NIG")),
+        ("fp16", ("INI", "III", "IIG", "GNG")),
+        ("fp32", ("NGG", "IGG")),
+        ("bf16", ("NNI", "GGG")),
+        *deep(("fp16", ALL), ("fp32", ALL), ("bf16", ALL)),
     ],
-    ids=told,
+    ids=by_strategies,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]
@@ -43,11 +43,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     "dtype, names, zero",
     [
         ("fp32", ("NNN", "NII", "NIG", "III", "IIG", "GNG"), {}),
-        ("bf16", ("NII", "IIG"), {}),
-        ("fp16", ("NIG", "III"), {}),
         ("fp16", ("NII", "GNG"), OFFLOAD),
+        *deep(("bf16", ("NII", "IIG"), {}), ("fp16", ("NIG", "III"), {})),
     ],
-    ids=["fp32", "bf16", "fp16", "fp16, offload"],
+    ids=["fp32", "fp16, offload", "bf16", "fp16"],
 )
 def test_a_resumed_run_of_muon_is_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
@@ -133,7 +132,7 @@ def variant_case(folder: str, keys: dict[str, Any]) -> list[tuple[str, Any, Any,
         job, config={**job.config, "checkpoint": {**job.config.get("checkpoint", {}), "load_universal": True}}
     )
     rows = []
-    for name in ("NIG", "IIG", "III"):
+    for name in ("NIG", "IIG"):
         zero = placed(name, 2 // job.tensor_parallel)
         engine, model = training.make_engine(job, zero)
         snapshots.mark(engine, model)
@@ -233,7 +232,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("stock, names", [("2", ("NIG", "NNG")), ("3", ("IIG", "GGG"))])
+@pytest.mark.parametrize("stock, names", [("2", ("NIG",)), ("3", ("IIG",)), *deep(("2", ("NNG",)), ("3", ("GGG",)))])
 def test_parts_are_loaded_as_deepspeed_does(ranks: Any, tmp_path: Path, stock: str, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(parts_case, str(tmp_path), stock, names):
         for name, part, from_fp32, found in rows:

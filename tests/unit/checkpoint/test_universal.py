@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness.snapshots import job_of
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 STOCK = ("1", "2", "3")
@@ -69,10 +70,18 @@ def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
     return [(a, b) for a, b in pairs if b not in STOCK or (a in sharded) != (b in sharded)]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    "dtype, sources",
+    [
+        ("fp32", ("NNN", "NNG", "NII", "NIG", "INI", "IIG", "GNG", "GGG", "2", "3")),
+        ("bf16", ("NII", "IIG", "2", "3")),
+        ("fp16", ("NII", "IIG", "2", "3")),
+        *deep(("fp32", ALL)),
+    ],
+    ids=by_strategies,
+)
+def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...]) -> None:
     """Weights, moments, step counts, hyperparameters, frozen parameters, buffers and counters: to the bit."""
-    sources = ALL if dtype == "fp32" else ("NII", "IIG", "2", "3")
     ranks(4).run(save_case, str(tmp_path), sources, dtype)
     for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, 2), dtype):
         for row in rows:
@@ -96,8 +105,12 @@ def test_to_other_numbers_of_ranks(ranks: Any, tmp_path: Path, world_size: int, 
             assert row[2].keys() <= {"counters"}, row  # samples of a step
 
 
-@pytest.mark.parametrize("part", [{"load_module_only": True}, {"load_optimizer_states": False}])
-@pytest.mark.parametrize("from_fp32", [True, False])
+MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
+
+
+@pytest.mark.parametrize(
+    "part, from_fp32", [(MODULE, True), (NO_STATES, False), *deep((MODULE, False), (NO_STATES, True))]
+)
 def test_weights_alone(ranks: Any, tmp_path: Path, part: dict[str, bool], from_fp32: bool) -> None:
     ranks(4).run(save_case, str(tmp_path), ("NIG", "IIG"), "bf16")
     for rows in ranks(4).run(weights_case, str(tmp_path), part, from_fp32):

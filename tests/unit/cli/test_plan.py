@@ -15,6 +15,7 @@ from deepspeed_ext import __main__
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.launching import environment as cpu_environment
 from scripts.emulation.launching import free_port
+from tests.harness.tiers import deep
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
 EXPERTS = ["--expert-params", "5B", "--expert-parallel", "2"]
@@ -222,7 +223,7 @@ def plan_a_model(folder: Path, launcher: str, *arguments: str) -> "subprocess.Co
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHES)
+@pytest.mark.parametrize("launcher", ["none", "deepspeed", *deep("torchrun")])
 def test_a_model_is_counted_under_each_launcher(tmp_path: Path, launcher: str) -> None:
     where = [*NODES, *LINKS] if launcher == "none" else []  # else the launch's, and measured
     muon = ["--muon", "6"] if launcher == "none" else []

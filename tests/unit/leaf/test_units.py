@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.harness import mixtures, training
+from tests.harness.tiers import deep
 from tests.harness.training import Job, check
 
 SMALL = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
@@ -46,18 +47,20 @@ NETWORKS = [
     "Collecting",
     "EachCheckpointed",
 ]
+IN_TURNS = [(name, number % 2 == 0) for number, name in enumerate(NETWORKS)]
+EACH_NETWORK = [*IN_TURNS, *deep(*((name, not chunks) for name, chunks in IN_TURNS))]
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_every_network_on_two_ranks(ranks: Any, name: str) -> None:
+@pytest.mark.parametrize("name, chunks", EACH_NETWORK)
+def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2)
-    variants = [{"stage": 3, **keys} for keys in (BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO, CHUNKS)]
-    rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
+    keys = CHUNKS if chunks else BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO
+    rows = ranks(2).run(training.against, job, [{"stage": 3, **keys}], {"stage": 3})[0]
     exact(rows) if name == "Nested" else check(rows, losses=1e-5)  # of losses of about 10
 
 
-@pytest.mark.parametrize("name", ["Mixtures", "Tied", "Routed"])
+@pytest.mark.parametrize("name", ["Mixtures", "Routed", *deep("Tied")])
 def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2)
     exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
@@ -89,14 +92,14 @@ def test_thresholds_to_the_bit(ranks: Any) -> None:
     exact(ranks(2).run(training.against, job, variants, {"stage": 3})[0])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [True, *deep(False)])
 def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     job = job_of(mixtures.Routed, checkpointing=reentrant, accumulation=2)
     variants = [training.placed("GGG", **AUTO), training.placed("IIG", **CHUNKS)]
     check(ranks(4).run(training.against, job, variants, BY_HAND)[0])
 
 
-@pytest.mark.parametrize("keys", [AUTO, BLOCKS, CHUNKS], ids=["layers", "blocks", "chunks"])
+@pytest.mark.parametrize("keys", [AUTO, CHUNKS, *deep(BLOCKS)], ids=["layers", "chunks", "blocks"])
 def test_experts_that_ranks_choose(ranks: Any, keys: dict[str, Any]) -> None:
     job = job_of(mixtures.Routed, accumulation=2, steps=4)
     variants = [training.placed(strategy, **keys) for strategy in ("GGG", "IIG")]
@@ -124,7 +127,7 @@ def test_with_what_else_may_be_set(ranks: Any, more: dict[str, Any]) -> None:
     check(ranks(4).run(training.against, job, variants, {"stage": 2 if more.get("boundary") == "coalesce" else 3})[0])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp16", *deep("bf16")])
 def test_16_bits_and_overflow(ranks: Any, dtype: str) -> None:
     overflow = [(3, 1)] if dtype == "fp16" else []
     job = job_of(mixtures.Mixtures, accumulation=2, dtype=dtype, overflow=overflow)
@@ -134,7 +137,7 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str) -> None:
     exact(ranks(2).run(training.against, job, [{"stage": 3, **half}], as_chunks)[0])
 
 
-@pytest.mark.parametrize("device", ["offload_optimizer", "offload_param"])
+@pytest.mark.parametrize("device", ["offload_param", *deep("offload_optimizer")])
 def test_offload(ranks: Any, device: str) -> None:
     offload = {device: {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     job = job_of(mixtures.Mixtures, accumulation=2, zero={**SMALL, **offload})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness import mixtures, training
+from tests.harness.tiers import deep
 from tests.harness.training import Job
 
 SMALL = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
@@ -103,7 +104,7 @@ def persistent_case(zero: dict[str, Any]) -> tuple[list[bool], list[bool]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("strategy, keys", [("GGG", AUTO), ("IIG", CHUNKS)])
+@pytest.mark.parametrize("strategy, keys", [("IIG", CHUNKS), *deep(("GGG", AUTO))])
 def test_checkpoints_know_no_units(ranks: Any, tmp_path: Path, keys: dict[str, Any], strategy: str) -> None:
     for into_units, out_of_units, converted in ranks(4).run(checkpoint_case, str(tmp_path), keys, strategy):
         assert into_units == {} and out_of_units == {}
@@ -145,7 +146,7 @@ def checkpoint_case(
     return differences[0], differences[1], off
 
 
-@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+@pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
 def test_parameters_of_units_are_read_and_changed_alone(ranks: Any, keys: dict[str, Any]) -> None:
     for same_inside, forwards in ranks(4).run(gathered_case, keys):
         assert same_inside and forwards == [True] * 3, (same_inside, forwards)
@@ -254,7 +255,7 @@ def second_engine_case() -> list[int]:
     return hooks
 
 
-@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+@pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
 def test_gradients_do_not_pile_up_after_an_evaluation_and_under_checkpointing(
     ranks: Any, keys: dict[str, Any]
 ) -> None:
@@ -296,7 +297,7 @@ def gradients_case(keys: dict[str, Any]) -> list[int]:
     return most
 
 
-@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+@pytest.mark.parametrize("keys", [AUTO, *deep(CHUNKS)], ids=["layers", "chunks"])
 def test_parameters_frozen_or_thawed_or_left_out(ranks: Any, keys: dict[str, Any]) -> None:
     for off in ranks(2).run(frozen_case, keys):
         assert max(off) <= 1e-5, off

@@ -140,15 +140,17 @@ def distance_to_masters(engine: Any) -> float:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, kernels: bool, job: str) -> None:
-    for found in ranks(4).run(close_case, JOBS[job]):
+    names = DIFFERENCES[list(JOBS).index(job) % 2 :: 2]
+    for found in ranks(4).run(close_case, JOBS[job], names):
+        assert found.keys() == set(names)
         for name, seen in found.items():
             assert seen.messages >= (3 if "overflow" in job else 5), name
             assert seen.as_decoded and seen.close and seen.equal, name
             assert seen.distance <= 1, name
 
 
-def close_case(job: Job) -> dict[str, Seen]:
-    return {name: run(job, name, {}) for name in DIFFERENCES}
+def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
+    return {name: run(job, name, {}) for name in names}
 
 
 @pytest.mark.parametrize("name, steps", [("NIG", 200), ("IIG", 200), *deep(("NIG", 1000), ("IIG", 1000))])
@@ -182,7 +184,9 @@ def exact_case(job: Job) -> dict[str, tuple[bool, int]]:
     from deepspeed_ext.loco import ops
 
     rows = {}
-    for name in DIFFERENCES:
+    for name in (
+        DIFFERENCES if job.dtype == "bf16" and not job.zero.get("offload_optimizer") else ("NIG", "IIG", "IGG")
+    ):
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
             ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
         other = training.train(job, training.placed(name))
@@ -272,7 +276,7 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
         engine.load_checkpoint(folder, "some")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", *deep("fp32")])
 def test_sums_come_back_in_few_bits(ranks: Any, kernels: bool, dtype: str) -> None:
     for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=6)):
         for name, (equal, apart) in found.items():

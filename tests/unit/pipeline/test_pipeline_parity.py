@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.tiers import deep, told
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL
 
 SOME = ("NIG", "IIG")
@@ -46,7 +46,7 @@ def test_every_strategy(ranks: Any, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "world, stages, group, names",
-    [(4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "NIG", "III", "IIG")), (6, 3, 1, ("NIG", "IIG"))],
+    [(4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NIG", "IIG")), (6, 3, 1, ("NIG", "IIG"))],
     ids=["2x2", "2x4", "3x2"],
 )
 def test_stages_and_groups_of_other_sizes(
@@ -55,7 +55,7 @@ def test_stages_and_groups_of_other_sizes(
     run(ranks, names, world, group, stages=stages)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+@pytest.mark.parametrize("micro_batches", [1, 8])
 def test_any_number_of_micro_batches(ranks: Any, micro_batches: int) -> None:
     run(ranks, SOME, oracles=("torch",), micro_batches=micro_batches)
 
@@ -99,7 +99,7 @@ def test_optimizer_offload(ranks: Any) -> None:
     run(ranks, SOME, oracles=("torch",), optimizer="Adam", zero=zero, config=config)
 
 
-@pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=told)
+@pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
 def test_muon(ranks: Any, names: tuple[str, ...]) -> None:
     # The table is tied, and Adam's. Muon's iterations make more of what rounding leaves.
     muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}

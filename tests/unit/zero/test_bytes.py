@@ -120,7 +120,7 @@ def test_gradients_and_updates_in_few_bits(
 
 
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
-@pytest.mark.parametrize("world, group, accumulation", [(4, 2, 2), (6, 3, 1)])
+@pytest.mark.parametrize("world, group, accumulation", [(4, 2, 2), *deep((6, 3, 1))])
 def test_muon_exchanges_parts_of_matrices_once_a_step(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
@@ -211,7 +211,7 @@ def bytes_case(
     return sum(numel for numel, _ in numels), sum(numel for numel, trainable in numels if trainable), rows
 
 
-@pytest.mark.parametrize("world, group", [(4, 2), (8, 4)])
+@pytest.mark.parametrize("world, group", [(4, 2), *deep((8, 4))])
 def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, group: int) -> None:
     *_, alone = ranks(world).run(experts_case, group, ("layers", "gate"))[0]
     dense, experts, both = ranks(world).run(experts_case, group, ())[0]

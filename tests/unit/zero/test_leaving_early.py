@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import networks, training
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import SMALL, Job
 
 AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
@@ -41,12 +42,16 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_bits_do_not_depend_on_what_leaves_early(ranks: Any, kernels: bool, job: str) -> None:
-    names = (*AT_BOUNDARY, *IN_EACH_MICRO_STEP)
+ALL, SOME = (*AT_BOUNDARY, *IN_EACH_MICRO_STEP), ("INI", "IIG", "GNG", "GGG")
+
+
+@pytest.mark.parametrize(
+    "job, names", [*((job, SOME) for job in JOBS), *deep(*((job, ALL) for job in JOBS))], ids=by_strategies
+)
+def test_bits_do_not_depend_on_what_leaves_early(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
     if JOBS[job].network is networks.Wandering:
         # Ranks that gather together run the same modules; and those that reduce in each micro-step use the same.
-        names = tuple(name for name in AT_BOUNDARY if name[0] == "I")
+        names = tuple(name for name in names if name in AT_BOUNDARY and name[0] == "I")
     by_rank = ranks(4).run(bits_case, names, JOBS[job])
     for name in names:
         for equal_at_boundary, equal_without_overlap, left in (found[name] for found in by_rank):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.harness import training
-from tests.harness.tiers import deep, told
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
 # Iterations make more of what rounding leaves in directions that gradients hardly have.
@@ -71,14 +71,14 @@ ROWS = {
 
 
 @pytest.mark.parametrize(
-    "row, names", [*((row, SOME) for row in ROWS), *deep(*((row, ALL) for row in ROWS))], ids=told
+    "row, names", [*((row, SOME) for row in ROWS), *deep(*((row, ALL) for row in ROWS))], ids=by_strategies
 )
 def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str, names: tuple[str, ...]) -> None:
     world, group, stage, details, bounds = ROWS[row]
     run(ranks, muon(**details), names, world, group, stage, **bounds)
 
 
-@pytest.mark.parametrize("dtype, names", [("bf16", ALL), ("fp16", SOME), *deep(("fp16", ALL))], ids=told)
+@pytest.mark.parametrize("dtype, names", [("bf16", ALL), ("fp16", SOME), *deep(("fp16", ALL))], ids=by_strategies)
 def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
     # Parts travel in bf16, and what is orthogonalized from them is as far off as the gradients are.
     job = muon(dtype=dtype, accumulation=2, overflow=((3, 1),) if dtype == "fp16" else ())
@@ -142,7 +142,7 @@ def unknown_case() -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=told)
+@pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
 def test_one_process_with_whole_matrices_does_the_same(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(6).run(whole_case, names):
         for name, weights, momentum, equal in rows:

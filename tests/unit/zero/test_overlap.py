@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import by_strategies, deep
+from tests.harness.training import REPLICATED
+
 # Each job, whether something can leave before the boundary in it, and strategies for which it is none.
 OPTIONS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "one micro-step, evaluation and saving in between": ({"between": True}, True, ()),
@@ -27,10 +30,17 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_bits_do_not_depend_on_overlap(ranks: Any, option: str) -> None:
+SOME = ("NNG", "NII", "NIG")
+
+
+@pytest.mark.parametrize(
+    "option, names",
+    [*((one, SOME) for one in OPTIONS), *deep(*((one, REPLICATED) for one in OPTIONS))],
+    ids=by_strategies,
+)
+def test_bits_do_not_depend_on_overlap(ranks: Any, option: str, names: tuple[str, ...]) -> None:
     job, early, without = OPTIONS[option]
-    for rows in ranks(4).run(bits_case, job, without):
+    for rows in ranks(4).run(bits_case, job, [name for name in names if name not in without]):
         assert rows
         for name, weights, told, left, ahead in rows:
             assert weights and told, name
@@ -38,7 +48,7 @@ def test_bits_do_not_depend_on_overlap(ranks: Any, option: str) -> None:
             assert ahead == (name != "NNN"), name
 
 
-def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[str, bool, bool, bool, bool]]:
+def bits_case(options: dict[str, Any], names: list[str]) -> list[tuple[str, bool, bool, bool, bool]]:
     """Of each strategy: whether weights are equal, and losses and norms; whether something left before the boundary,
     and whether steps ended before parameters were back."""
     from unittest import mock
@@ -51,7 +61,7 @@ def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[s
     network = options.get("network")
     job = training.Job(**{**options, "network": network and getattr(networks, network), "steps": 3})
     rows = []
-    for name in (name for name in training.REPLICATED if name not in without):
+    for name in names:
         keys = training.placed(name, overlap_comm=True, **training.SEVERAL_BUCKETS)
         with mock.patch.object(StaticOrder, "ready", lambda self, member: []):
             serial = training.train(job, keys)
@@ -78,7 +88,7 @@ def bits_case(options: dict[str, Any], without: tuple[str, ...]) -> list[tuple[s
 READS = ("forward", "state_dict", "save", "gathered", "function", "offload", "restore", "copy", "destroy", "load")
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "NII"])
+@pytest.mark.parametrize("strategy", ["NIG", *deep("NII")])
 def test_what_reads_parameters_waits_for_those_that_are_on_their_way(ranks: Any, strategy: str) -> None:
     for stale, found in ranks(4).run(reads_case, strategy):
         assert stale  # or this would show nothing

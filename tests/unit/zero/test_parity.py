@@ -15,6 +15,7 @@ from hypothesis import strategies as some
 from tests.harness import networks, parity_cases, parity_table, training
 from tests.harness.networks import SQUARE
 from tests.harness.parity_table import GRADIENT_PATHS, PARTITIONED, REPLICATED, STRATEGIES, TABLES
+from tests.harness.tiers import deep
 from tests.harness.training import BF16, SMALL, Difference, Job, placed
 
 OPTIMIZERS = {"N": "Stage12Optimizer", "I, G": "Stage3Optimizer"}
@@ -78,7 +79,7 @@ def test_a_step_that_uses_nothing(ranks: Any, overlap: bool) -> None:
 
 
 @EACH_KIND
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [1, *deep(2)])
 def test_groups_inside_the_data_parallel_group(ranks: Any, kind: str, group: int) -> None:
     job = Job(accumulation=2, steps=2, tensor_parallel=2, zero=SMALL)
     for differences in ranks(4).run(training.compare, job, group, STRATEGIES[kind]):
@@ -113,8 +114,10 @@ def low_precision_case() -> list[Difference]:
         return [training.beside(oracle, name, job, placed(name)) for name in ("NIG", "NGG")]
 
 
-@EACH_KIND
-@pytest.mark.parametrize("dtype, overlap", [("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize(
+    "kind, dtype, overlap",
+    [("N", "fp32", False), ("I, G", "bf16", True), *deep(("N", "bf16", True), ("I, G", "fp32", False))],
+)
 def test_two_backwards_at_one_boundary_add_up(ranks: Any, kind: str, dtype: str, overlap: bool) -> None:
     # Stock stage 2 loses the first one in fp32.
     zero = {**SMALL, "overlap_comm": overlap}
