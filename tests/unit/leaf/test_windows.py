@@ -117,7 +117,7 @@ def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
     return [one.windows for one in windowed_modules(engine.module)]
 
 
-@pytest.mark.parametrize("name", [*MODELS[:3], *deep(*MODELS[3:])])
+@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss", *deep("Qwen3Moe", "Olmoe")])
 def test_every_architecture_and_implementation(ranks: Any, name: str) -> None:
     for implementation, losses, weights, windows in ranks(2).run(architecture_case, name)[0]:
         assert losses <= 2e-5 and weights <= 1e-5, (implementation, losses, weights)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import networks, training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import by_strategies, with_some
 from tests.harness.training import SMALL, Job
 
 AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
@@ -45,9 +45,7 @@ JOBS = {
 ALL, SOME = (*AT_BOUNDARY, *IN_EACH_MICRO_STEP), ("INI", "IIG", "GNG", "GGG")
 
 
-@pytest.mark.parametrize(
-    "job, names", [*((job, SOME) for job in JOBS), *deep(*((job, ALL) for job in JOBS))], ids=by_strategies
-)
+@pytest.mark.parametrize("job, names", with_some(JOBS, SOME, ALL), ids=by_strategies)
 def test_bits_do_not_depend_on_what_leaves_early(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
     if JOBS[job].network is networks.Wandering:
         # Ranks that gather together run the same modules; and those that reduce in each micro-step use the same.

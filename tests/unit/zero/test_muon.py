@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.harness import training
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
 # Iterations make more of what rounding leaves in directions that gradients hardly have.
@@ -70,9 +70,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(
-    "row, names", [*((row, SOME) for row in ROWS), *deep(*((row, ALL) for row in ROWS))], ids=by_strategies
-)
+@pytest.mark.parametrize("row, names", with_some(ROWS, SOME, ALL), ids=by_strategies)
 def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str, names: tuple[str, ...]) -> None:
     world, group, stage, details, bounds = ROWS[row]
     run(ranks, muon(**details), names, world, group, stage, **bounds)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import REPLICATED
 
 # Each job, whether something can leave before the boundary in it, and strategies for which it is none.
@@ -33,11 +33,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 SOME = ("NNG", "NII", "NIG")
 
 
-@pytest.mark.parametrize(
-    "option, names",
-    [*((one, SOME) for one in OPTIONS), *deep(*((one, REPLICATED) for one in OPTIONS))],
-    ids=by_strategies,
-)
+@pytest.mark.parametrize("option, names", with_some(OPTIONS, SOME, REPLICATED), ids=by_strategies)
 def test_bits_do_not_depend_on_overlap(ranks: Any, option: str, names: tuple[str, ...]) -> None:
     job, early, without = OPTIONS[option]
     for rows in ranks(4).run(bits_case, job, [name for name in names if name not in without]):
