@@ -308,12 +308,18 @@ def device_with_streams() -> Iterator[Order]:
 
         return collective
 
+    def to_host(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        copy = tensor.clone()
+        order.synchronize("copy", order.current.clock)
+        return copy
+
     with contextlib.ExitStack() as patches:
         for name in _COLLECTIVES:
             if hasattr(ProcessGroup, name):
                 method = watched(name, getattr(ProcessGroup, name))
                 patches.enter_context(mock.patch.object(ProcessGroup, name, method))
         patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, s: order.record(t, s)))
+        patches.enter_context(mock.patch.object(torch.Tensor, "cpu", to_host))  # which would copy nothing here
         patches.enter_context(mock.patch("deepspeed_ext.comm.collectives.backend_of", lambda group: "nccl"))
         patches.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", StreamAccelerator(order)))
         yield order

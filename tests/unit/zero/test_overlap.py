@@ -18,7 +18,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
     "fp16, overflow": ({"dtype": "fp16", "overflow": ((1, 2), (2, 0)), "accumulation": 2}, True, ()),
     "LoCo": ({"zero": {"zeropp_loco_param": {}}, "optimizer": "Adam", "groups": 2}, True, ()),
     "ranks differ in what they use": (
-        {"network": "Wandering", "sizes": (13, 13, 13, 13), "accumulation": 2},
+        {"network": "Wandering", "sizes": (29, 29, 29, 29), "accumulation": 2},
         True,
         ("NGG",),
     ),
