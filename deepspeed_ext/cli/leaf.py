@@ -54,6 +54,8 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29511")
+    # One process reduces nothing: what does it in shared memory would be compiled first, for a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     config = {"train_micro_batch_size_per_gpu": 1, SECTION: dict(section), "zero_allow_untested_optimizer": True}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

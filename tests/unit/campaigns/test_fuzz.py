@@ -173,7 +173,7 @@ def fuzz(ranks: Any, seed: int, seconds: float, batch: int) -> campaign.Campaign
 
 
 def test_some_seconds_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
-    found = fuzz(ranks, 20, 20.0, batch=1)
+    found = fuzz(ranks, 20, 12.0, batch=1)
     assert sum(found.counts.values()) >= 4, found.report()
     assert any(what.startswith("oracle: stage") for what in found.happened), found.report()
 

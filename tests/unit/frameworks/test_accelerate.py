@@ -38,6 +38,7 @@ def test_plugin_without_a_stage(frameworks: Any, tmp_path: Path, strategy: str) 
     check(rows, strategy, "accelerate", "DeepSpeedPlugin, `stage` left out", resumed=True)
 
 
+@pytest.mark.deep
 def test_launcher(tmp_path: Path) -> None:
     """A launch reads the strategy from a file; stock is trained beside it by a plugin. One group of two ranks."""
     strategy = "IIG"

@@ -75,7 +75,8 @@ def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) ->
     return trainers.compare(functools.partial(make, folder), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 
 
-@pytest.mark.parametrize("strategy", ["GNG", *deep("NIG")])
+@pytest.mark.deep
+@pytest.mark.parametrize("strategy", ["GNG", "NIG"])
 def test_supervised_fine_tuning(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(case, make_sft, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, "trl", "SFT, gradient checkpointing", resumed=True)

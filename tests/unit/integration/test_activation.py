@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
+
 CHECK = """
 from deepspeed_ext.integration import patcher
 import deepspeed.runtime.engine, deepspeed.runtime.config, deepspeed.env_report
@@ -38,7 +40,10 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    ["deepspeed first", "a submodule first", "ours last", *deep("torch first", "from deepspeed", "ours first")],
+)
 def test_every_import_order(order: str) -> None:
     done = run(ORDERS[order] + CHECK)
     assert done.returncode == 0, done.stderr

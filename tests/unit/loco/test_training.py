@@ -104,7 +104,7 @@ def feedback_case(accumulation: int, how: str) -> list[tuple[str, float, float]]
         return total / applied
 
     rows = []
-    for name in ("NNI", "NIG", "III", "GNG") if how == "plain" else ("NNN", "NGG", "INI", "IIG"):
+    for name in ("NNI", "NIG", "III", "GNG") if how == "plain" else ("NGG", "IIG"):
         keys = training.placed(name)
         exact = mean_gradient(keys)
         errors = []

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
 from tests.harness.training import SMALL
 
 STRATEGIES = ("NNG", "NIG", "III", "IIG")
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", [True, *deep(False)], ids=["tied", "untied"])
 def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, tied: bool) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), tied):
         for name, same_weights, same_losses in rows:

@@ -19,6 +19,7 @@ import pytest
 
 from scripts.emulation import cluster, network
 from scripts.emulation.launching import environment
+from tests.harness.tiers import deep
 
 PAYLOAD = 2_000_000
 MBIT = 80
@@ -220,7 +221,7 @@ def test_what_a_killed_script_left_is_removed_by_the_next(start: Start, tmp_path
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("launcher", ["deepspeed", *deep("torchrun")])
 def test_launchers_start_the_ranks(start: Start, launcher: str) -> None:
     process = start(SHOW, "--launcher", launcher)
     out, err = process.communicate(timeout=280)
