@@ -8,8 +8,6 @@ import os
 import runpy
 from unittest import mock
 
-import torch
-
 from scripts import ROOT
 from tests.harness.logs import is_ours, logged
 
@@ -24,6 +22,8 @@ def run(example: str, destroys: int = 1) -> tuple[list[str], str]:
         example: the name of its file.
         destroys: how many times it destroys its process groups.
     """
+    import torch
+
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS_PER_NODE)
     torch._dynamo.config.disable = True  # a compiler takes minutes for Muon's iterations
     with (
