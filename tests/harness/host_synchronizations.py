@@ -18,7 +18,7 @@ from tests.harness.training import SMALL, Job, placed
 
 FIRST, LAST = 5, 10  # micro-steps in which they are counted, from 1
 JOB = Job(sizes=networks.SQUARE, accumulation=2, empty=False, zero=SMALL)
-_ASKED = ("tolist", "cpu", "numpy")  # of a tensor: the host waits for its values
+_ASKED = ("tolist", "numpy")  # of a tensor: the host waits for its values
 
 
 class HostWaits(NamedTuple):
@@ -63,7 +63,7 @@ def host_synchronizations(name: str, more: dict[str, Any], **changed: Any) -> Ho
 
 @contextlib.contextmanager
 def asking(order: Order) -> Any:
-    """Count, in this context, what the dispatch mode does not see, for on a CPU it is no operation."""
+    """Count, in this context, what the device with streams does not see, for on a CPU it is no operation."""
 
     def counting(method: str, plain: Any) -> Any:
         def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -310,7 +310,7 @@ def device_with_streams() -> Iterator[Order]:
 
     def to_host(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
         copy = tensor.clone()
-        order.synchronize("copy", order.current.clock)
+        order.synchronize("cpu", order.current.clock)
         return copy
 
     with contextlib.ExitStack() as patches:
