@@ -46,6 +46,11 @@ class Excluded(NamedTuple):
     together: dict[str, tuple[str, ...]]
     strategies: tuple[str, ...] | None = None
 
+    @property
+    def of_several(self) -> bool:
+        """Whether it is about several options; a value of one is left out by ``Table.with_strategy`` alone."""
+        return len(self.together) > 1
+
     def found(self, row: Mapping[str, str]) -> bool:
         """Whether a row has them, or some values of a row."""
         return all(row.get(name) in values for name, values in self.together.items())
@@ -73,17 +78,18 @@ class Table(NamedTuple):
 
     def possible(self, row: Mapping[str, str]) -> bool:
         """Whether nothing in a row is excluded, with whichever strategy."""
-        return not any(one.found(row) for one in self.excluded if len(one.together) > 1)
+        return not any(one.found(row) for one in self.excluded if one.of_several)
 
     def rows(self, strength: int = 2, salt: str = "") -> list[Row]:
         """Return a covering array with the row that has everything, then one for each exclusion that concerns some
         strategies: the others meet there what is excluded, with each value of another option. Always the same."""
         sub_models = [{"fields": list(fields), "strength": 3} for fields in self.triples if strength < 3]
         more = {"strength": strength, "sub_models": sub_models, "presets": [self.everything()]}
-        found = self._array([one for one in self.excluded if len(one.together) > 1], {}, salt, more)
-        for one in self.excluded:
-            if one.strategies is not None and len(one.together) > 1:
-                others = [other for other in self.excluded if other is not one]
+        several = [one for one in self.excluded if one.of_several]
+        found = self._array(several, {}, salt, more)
+        for one in several:
+            if one.strategies is not None:
+                others = [other for other in several if other is not one]
                 found += self._array(others, one.together, salt, {"strength": 1})
         return found
 

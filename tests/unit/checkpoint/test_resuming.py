@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from tests.harness.snapshots import error_of, job_of
-from tests.harness.tiers import by_strategies, deep
+from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
@@ -112,14 +112,16 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str) -> None:
-    for rows in ranks(4).run(variant_case, str(tmp_path), VARIANTS[variant]):
+@pytest.mark.parametrize(
+    "variant, names", with_some(VARIANTS, ("NIG", "IIG"), ("NIG", "IIG", "III")), ids=by_strategies
+)
+def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str, names: tuple[str, ...]) -> None:
+    for rows in ranks(4).run(variant_case, str(tmp_path), VARIANTS[variant], names):
         for name, loaded, resumed, converted in rows:
             assert (loaded, resumed, converted) == ({}, {}, {}), (name, loaded, resumed, converted)
 
 
-def variant_case(folder: str, keys: dict[str, Any]) -> list[tuple[str, Any, Any, Any]]:
+def variant_case(folder: str, keys: dict[str, Any], names: tuple[str, ...]) -> list[tuple[str, Any, Any, Any]]:
     """What differs after a load, after going on from there, and after a load of the universal checkpoint."""
     import dataclasses
 
@@ -132,7 +134,7 @@ def variant_case(folder: str, keys: dict[str, Any]) -> list[tuple[str, Any, Any,
         job, config={**job.config, "checkpoint": {**job.config.get("checkpoint", {}), "load_universal": True}}
     )
     rows = []
-    for name in ("NIG", "IIG"):
+    for name in names:
         zero = placed(name, 2 // job.tensor_parallel)
         engine, model = training.make_engine(job, zero)
         snapshots.mark(engine, model)

@@ -51,6 +51,15 @@ def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ende
     assert "Traceback" in ended.written and not ended.alive
 
 
+@pytest.mark.deep
+def test_a_script_without_destroy_ends_as_well() -> None:
+    """As above, with the groups left to the end of the process."""
+    ended, killed = served([Case("end", "IIG", LATE), Case("killed late", "IIG", LATE, 1)])
+    assert ended.statuses == (0, 0) and not ended.alive and "Traceback" not in ended.written, ended.written
+    assert killed.statuses == (1, -9) and not killed.alive and "Traceback" not in killed.written, killed.written
+    assert "Updated parameters of the last step did not arrive" in killed.written
+
+
 def test_who_fails_keeps_nobody_waiting(ends: dict[str, Ended]) -> None:
     ended = ends["error on one, all"]
     assert ended.statuses == (1, 1) and "the script's own" in ended.written, ended.written

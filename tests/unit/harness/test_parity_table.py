@@ -9,11 +9,12 @@ import pytest
 from tests.harness import parity_table
 from tests.harness.covering import Excluded, Option, Table
 from tests.harness.parity_table import STRATEGIES, TABLES
+from tests.harness.tiers import deep
 
 pytestmark = pytest.mark.quick
 
 
-EACH_TIER = pytest.mark.parametrize("tier, strength", [("first", 2), pytest.param("deep", 3, marks=pytest.mark.deep)])
+EACH_TIER = pytest.mark.parametrize("tier, strength", [("first", 2), *deep(("deep", 3))])
 
 
 @EACH_TIER

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.harness import training
-from tests.harness.tiers import deep
+from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import SMALL, Job
 
 DIFFERENCES = ("NNG", "NIG", "NGG", "ING", "IIG", "IGG")
@@ -138,9 +138,13 @@ def distance_to_masters(engine: Any) -> float:
     return worst
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, kernels: bool, job: str) -> None:
-    names = DIFFERENCES[list(JOBS).index(job) % 2 :: 2]
+IN_TURNS = [(job, DIFFERENCES[number % 2 :: 2]) for number, job in enumerate(JOBS)]
+
+
+@pytest.mark.parametrize("job, names", [*IN_TURNS, *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies)
+def test_replicas_are_equal_and_close_to_the_weights(
+    ranks: Any, kernels: bool, job: str, names: tuple[str, ...]
+) -> None:
     for found in ranks(4).run(close_case, JOBS[job], names):
         assert found.keys() == set(names)
         for name, seen in found.items():
@@ -170,23 +174,23 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("job", EXACT)
-def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, kernels: bool, job: str) -> None:
-    for found in ranks(4).run(exact_case, EXACT[job]):
+@pytest.mark.parametrize("job, names", with_some(EXACT, ("NIG", "IIG", "IGG"), DIFFERENCES), ids=by_strategies)
+def test_without_loss_a_run_is_the_run_without_the_key(
+    ranks: Any, kernels: bool, job: str, names: tuple[str, ...]
+) -> None:
+    for found in ranks(4).run(exact_case, EXACT[job], names):
         for name, (same, messages) in found.items():
             assert same and messages >= 5, (name, same, messages)
 
 
-def exact_case(job: Job) -> dict[str, tuple[bool, int]]:
+def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
     """Whether losses, norms and weights are those without the key to the bit; messages that were not sent whole."""
     import torch
 
     from deepspeed_ext.loco import ops
 
     rows = {}
-    for name in (
-        DIFFERENCES if job.dtype == "bf16" and not job.zero.get("offload_optimizer") else ("NIG", "IIG", "IGG")
-    ):
+    for name in names:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
             ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
         other = training.train(job, training.placed(name))

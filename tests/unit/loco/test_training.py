@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.tiers import deep
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
 ALL = (*REPLICATED, *PARTITIONED)
@@ -48,17 +48,28 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
     return rows
 
 
+OTHER_WAYS = ((3, "zero_grad"), (2, "skipped layers"), (2, "overflow"))
+
+
 @pytest.mark.parametrize(
-    ("accumulation", "how"), [(1, "plain"), (3, "zero_grad"), (2, "skipped layers"), (2, "overflow")]
+    "accumulation, how, names",
+    [
+        (1, "plain", ("NNI", "NIG", "III", "GNG")),
+        *((*way, ("NGG", "IIG")) for way in OTHER_WAYS),
+        *deep((1, "plain", ALL), *((*way, ("NNN", "NGG", "INI", "IIG")) for way in OTHER_WAYS)),
+    ],
+    ids=by_strategies,
 )
-def test_what_one_step_does_not_send_the_next_ones_do(ranks: Any, accumulation: int, how: str) -> None:
+def test_what_one_step_does_not_send_the_next_ones_do(
+    ranks: Any, accumulation: int, how: str, names: tuple[str, ...]
+) -> None:
     """The mean of the same gradients over 8 steps: without feedback its error is that of one step, about 0.1."""
-    for rows in ranks(4).run(feedback_case, accumulation, how):
+    for rows in ranks(4).run(feedback_case, accumulation, how, names):
         for name, fed, unfed in rows:
             assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
 
 
-def feedback_case(accumulation: int, how: str) -> list[tuple[str, float, float]]:
+def feedback_case(accumulation: int, how: str, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
     """For each strategy the relative error of the mean gradient, with feedback and without it."""
     import itertools
 
@@ -104,7 +115,7 @@ def feedback_case(accumulation: int, how: str) -> list[tuple[str, float, float]]
         return total / applied
 
     rows = []
-    for name in ("NNI", "NIG", "III", "GNG") if how == "plain" else ("NGG", "IIG"):
+    for name in names:
         keys = training.placed(name)
         exact = mean_gradient(keys)
         errors = []

@@ -46,8 +46,11 @@ def test_every_strategy(ranks: Any, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     "world, stages, group, names",
-    [(4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NIG", "IIG")), (6, 3, 1, ("NIG", "IIG"))],
-    ids=["2x2", "2x4", "3x2"],
+    [
+        *((4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NIG", "IIG")), (6, 3, 1, ("NIG", "IIG"))),
+        *deep((8, 2, 2, ("NNG", "III"))),
+    ],
+    ids=["2x2", "2x4", "3x2", "2x4, others"],
 )
 def test_stages_and_groups_of_other_sizes(
     ranks: Any, world: int, stages: int, group: int, names: tuple[str, ...]
@@ -55,7 +58,7 @@ def test_stages_and_groups_of_other_sizes(
     run(ranks, names, world, group, stages=stages)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 8])
+@pytest.mark.parametrize("micro_batches", [1, 8, *deep(2)])
 def test_any_number_of_micro_batches(ranks: Any, micro_batches: int) -> None:
     run(ranks, SOME, oracles=("torch",), micro_batches=micro_batches)
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a device with streams: where the host waits, what overlaps by default, and which updates are sent first."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import pytest
 
 from tests.harness.networks import SQUARE
-from tests.harness.training import SMALL, Job, placed
+from tests.harness.tiers import by_strategies, deep
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
 BY_PARAMETER = {"sub_group_size": 100}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
-def host_waits_case(names: list[str], dtype: str, config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
     """How often the host has waited in micro-steps 5 to 10, for each strategy or stage.
 
     Two micro-steps make a step. Kinds are "device", "stream", "event" and "answer", that is for a value, in
@@ -38,21 +40,23 @@ def host_waits_case(names: list[str], dtype: str, config: dict[str, Any], zero: 
 
 
 @pytest.mark.parametrize(
-    "dtype, config, zero",
+    "dtype, config, zero, names",
     [
-        ("fp16", {}, {}),
+        ("fp16", {}, {}, ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "GNG", "GGG")),
         # The scale of torch's scaler is on the device; each message in four bits needs it.
         (
             "fp32",
             {"torch_autocast": {"enabled": True, "dtype": "float16"}},
             {"zeropp_loco_param": {}},
+            ("NIG", "NGG", "IIG", "IGG"),
         ),
+        *deep(("fp16", {}, {}, (*REPLICATED, *PARTITIONED))),
     ],
+    ids=by_strategies,
 )
 def test_the_host_waits_only_where_a_step_is_decided(
-    ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any]
+    ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    names = ["NIG", "NGG", "IIG", "IGG"] if zero else ["NNN", "NII", "NIG", "NGG", "INI", "IIG", "GNG", "GGG"]
     ours = ranks(4).run(host_waits_case, names, dtype, config, zero | BY_PARAMETER)[0]
     # DeepSpeed asks once for each sub-group: of one parameter each, they are as many with and without strategies.
     stocks = ranks(4).run(host_waits_case, ["2", "3"], dtype, config, BY_PARAMETER)[0]

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.harness import training
-from tests.harness.tiers import deep
-from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job
+from tests.harness.tiers import by_strategies, deep
+from tests.harness.training import BF16, PARTITIONED, REPLICATED, SEVERAL_BUCKETS, Difference, Job
 
 SIZES = (13, 10, 10, 7)
-SMALL_BUCKETS = {"reduce_bucket_size": 600, "allgather_bucket_size": 600}
 check = partial(training.check, optimizer="Stage12Optimizer")
 
 
@@ -29,7 +28,7 @@ def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list
     from tests.harness import networks
 
     network = {1: networks.Routed, 2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
-    zero = {**SMALL_BUCKETS, **job.pop("zero", {})}
+    zero = {**SEVERAL_BUCKETS, **job.pop("zero", {})}
     return training.compare(Job(sizes=SIZES, network=network, zero=zero, **job), group, **kwargs)
 
 
@@ -88,22 +87,25 @@ def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list
     return training.compare(Job(**job), group, **kwargs)
 
 
-def test_few_bits(ranks: Any, kernels: bool) -> None:
+@pytest.mark.parametrize(
+    "kind, names",
+    [("MoE", ("NNN", "NIG")), ("AutoEP", ("NIG", "III", "IGG")), *deep(("MoE", ("NNN", "NII", "NIG")))],
+    ids=by_strategies,
+)
+def test_few_bits(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) -> None:
     """Eight bits are close to what is exact, and four bits of each family are its own."""
-    for name, job in (("MoE", {}), ("AutoEP", {})):
-        for rows in ranks(4).run(few_bits_case, name, job):
-            for row in rows:
-                assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
+    for rows in ranks(4).run(few_bits_case, kind, names):
+        for row in rows:
+            assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
 
 
-def few_bits_case(kind: str, job: dict[str, Any]) -> list[Difference]:
+def few_bits_case(kind: str, names: tuple[str, ...]) -> list[Difference]:
     """Differences of runs in few bits from those without."""
     from tests.harness import experts, networks
 
-    names = ("NNN", "NIG") if kind == "MoE" else ("NIG", "III", "IGG")
     config = {} if kind == "MoE" else experts.autoep(2)
     network: Any = networks.RoutedOverTwo if kind == "MoE" else experts.SmallMixtral
-    made = Job(sizes=SIZES, network=network, config=config, accumulation=2, steps=3, **job)
+    made = Job(sizes=SIZES, network=network, config=config, accumulation=2, steps=3)
     bits = {"zeropp_loco_param": {"bits": 8}, "paro_quantized_updates": {"bits": 8}}
     rows = []
     for name in names:
@@ -245,7 +247,7 @@ def resume_case(folder: str, ep: int, compressed: bool, kind: str) -> list[tuple
 
     if kind == "MoE":
         network = {2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
-        job = Job(sizes=SIZES, network=network, optimizer="Adam", groups=2, zero=SMALL_BUCKETS)
+        job = Job(sizes=SIZES, network=network, optimizer="Adam", groups=2, zero=SEVERAL_BUCKETS)
     else:
         zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
         job = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", zero=zero, config=experts.autoep(ep))

@@ -13,7 +13,7 @@ import pytest
 from deepspeed_ext.loco.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
-from tests.harness.tiers import deep
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
 BYTES = {"parameter_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12}
@@ -123,7 +123,7 @@ def crossing(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> fl
     return states.gradients / cluster.shards(Placement.I if strategy.g == Placement.N else strategy.os)
 
 
-@pytest.mark.parametrize("names", [("NNN", "NIG", "NGG"), ("IIG", "GGG")], ids=["p=N", "p=I,G"])
+@pytest.mark.parametrize("names", [("NNN", "NIG", "NGG"), ("IIG", "GGG"), *deep((("NNG", "ING"),))], ids=by_strategies)
 @has_mallinfo
 def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
@@ -158,7 +158,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("NII", "NIG"), ("III", "IIG")], ids=["p=N", "p=I,G"])
+@pytest.mark.parametrize("names", [("NII", "NIG"), ("III", "IIG"), *deep((("NNN", "GNG"),))], ids=by_strategies)
 @has_mallinfo
 def test_muon_takes_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
     """The momentum of this step until it is known to be applied, in fp32, and rounds of a matrix for each owner."""
