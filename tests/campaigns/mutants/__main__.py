@@ -16,8 +16,11 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
 from scripts import ROOT
 from tests.campaigns.mutants import choosing, running
@@ -80,6 +83,27 @@ def known(path: Path) -> dict[str, Outcome]:
     return {row["change"]: Outcome(*row["outcome"]) for row in map(json.loads, lines)}
 
 
+def tried(
+    chosen: Sequence[Mutant], commands: Commands, limit: float, at_once: int
+) -> Iterator[tuple[Mutant, Outcome]]:
+    """Try changes, each in one of several copies of the repository, and tell what became of each, in their order."""
+    free: SimpleQueue[Path] = SimpleQueue()
+
+    def one(mutant: Mutant) -> Outcome:
+        copy = free.get()
+        try:
+            return running.tried(mutant, copy, commands(mutant), limit)
+        finally:
+            free.put(copy)
+
+    with ExitStack() as stack:
+        for _ in range(at_once):
+            free.put(stack.enter_context(running.copied()))
+        workers = stack.enter_context(ThreadPoolExecutor(at_once))
+        stack.callback(workers.shutdown, wait=True, cancel_futures=True)
+        yield from zip(chosen, workers.map(one, chosen), strict=True)
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=240, help="of changes, of all rooms together")
@@ -88,6 +112,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--fuzz", type=float, default=0.0, metavar="MINUTES", help="of the fuzzer, in place of tests")
     parser.add_argument("--most", type=float, default=600.0, help="seconds of tests, as recorded, for each change")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other change is tried")
+    parser.add_argument("--at-once", type=int, default=1, help="changes that are tried at a time")
     parser.add_argument("--rows", type=Path, default=ROOT / "build" / "mutants.jsonl", help="the file of rows")
     return parser.parse_args()
 
@@ -102,18 +127,17 @@ def main() -> None:
         sys.exit("expected a recording of which tests run which lines: run scripts/test record first")
     rooms = tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
     chosen = choosing.drawn(arguments.number, arguments.seed, rooms)
-    end, before, rows = time.monotonic() + 60 * arguments.minutes, known(arguments.rows), []
+    end, before = time.monotonic() + 60 * arguments.minutes, known(arguments.rows)
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
-    with running.copied() as copy:
-        for mutant in chosen:
-            outcome = before.get(str(mutant))
-            if outcome is None and time.monotonic() < end:
-                outcome = running.tried(mutant, copy, commands(mutant), limit)
-                with arguments.rows.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
-                print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)
-            if outcome is not None:
-                rows.append((mutant, outcome))
+    new = [mutant for mutant in chosen if str(mutant) not in before]
+    for mutant, outcome in tried(new, commands, limit, arguments.at_once):
+        with arguments.rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
+        print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)
+        before[str(mutant)] = outcome
+        if time.monotonic() > end:
+            break
+    rows = [(mutant, before[str(mutant)]) for mutant in chosen if str(mutant) in before]
     print(table(rows))
     sys.exit(any(outcome.kind == "survived" for _, outcome in rows))
 

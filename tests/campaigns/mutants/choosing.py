@@ -36,7 +36,7 @@ def shares(number: int) -> Counter[str]:
 
 
 def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
-    """Choose changes, those of one room after another, each room's in the order in which they are drawn.
+    """Choose changes, of all rooms in turn: whoever stops early has seen each.
 
     Args:
         number: of all rooms together.
@@ -50,4 +50,5 @@ def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
     for room, count in sorted(shares(number).items()):
         if (not rooms or room in rooms) and room in of_room:
             found += random.Random(f"{seed} {room}").sample(of_room[room], min(count, len(of_room[room])))
+    random.Random(seed).shuffle(found)
     return found
