@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from scripts.fork.deepspeed_source import Failed, git, requirement, run, unpack
 from scripts.fork.patch_mails import PATCHES, Mail, series, targets
-from scripts.fork.translated_sources import MENDED, PACKAGE, UPSTREAM, is_ours, translated
+from scripts.fork.translated_sources import MENDED, PACKAGE, UPSTREAM, is_ours, says_the_same, translated
 
 README = PATCHES / "README.md"
 _TABLE = re.compile(r"(?<=<!-- table: scripts/patches refresh -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -56,12 +56,18 @@ def regenerate(tree: Path, mail: Mail) -> None:
     git(tree, "commit", "--quiet", "--amend", "--no-edit", "--allow-empty", date=mail.date)
 
 
-def stale(tree: Path, mail: Mail) -> list[str]:
-    """Return our files that the patch, which is the last commit, does not bring as they are now."""
+def stale(tree: Path, mail: Mail, formatted: bool = True) -> list[str]:
+    """Return our files that the patch, which is the last commit, does not bring as they are now.
+
+    Args:
+        formatted: whether formats are compared, too.
+    """
     found = []
     for name, source in targets(mail).items():
         path = tree / name
-        if not path.is_file() or path.read_text(encoding="utf-8") != translated(source):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        due = translated(source, formatted)
+        if text != due and (formatted or not name.endswith(".py") or not says_the_same(text, due)):
             found.append(f"{mail.path.name}: {name} is not what {source} gives: scripts/patches refresh")
     return found
 

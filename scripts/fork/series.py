@@ -42,13 +42,13 @@ def check(args: argparse.Namespace) -> int:
         tree = unpack(requirement().version, Path(folder) / "tree")
         for mail in found:
             patched_tree.apply(tree, mail)
-            problems += patched_tree.stale(tree, mail) + patched_tree.missing(tree, mail)
-            if not args.no_import:
+            problems += patched_tree.stale(tree, mail, not args.quick) + patched_tree.missing(tree, mail)
+            if not args.quick:
                 problems += patched_tree.import_problems(importable(tree), mail)
         # Once more, or a patch could change by hand what an earlier one has brought.
-        problems += [problem for mail in found for problem in patched_tree.stale(tree, mail)]
+        problems += [problem for mail in found for problem in patched_tree.stale(tree, mail, not args.quick)]
         rows = patched_tree.table(tree, found)
-        problems += standalone.problems(found, tree, not args.no_import)
+        problems += standalone.problems(found, tree, not args.quick)
     problems += patched_tree.twin_problems(rows) + patched_tree.readme_problems(rows)
     for row in rows:
         if row.mail.tests:
@@ -199,7 +199,8 @@ def parse_arguments() -> argparse.Namespace:
         summary = (command.__doc__ or "").rstrip(".")
         added[command] = commands.add_parser(name, help=summary, description=command.__doc__)
         added[command].set_defaults(run=command)
-    added[check].add_argument("--no-import", action="store_true", help="do not import each tree, which takes a while")
+    quick = "import no tree, and compare no formats, which takes a while"
+    added[check].add_argument("--quick", action="store_true", help=quick)
     added[apply].add_argument("--to", type=Path, required=True, metavar="DIR", help="where there is nothing yet")
     added[refresh].add_argument("--tree", type=Path, metavar="DIR", help="take the seams from this tree's commits")
     added[drift].add_argument("versions", nargs="*", metavar="VERSION", help="default: that of BASE, and the newest")

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules of deepspeed_ext as modules of a DeepSpeed: other names, DeepSpeed's header, DeepSpeed's format."""
 
+import ast
 import functools
+import io
 import re
+import tokenize
 from pathlib import PurePosixPath
 
 from deepspeed_ext.integration.fork import PACKAGE
@@ -64,18 +67,29 @@ def target(source: str) -> str:
     return str(PurePosixPath(*PACKAGE.split("."), *path.parts[1:]))
 
 
-def translated(source: str) -> str:
-    """Return the text that a fork has of it."""
+def translated(source: str, formatted: bool = True) -> str:
+    """Return the text that a fork has of it; formatting takes half a minute for all."""
     text = (ROOT / source).read_text(encoding="utf-8")
     text = _HEADER.sub(lambda found: f"{found[0]}\n{found[1]}DeepSpeed Team\n", text)
     head, kept, rest = text.partition(_KEPT)
     for ours, theirs in _NAMES:
         rest = rest.replace(ours, theirs)
     text = head + kept + rest
-    return _formatted(text) if source.endswith(".py") else text
+    return _formatted(text) if formatted and source.endswith(".py") else text
 
 
-@functools.cache  # half a minute for all, which a check compares more than once
+def says_the_same(one: str, other: str) -> bool:
+    """Whether two texts of Python differ in their format only."""
+    return _tokens(one) == _tokens(other) and ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
+
+
+def _tokens(text: str) -> list[str]:
+    layout = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [token.string for token in found if token.type not in layout]
+
+
+@functools.cache  # a check compares each more than once
 def _formatted(text: str) -> str:
     from yapf.yapflib.yapf_api import FormatCode  # not where a fork is only built
 

@@ -38,11 +38,11 @@ def mail(tmp_path: Path, text: str = MAIL, trailers: str = TRAILERS) -> patch_ma
     return patch_mails.read(path)
 
 
-@pytest.mark.parametrize("no_import", [True, *deep(False)])
-def test_the_series_holds(archive: Path, capsys: pytest.CaptureFixture[str], no_import: bool) -> None:
+@pytest.mark.parametrize("quick", [True, *deep(False)])
+def test_the_series_holds(archive: Path, capsys: pytest.CaptureFixture[str], quick: bool) -> None:
     """It applies without fuzz, brings our files as they are, names all twins, and each tree can be imported; each fix
     applies alone. That the last tree can be imported, test_fork.py shows, too."""
-    status = series.check(argparse.Namespace(no_import=no_import))
+    status = series.check(argparse.Namespace(quick=quick))
     out, err = capsys.readouterr()
     assert status == 0, out + err
     lines = out.splitlines()
@@ -169,9 +169,14 @@ def test_what_is_stale_is_named(tmp_path: Path) -> None:
     place.parent.mkdir(parents=True)
     assert "units.py is not what deepspeed_ext/leaf/units.py gives" in patched_tree.stale(tmp_path, one)[0]
     place.write_text(translated_sources.translated("deepspeed_ext/leaf/units.py"))
-    assert patched_tree.stale(tmp_path, one) == []
-    place.write_text(place.read_text() + "\n")
-    assert patched_tree.stale(tmp_path, one)
+    assert patched_tree.stale(tmp_path, one) == patched_tree.stale(tmp_path, one, formatted=False) == []
+    text = place.read_text()
+    place.write_text(text + "\n")
+    assert patched_tree.stale(tmp_path, one) and not patched_tree.stale(tmp_path, one, formatted=False)
+    for old, new in (("import", "from"), ("#", "# More:")):
+        place.write_text(text.replace(old, new, 1))
+        assert patched_tree.stale(tmp_path, one, formatted=False), old
+    assert not translated_sources.says_the_same("if a:\n    b()\nc()\n", "if a:\n    b()\n    c()\n")
 
 
 def test_seams_and_twins_are_the_same(tmp_path: Path) -> None:
@@ -236,7 +241,7 @@ def test_modules_are_translated() -> None:
     assert "from .builder import CUDAOpBuilder" in text and '"deepspeed.runtime.paro.loco._kernels"' in text
     assert translated_sources.target("deepspeed_ext/op_builder.py") == "op_builder/loco.py"
     for source in translated_sources.sources():
-        text = translated_sources.translated(source)
+        text = translated_sources.translated(source, formatted=False)
         assert "deepspeed_ext" not in text.replace("deepspeed_ext contributors", ""), source
         assert "DeepSpeed Team" in text.splitlines()[3], source
         if source.endswith(".py"):
