@@ -223,7 +223,7 @@ def plan_a_model(folder: Path, launcher: str, *arguments: str) -> "subprocess.Co
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
 
 
-@pytest.mark.parametrize("launcher", ["none", "deepspeed", *deep("torchrun")])
+@pytest.mark.parametrize("launcher", ["none", *deep("deepspeed", "torchrun")])
 def test_a_model_is_counted_under_each_launcher(tmp_path: Path, launcher: str) -> None:
     where = [*NODES, *LINKS] if launcher == "none" else []  # else the launch's, and measured
     muon = ["--muon", "6"] if launcher == "none" else []
