@@ -46,9 +46,9 @@ def main() -> None:
     if given.timer:
         changed["config"] = {"timers": {"throughput": {"synchronized": True}}}
     ranks.prepare_environment()
-    pool = ranks.RankPool(4)
+    pool = ranks.RankPool()
     try:
-        rows = {name: pool.run(counts, name, zero, changed)[0] for name in given.strategies.split(",")}
+        rows = {name: pool(4).run(counts, name, zero, changed)[0] for name in given.strategies.split(",")}
     finally:
         pool.close()
     kinds = sorted({what for row in rows.values() for what, _ in row})

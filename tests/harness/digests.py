@@ -106,14 +106,14 @@ def main() -> None:
     from tests.harness import digests, ranks  # this module by the name that ranks know it by
 
     ranks.prepare_environment()
-    pools = ranks.RankPools()
+    pool = ranks.RankPool()
     case: tuple[Any, ...] = (digests.digest_case,)
     if sys.argv[1:]:
         case = (digests.resumed_case, sys.argv[2], sys.argv[1] == "resume")
     try:
-        found = pools(4).run(*case)
+        found = pool(4).run(*case)
     finally:
-        pools.close()
+        pool.close()
     print(json.dumps(found))
 
 

@@ -7,7 +7,6 @@ import copy
 import faulthandler
 import functools
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,6 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,10 +96,9 @@ class Finished(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank stands: all that it needs to meet the others."""
+    """Where a rank stands: what it needs to meet the others."""
 
     rank: int
-    world_size: int
     port: int
     workdir: Path
 
@@ -192,14 +191,14 @@ def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) ->
     _enter(place, log, stacks)
     record = recorder.of_this_process()
     state = _ProcessState()
-    for case in itertools.count():
+    while True:
         try:
-            payload = conn.recv_bytes()
+            case, world_size, payload = pickle.loads(conn.recv_bytes())
         except EOFError:
             return
         sys.stdout.flush()
         os.ftruncate(sys.stdout.fileno(), 0)  # the log tells of one case only
-        conn.send_bytes(_answer(payload, lambda case=case: _begin_case(place, state, case), record))
+        conn.send_bytes(_answer(payload, partial(_begin_case, place, state, case, world_size), record))
 
 
 def _enter(place: Place, log: Path, stacks: Path) -> None:
@@ -213,16 +212,8 @@ def _enter(place: Place, log: Path, stacks: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent decides
     threading.Thread(target=_die_with_parent, name="die_with_parent", daemon=True).start()
     warnings.simplefilter("ignore", FutureWarning)  # torch's deprecations of what DeepSpeed calls
-    size = str(place.world_size)
-    os.environ.update(
-        RANK=str(place.rank),
-        LOCAL_RANK=str(place.rank),
-        WORLD_SIZE=size,
-        LOCAL_WORLD_SIZE=size,
-        LOCAL_SIZE=size,
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(place.port),
-    )
+    rank = str(place.rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
     _configure_libraries()
 
 
@@ -245,12 +236,14 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _begin_case(place: Place, state: _ProcessState, case: int) -> None:
-    """Forget the last case, and meet the other ranks in a process group of this case's own."""
+def _begin_case(place: Place, state: _ProcessState, case: int, world_size: int) -> None:
+    """Forget the last case, and meet the other ranks of this one in a process group of its own."""
     import deepspeed
     import torch
 
     state.restore()
+    size = str(world_size)
+    os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, LOCAL_SIZE=size)
     random.seed(0)
     torch.manual_seed(0)
     deepspeed.init_distributed(
@@ -258,7 +251,7 @@ def _begin_case(place: Place, state: _ProcessState, case: int) -> None:
         timeout=_GROUP_TIMEOUT,
         init_method=f"file://{place.workdir}/case{case}",
         rank=place.rank,
-        world_size=place.world_size,
+        world_size=world_size,
     )
 
 

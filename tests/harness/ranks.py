@@ -4,7 +4,8 @@
 
 Note [How a case runs]
     Starting a rank means importing torch and DeepSpeed, seconds each time. A ``RankPool`` therefore forks its ranks
-    from a server that has imported them once, and keeps them: each case sends the ranks one function, by reference.
+    from a server that has imported them once, and keeps them: each case sends the ranks one function, by reference,
+    and a case of fewer ranks runs on the first ones.
     What takes long to import and few cases need has a server of its own (``preload``).
     Cases stay independent, because before every case a rank puts back what DeepSpeed keeps in globals and makes a new
     process group: no group, count or half-done collective of the last case is left. That is also why one rank may
@@ -28,7 +29,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing import connection, forkserver
@@ -105,19 +105,17 @@ class _Rank:
         return "\n".join(threads[-1].splitlines()[:_TAIL_LINES]) or "(no stack: the rank was still starting)"
 
 
-class RankPool:
-    """``world_size`` rank processes, started at first use, that run functions together over gloo.
+class Ranks:
+    """The first ranks of a pool, that run functions together over gloo.
 
     Args:
-        world_size: number of ranks.
-        preload: modules that ranks find imported, beside DeepSpeed.
+        pool: where their processes are.
+        world_size: how many.
     """
 
-    def __init__(self, world_size: int, preload: tuple[str, ...] = ()) -> None:
+    def __init__(self, pool: "RankPool", world_size: int) -> None:
         self.world_size = world_size
-        self._preload = preload
-        self._ranks: list[_Rank] = []
-        self._workdir: Path | None = None
+        self._pool = pool
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank and return the results in rank order.
@@ -144,58 +142,28 @@ class RankPool:
         """
         return self._call(_case(fn, args, kwargs), Raised, timeout)
 
-    def close(self) -> None:
-        """Kill the ranks. They hold nothing worth a clean shutdown, and may hang in a collective."""
-        for rank in self._ranks:
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.join()
-            rank.conn.close()
-        self._ranks = []
-        if self._workdir is not None:
-            shutil.rmtree(self._workdir, ignore_errors=True)
-            self._workdir = None
-
     def _call(self, payload: bytes, wanted: type, timeout: float) -> list[Any]:
         try:
-            if not self._ranks:
-                self._start()
-            answers = self._exchange(payload, wanted, timeout)
-            self._check(answers, wanted, timeout)
+            ranks = self._pool.first(self.world_size)
+            case = pickle.dumps((self._pool.number_of_case(), self.world_size, payload))
+            answers = self._exchange(ranks, case, wanted, timeout)
+            self._check(ranks, answers, wanted, timeout)
         except BaseException:  # the guard of a test or Ctrl-C too: nobody knows what the ranks are doing now
-            self.close()
+            self._pool.close()
             raise
-        self._echo_logs()
+        for tail in _tails(ranks):  # pytest shows it if the case fails afterwards
+            print(tail)
         return [answers[rank] for rank in range(self.world_size)]
 
-    def _start(self) -> None:
-        server = fork_server(self._preload)
-        self._workdir = Path(tempfile.mkdtemp(prefix="ranks-"))
-        port = _free_port()
-        context = multiprocessing.get_context("forkserver")
-        for rank in range(self.world_size):
-            log, stacks = self._workdir / f"rank{rank}.log", self._workdir / f"rank{rank}.stacks"
-            log.touch()
-            stacks.touch()
-            conn, remote = context.Pipe()
-            place = Place(rank, self.world_size, port, self._workdir)
-            args = (remote, place, log, stacks)
-            process = context.Process(target=serve, args=args, name=f"rank{rank}", daemon=True)
-            # multiprocessing knows one server only; this is where it asks that one to fork.
-            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
-                process.start()
-            remote.close()
-            self._ranks.append(_Rank(process, conn, log, stacks))
-
-    def _exchange(self, payload: bytes, wanted: type, timeout: float) -> dict[int, _Answer]:
+    def _exchange(self, ranks: list[_Rank], payload: bytes, wanted: type, timeout: float) -> dict[int, _Answer]:
         """Send the case and collect the answers, in order of arrival, until all are in or the time is up."""
-        for rank in self._ranks:
+        for rank in ranks:
             with contextlib.suppress(ConnectionError):  # it died between two cases: found below
                 rank.conn.send_bytes(payload)
         answers: dict[int, _Answer] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < self.world_size:
-            pending = {rank: self._ranks[rank] for rank in range(self.world_size) if rank not in answers}
+            pending = {rank: ranks[rank] for rank in range(self.world_size) if rank not in answers}
             handles = [handle for rank in pending.values() for handle in (rank.conn, rank.process.sentinel)]
             ready = connection.wait(handles, max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -209,13 +177,13 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + _GRACE)
         return answers
 
-    def _check(self, answers: dict[int, _Answer], wanted: type, timeout: float) -> None:
+    def _check(self, ranks: list[_Rank], answers: dict[int, _Answer], wanted: type, timeout: float) -> None:
         if not _all_are(wanted, answers.values()):
-            raise RankError(self._describe_failure(answers, wanted))
+            raise RankError(self._describe_failure(ranks, answers, wanted))
         if len(answers) < self.world_size:
-            raise RankTimeout(self._describe_timeout(answers, timeout))
+            raise RankTimeout(self._describe_timeout(ranks, answers, timeout))
 
-    def _describe_failure(self, answers: dict[int, _Answer], wanted: type) -> str:
+    def _describe_failure(self, ranks: list[_Rank], answers: dict[int, _Answer], wanted: type) -> str:
         bad = [rank for rank, answer in answers.items() if not isinstance(answer, wanted)]
         # Peers of a dead rank fail too, a moment later or earlier: the death is the cause.
         first = next((rank for rank in bad if isinstance(answers[rank], _Died)), bad[0])
@@ -224,53 +192,86 @@ class RankPool:
         answer = answers[first]
         if isinstance(answer, Raised):
             lines += [f"--- rank {first}: traceback ---", answer.traceback.rstrip()]
-        return "\n".join(lines + self._tails([first]))
+        return "\n".join(lines + _tails(ranks, [first]))
 
-    def _describe_timeout(self, answers: dict[int, _Answer], timeout: float) -> str:
+    def _describe_timeout(self, ranks: list[_Rank], answers: dict[int, _Answer], timeout: float) -> str:
         running = [rank for rank in range(self.world_size) if rank not in answers]
         for rank in running:
-            self._ranks[rank].dump_stacks()
+            ranks[rank].dump_stacks()
         time.sleep(0.5)
         lines = [f"rank(s) {', '.join(map(str, running))} of {self.world_size} still running after {timeout:g} s"]
         lines.append(self._states(answers))
         for rank in running:
-            lines += [f"--- rank {rank}: main thread ---", self._ranks[rank].main_stack()]
-        return "\n".join(lines + self._tails(running))
+            lines += [f"--- rank {rank}: main thread ---", ranks[rank].main_stack()]
+        return "\n".join(lines + _tails(ranks, running))
 
     def _states(self, answers: dict[int, _Answer], without: int | None = None) -> str:
         states = {rank: str(answers.get(rank, "still running")) for rank in range(self.world_size) if rank != without}
         return "\n".join(f"  rank {rank}: {state}" for rank, state in states.items())
 
-    def _tails(self, ranks: Iterable[int]) -> list[str]:
-        tails = {rank: self._ranks[rank].tail() for rank in ranks}
-        return [f"--- rank {rank}: last lines of its output ---\n{tail}" for rank, tail in tails.items() if tail]
 
-    def _echo_logs(self) -> None:
-        """Hand the ranks' output to pytest, which shows it if the case fails afterwards."""
-        for tail in self._tails(range(self.world_size)):
-            print(tail)
+class RankPool:
+    """Processes that all cases share: as many as the largest one has asked for, started when they are first needed.
 
+    Args:
+        preload: modules that ranks find imported, beside DeepSpeed.
+    """
 
-class RankPools:
-    """One pool per world size, and few of them: each rank holds memory, and threads and sockets of its groups."""
-
-    def __init__(self, limit: int = 2, preload: tuple[str, ...] = ()) -> None:
-        self._limit = limit
+    def __init__(self, preload: tuple[str, ...] = ()) -> None:
         self._preload = preload
-        self._pools: OrderedDict[int, RankPool] = OrderedDict()
+        self._ranks: list[_Rank] = []
+        self._cases = 0
+        self._workdir: Path | None = None
+        self._port = 0
 
-    def __call__(self, world_size: int) -> RankPool:
-        """The pool of this world size; the pool that was not used for longest makes room."""
-        pool = self._pools.pop(world_size, None) or RankPool(world_size, self._preload)
-        self._pools[world_size] = pool
-        while len(self._pools) > self._limit:
-            self._pools.popitem(last=False)[1].close()
-        return pool
+    def __call__(self, world_size: int) -> Ranks:
+        """Return so many ranks; others that there are take no part in their cases."""
+        return Ranks(self, world_size)
+
+    def first(self, world_size: int) -> list[_Rank]:
+        """Return the first ranks, and start those that are missing."""
+        if self._workdir is None:
+            self._workdir, self._port = Path(tempfile.mkdtemp(prefix="ranks-")), _free_port()
+        while len(self._ranks) < world_size:
+            self._ranks.append(self._start(Place(len(self._ranks), self._port, self._workdir)))
+        return self._ranks[:world_size]
+
+    def number_of_case(self) -> int:
+        """Return a number that no other case has: ranks meet by it, of which some have seen fewer cases."""
+        self._cases += 1
+        return self._cases
 
     def close(self) -> None:
-        """Kill the ranks of all pools."""
-        while self._pools:
-            self._pools.popitem()[1].close()
+        """Kill the ranks. They hold nothing worth a clean shutdown, and may hang in a collective."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.conn.close()
+        self._ranks = []
+        if self._workdir is not None:
+            shutil.rmtree(self._workdir, ignore_errors=True)
+            self._workdir = None
+
+    def _start(self, place: Place) -> _Rank:
+        log, stacks = place.workdir / f"rank{place.rank}.log", place.workdir / f"rank{place.rank}.stacks"
+        log.touch()
+        stacks.touch()
+        context = multiprocessing.get_context("forkserver")
+        conn, remote = context.Pipe()
+        process = context.Process(target=serve, args=(remote, place, log, stacks), name=log.stem, daemon=True)
+        server = fork_server(self._preload)
+        # multiprocessing knows one server only; this is where it asks that one to fork.
+        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            process.start()
+        remote.close()
+        return _Rank(process, conn, log, stacks)
+
+
+def _tails(ranks: list[_Rank], numbers: Iterable[int] | None = None) -> list[str]:
+    """What the ranks with these numbers, or all, have written last."""
+    tails = {rank: ranks[rank].tail() for rank in (range(len(ranks)) if numbers is None else numbers)}
+    return [f"--- rank {rank}: last lines of its output ---\n{tail}" for rank, tail in tails.items() if tail]
 
 
 def _case(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

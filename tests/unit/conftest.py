@@ -40,11 +40,11 @@ def _build_locks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[rank_pools.RankPools]:
+def ranks() -> Iterator[rank_pools.RankPool]:
     """Rank processes: ``ranks(4).run(fn, ...)`` runs the module-level function ``fn`` on four ranks."""
-    pools = rank_pools.RankPools()
-    yield pools
-    pools.close()
+    pool = rank_pools.RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -35,16 +35,16 @@ def main() -> None:
     if not arguments.minutes and not arguments.cases and not arguments.case:
         parser.error("--minutes, --cases or --case says how much to run")
     ranks.prepare_environment()
-    pools = ranks.RankPools(limit=6)
+    pool = ranks.RankPool()
     try:
-        pools(1).run(in_ranks.build_kernels, timeout=900.0)
+        pool(1).run(in_ranks.build_kernels, timeout=900.0)
         if arguments.case:
-            problems = campaign.problems_of(pools, campaign.parse(arguments.case))
+            problems = campaign.problems_of(pool, campaign.parse(arguments.case))
             print("\n".join(problems) or "as it must be")
             sys.exit(bool(problems))
         deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
         found = campaign.Campaign(
-            pools,
+            pool,
             arguments.seed,
             tuple(arguments.worlds),
             0.0 if arguments.first else arguments.shrink,
@@ -53,7 +53,7 @@ def main() -> None:
         )
         found.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
     finally:
-        pools.close()
+        pool.close()
     print(found.report())
     sys.exit(bool(found.failures))
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.campaigns.fuzz import cases, contradictions, in_ranks, kinds
 from tests.campaigns.fuzz.cases import FOUND, ORACLE, Case, PipeCase
 from tests.campaigns.fuzz.contradictions import Contradiction
-from tests.harness.ranks import RankError, RankPools, RankTimeout
+from tests.harness.ranks import RankError, RankPool, RankTimeout
 
 CONTRADICTION = "contradiction"
 KINDS = (*kinds.KINDS, CONTRADICTION)
@@ -47,17 +47,17 @@ def parse(text: str) -> Any:
 _NAMES = {kind.__name__: kind for kind in (Case, PipeCase, cases.Block, cases.Step, cases.Event, Contradiction)}
 
 
-def problems_of(pools: RankPools, case: Any, happened: Counter[str] | None = None) -> list[str]:
+def problems_of(pool: RankPool, case: Any, happened: Counter[str] | None = None) -> list[str]:
     """Run a case, a pipeline or a contradiction; what is wrong with it, each once."""
     if isinstance(case, Contradiction):
-        problems = _problems_of_refusal(pools, case)
+        problems = _problems_of_refusal(pool, case)
         if happened is not None and not problems:
             happened[f"refused: {case.name}"] += 1
         return problems
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
             limit = TIMEOUT * max(1.0, case.world / 4)
-            verdicts = pools(case.world).run(in_ranks.judged, case, timeout=limit)
+            verdicts = pool(case.world).run(in_ranks.judged, case, timeout=limit)
     except (RankTimeout, RankError) as error:
         what = "hang" if isinstance(error, RankTimeout) else "error"
         if FOUND in str(error):
@@ -72,11 +72,11 @@ def problems_of(pools: RankPools, case: Any, happened: Counter[str] | None = Non
     return list(dict.fromkeys(problem for found, _ in verdicts for problem in found))
 
 
-def _problems_of_refusal(pools: RankPools, given: Contradiction) -> list[str]:
+def _problems_of_refusal(pool: RankPool, given: Contradiction) -> list[str]:
     """Run it; what is wrong with how it is refused."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
-            answers = pools(given.world).run(in_ranks.refused, given, timeout=REFUSAL_TIMEOUT)
+            answers = pool(given.world).run(in_ranks.refused, given, timeout=REFUSAL_TIMEOUT)
     except (RankTimeout, RankError) as error:
         return [f"{type(error).__name__}: {str(error)[:1500]}"]
     kind, message, communicated = answers[0]
@@ -121,7 +121,7 @@ class Campaign:
     """A run of the fuzzer.
 
     Args:
-        pools: of ranks.
+        pool: of ranks.
         seed: of what is drawn.
         worlds: numbers of ranks to draw from.
         shrinking: seconds that shrinking a case may take.
@@ -137,7 +137,7 @@ class Campaign:
 
     def __init__(
         self,
-        pools: RankPools,
+        pool: RankPool,
         seed: int,
         worlds: tuple[int, ...],
         shrinking: float,
@@ -146,7 +146,7 @@ class Campaign:
     ) -> None:
         self.counts, self.happened, self.again = Counter[tuple[str, int]](), Counter[str](), Counter[str]()
         self.failures: dict[str, Failure] = {}
-        self._pools, self._seed, self._worlds, self._shrinking = pools, seed, worlds, shrinking
+        self._pool, self._seed, self._worlds, self._shrinking = pool, seed, worlds, shrinking
         self._batch, self._first = batch, first
         self._deadline = float("inf")
 
@@ -174,7 +174,7 @@ class Campaign:
                 return
             if now > self._deadline or (shrinking_since and now > shrinking_since[0] + self._shrinking):
                 return
-            problems = problems_of(self._pools, case, self.happened)
+            problems = problems_of(self._pool, case, self.happened)
             if not shrinking_since:
                 self.counts[kind, case.world] += 1
             if not problems:

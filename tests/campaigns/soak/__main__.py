@@ -75,13 +75,13 @@ def main() -> None:
     if arguments.steps < 20 * ANEW * len(RUNS):
         print(f"with less than {20 * ANEW * len(RUNS):,} steps the halves have few samples", flush=True)
     ranks.prepare_environment()
-    pools, wrong = ranks.RankPools(), []
+    pool, wrong = ranks.RankPool(), []
     print(f"{'':<36}{'engines':>8}{'tensors, kB':>16}{'resident, MB':>16}{'threads':>12}{'files':>12}{'groups':>12}")
     try:
         for name, case in RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
                 steps = arguments.steps // len(RUNS)
-                soaked = pools(4).run(in_ranks.soaked, case, steps, ANEW, arguments.seed, timeout=3600.0)
+                soaked = pool(4).run(in_ranks.soaked, case, steps, ANEW, arguments.seed, timeout=3600.0)
             worst = [
                 Sample(*map(max, zip(*at, strict=True))) for at in zip(*(one.samples for one in soaked), strict=True)
             ]
@@ -96,7 +96,7 @@ def main() -> None:
                 found.append("losses are not finite, or replicas differ")
             wrong += [f"{name}: {what}" for what in found]
     finally:
-        pools.close()
+        pool.close()
     print("\n".join(wrong) or "nothing grows")
     sys.exit(bool(wrong))
 

@@ -46,8 +46,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Wait for the fork server, so that its imports are not among the seconds of the first test."""
     needed = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not session.config.getoption("collectonly"):
-        pool = RankPool(1)
-        pool.run(os.getpid)
+        pool = RankPool()
+        pool(1).run(os.getpid)
         pool.close()
 
 

@@ -44,8 +44,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def frameworks() -> Iterator[rank_pools.RankPools]:
+def frameworks() -> Iterator[rank_pools.RankPool]:
     """``frameworks(4).run(fn, ...)``: as ``ranks``, but the ranks are forked with the frameworks imported."""
-    pools = rank_pools.RankPools(limit=1, preload=_FRAMEWORKS)
-    yield pools
-    pools.close()
+    pool = rank_pools.RankPool(preload=_FRAMEWORKS)
+    yield pool
+    pool.close()

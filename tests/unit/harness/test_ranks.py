@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.ranks import RankError, RankPools, RankTimeout, remove_stale_build_locks
+from tests.harness.ranks import RankError, RankPool, RankTimeout, remove_stale_build_locks
 
 # ---- what the ranks run
 
@@ -29,6 +29,10 @@ def _sum_of_ranks() -> float:
     value = torch.tensor(float(torch.distributed.get_rank()))
     torch.distributed.all_reduce(value)
     return value.item()
+
+
+def _sizes() -> str:
+    return os.environ["WORLD_SIZE"]
 
 
 def _pid() -> int:
@@ -142,11 +146,11 @@ def _threads_of_fork_server() -> int:
 # ---- the tests
 
 
-def test_results_come_in_rank_order(ranks: RankPools) -> None:
+def test_results_come_in_rank_order(ranks: RankPool) -> None:
     assert ranks(4).run(_identity, 10, scale=2) == [(10, 4, "0"), (12, 4, "1"), (14, 4, "2"), (16, 4, "3")]
 
 
-def test_later_cases_run_in_the_same_processes(ranks: RankPools) -> None:
+def test_later_cases_run_in_the_same_processes(ranks: RankPool) -> None:
     """Which makes them cheap: nothing is started or imported again."""
     pool = ranks(4)
     first = pool.run(os.getpid)
@@ -154,18 +158,18 @@ def test_later_cases_run_in_the_same_processes(ranks: RankPools) -> None:
     assert pool.run(os.getpid) == first and len(set(first)) == 4
 
 
-def test_fork_server_has_one_thread(ranks: RankPools) -> None:
+def test_fork_server_has_one_thread(ranks: RankPool) -> None:
     """Forking a process with threads can leave locks taken forever."""
     assert ranks(4).run(_threads_of_fork_server) == [1] * 4
 
 
-def test_stock_zero2_trains_twice_alike(ranks: RankPools) -> None:
+def test_stock_zero2_trains_twice_alike(ranks: RankPool) -> None:
     first = ranks(4).run(_train, 2)
     assert first == ranks(4).run(_train, 2)
     assert all(losses[1] < losses[0] for losses in first)
 
 
-def test_error_is_reported_and_the_next_case_runs(ranks: RankPools) -> None:
+def test_error_is_reported_and_the_next_case_runs(ranks: RankPool) -> None:
     pool = ranks(2)
     with pytest.raises(RankError, match=r"rank 1 of 2 raised ValueError: boom\n  rank 0: still running") as caught:
         pool.run(_raise_on, 1)
@@ -177,7 +181,7 @@ def test_error_is_reported_and_the_next_case_runs(ranks: RankPools) -> None:
 @pytest.mark.parametrize(
     ("fn", "args", "place"), [(_miss_the_barrier, (), "in _miss_the_barrier"), (_sleep, (60.0,), "in _sleep")]
 )
-def test_hang_is_cut_and_located(ranks: RankPools, fn: Any, args: tuple[Any, ...], place: str) -> None:
+def test_hang_is_cut_and_located(ranks: RankPool, fn: Any, args: tuple[Any, ...], place: str) -> None:
     pool = ranks(2)
     pool.run(_pid)
     start = time.monotonic()
@@ -188,7 +192,7 @@ def test_hang_is_cut_and_located(ranks: RankPools, fn: Any, args: tuple[Any, ...
     assert pool.run(_sum_of_ranks) == [1.0] * 2
 
 
-def test_death_is_noticed_at_once(ranks: RankPools) -> None:
+def test_death_is_noticed_at_once(ranks: RankPool) -> None:
     pool = ranks(2)
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0 of 2 died \(killed by SIGKILL\)"):
@@ -197,7 +201,7 @@ def test_death_is_noticed_at_once(ranks: RankPools) -> None:
     assert pool.run(_sum_of_ranks) == [1.0] * 2
 
 
-def test_expected_errors_keep_the_ranks(ranks: RankPools) -> None:
+def test_expected_errors_keep_the_ranks(ranks: RankPool) -> None:
     pool = ranks(2)
     pids = pool.run(_pid)
     errors = pool.run_expect_error(_refuse)
@@ -208,19 +212,19 @@ def test_expected_errors_keep_the_ranks(ranks: RankPools) -> None:
     assert pool.run(_pid) == pids
 
 
-def test_missing_error_is_an_error(ranks: RankPools) -> None:
+def test_missing_error_is_an_error(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank \d of 2 finished, but every rank was expected to raise"):
         ranks(2).run_expect_error(_pid)
 
 
-def test_cases_share_no_state(ranks: RankPools) -> None:
+def test_cases_share_no_state(ranks: RankPool) -> None:
     pool = ranks(2)
     before = pool.run(_global_state)
     pool.run(_pollute)
     assert pool.run(_global_state) == before
 
 
-def test_function_without_a_name_is_refused(ranks: RankPools) -> None:
+def test_function_without_a_name_is_refused(ranks: RankPool) -> None:
     pool = ranks(2)
     pids = pool.run(_pid)
     with pytest.raises(Exception, match="pickle"):
@@ -228,13 +232,13 @@ def test_function_without_a_name_is_refused(ranks: RankPools) -> None:
     assert pool.run(_pid) == pids
 
 
-def test_least_recently_used_pool_makes_room() -> None:
-    pools = RankPools(limit=2)
-    one, two = pools(1), pools(2)
-    assert pools(1) is one
-    pools(3)
-    assert pools(1) is one
-    assert pools(2) is not two
+def test_a_case_of_fewer_ranks_runs_on_the_first_ones(ranks: RankPool) -> None:
+    """Also where others have been started later, or have seen fewer cases."""
+    two = ranks(2).run(_pid)
+    four = ranks(4).run(_pid)
+    assert four[:2] == two == ranks(2).run(_pid)
+    assert ranks(3).run(_identity, 0) == [(rank, 3, str(rank)) for rank in range(3)]
+    assert ranks(3).run(_sizes) == ["3"] * 3 and ranks(4).run(_sizes) == ["4"] * 4
 
 
 def test_build_locks_of_the_dead_are_removed(tmp_path: Path) -> None:
