@@ -41,9 +41,12 @@ class LocoBuilder(CUDAOpBuilder):
         return [str(source_folder())]
 
     def cxx_args(self) -> list[str]:
-        """Return DeepSpeed's, with the stable ABI of torch and exact arithmetic."""
+        """Return DeepSpeed's, with the stable ABI of torch and exact arithmetic.
+
+        Without symbols for a debugger, which take a quarter of the time to compile.
+        """
         cuda = [] if self.build_for_cpu else ["-DUSE_CUDA"]
-        return [*super().cxx_args(), _STABLE_ABI, *_EXACT, *cuda]
+        return [*(arg for arg in super().cxx_args() if arg != "-g"), _STABLE_ABI, *_EXACT, *cuda]
 
     def nvcc_args(self) -> list[str]:
         """Return DeepSpeed's, with exact arithmetic."""
