@@ -95,7 +95,8 @@ def unpack(version: str, tree: Path) -> Path:
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent) as folder, tarfile.open(archive) as content:
-        content.extractall(folder, filter="data")
+        # Of Python before 3.10.12 and 3.11.4 it knows no filters; the archive is the one whose hash BASE has.
+        content.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
         (Path(folder) / f"deepspeed-{version}").rename(tree)
     for name, link in _LINKS.items():
         copy = tree / "deepspeed" / name

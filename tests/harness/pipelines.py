@@ -336,6 +336,7 @@ def compare_pipelines(
         name: train_whole(pipe, replicas) if name == "torch" else train_pipeline(pipe, {"stage": 1})
         for name in oracles
     }
+    assert {one.kind for one in references.values()}.isdisjoint(("Stage12Optimizer", "Stage3Optimizer")), "ours"
     rows = []
     for name in strategies:
         keys = {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": group}

@@ -43,6 +43,14 @@ PUBLISHED: dict[str, tuple[int, Callable[[int], int], Callable[[int], int]]] = {
 }
 
 
+def test_the_package_has_its_names_and_no_others() -> None:
+    import deepspeed_ext
+
+    assert deepspeed_ext.STRATEGIES is STRATEGIES and deepspeed_ext.Placement is Placement
+    with pytest.raises(AttributeError, match="module 'deepspeed_ext' has no attribute 'nothing'"):
+        _ = deepspeed_ext.nothing
+
+
 def test_the_fourteen() -> None:
     assert list(STRATEGIES) == list(PUBLISHED)
     assert {name: row.stage for name, row in STRATEGIES.items()} == {n: row[0] for n, row in PUBLISHED.items()}

@@ -8,7 +8,7 @@
 A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
 kernel for the CPU. Each is made in a copy of the repository, where the tests then run that ran its line when they were
 recorded, the quickest and most specific first, until one fails. Some changes make no difference to any caller; so look
-at what survives. Rows are appended to a file, and what has a row there is not tried again.
+at what survives. Rows are appended to a file, and what has a row there is not tried again unless ``--again``.
 """
 
 import argparse
@@ -113,6 +113,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--most", type=float, default=600.0, help="seconds of tests, as recorded, for each change")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other change is tried")
     parser.add_argument("--at-once", type=int, default=1, help="changes that are tried at a time")
+    parser.add_argument("--again", action="store_true", help="try what has survived, as with more seconds")
     parser.add_argument("--rows", type=Path, default=ROOT / "build" / "mutants.jsonl", help="the file of rows")
     return parser.parse_args()
 
@@ -129,7 +130,8 @@ def main() -> None:
     chosen = choosing.drawn(arguments.number, arguments.seed, rooms)
     end, before = time.monotonic() + 60 * arguments.minutes, known(arguments.rows)
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
-    new = [mutant for mutant in chosen if str(mutant) not in before]
+    over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
+    new = [mutant for mutant in chosen if str(mutant) not in over]
     for mutant, outcome in tried(new, commands, limit, arguments.at_once):
         with arguments.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")

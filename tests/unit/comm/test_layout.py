@@ -11,6 +11,7 @@ from hypothesis import strategies as some
 
 from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
 from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.parameter_bucket import _runs
 from deepspeed_ext.zero.stage12_stripes import stripe_starts
 
 pytestmark = pytest.mark.quick
@@ -35,6 +36,11 @@ def positions(layout: FlatLayout) -> torch.Tensor:
             row, col = divmod(cell, layout.cols)
             found[row, col, stripe.column : stripe.column + len(held)] = held
     return found
+
+
+def test_lists_of_parameters_are_divided_into_runs() -> None:
+    layouts = [FlatLayout(numel, 2, 2) for numel in (40, 60, 40, 60, 50, 50, 50, 70)]
+    assert [(run.first, len(run.pattern), run.times) for run in _runs(layouts, 4)] == [(0, 2, 2), (4, 1, 3), (7, 1, 1)]
 
 
 @given(LAYOUTS)

@@ -96,6 +96,10 @@ def test_every_strategy_passes_with_its_stage_or_without(name: str) -> None:
         assert check_section(section).name == name
 
 
+def test_memory_may_be_less_than_a_gigabyte() -> None:
+    assert check_section({"paro_strategy": "fastest", "paro_memory_gb": 0.5}) is None
+
+
 @pytest.mark.parametrize("section", [{}, {"stage": 2}, None, True, 3])
 def test_sections_without_our_keys_are_not_ours(section: Any) -> None:
     assert our_keys(section) == []

@@ -174,5 +174,6 @@ def test_report_command() -> None:
     assert "deepspeed     0.19.8\n" in done.stdout
     assert "symbols of DeepSpeed (supported >=0.19.8,<0.20, tested 0.19.8)" in done.stdout
     assert "applied      deepspeed.runtime.config.get_zero_config" in done.stdout
+    assert "not imported" not in done.stdout
     assert "groups of 6 data-parallel rank(s): 3 x 2" in done.stdout
     assert "[[0, 2, 4], [1, 3, 5]]" in done.stdout

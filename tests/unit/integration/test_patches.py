@@ -100,16 +100,19 @@ def now():  # functions, out of static methods too
     return [getattr(found, "__func__", found) for *_, found in (p.locate() for p in patches.PATCHES if p.replace)]
 def static():
     return [type(p.locate()[2]) is staticmethod for p in patches.PATCHES if p.replace]
+def copied():  # whether other modules that have imported a symbol have the same
+    every = [(p, name) for p in (*patches.PATCHES, *patches.BESIDE) for name in p.copies]
+    return len(every) > 1 and all(getattr(sys.modules[name], p.locate()[1]) is p.locate()[2] for p, name in every)
 once, kinds = now(), static()
 deepspeed_ext.activate(); deepspeed_ext.activate()
-assert now() == once
+assert now() == once and copied()
 assert all(f.__deepspeed_ext__ and not hasattr(f.__wrapped__, "__deepspeed_ext__") for f in once)
 originals = [f.__wrapped__ for f in once]
 activation.deactivate()
-assert now() == originals and static() == kinds and any(kinds)
+assert now() == originals and static() == kinds and any(kinds) and copied()
 assert activation._hook not in sys.meta_path
 deepspeed_ext.activate()
-assert all(f.__deepspeed_ext__ for f in now()) and static() == kinds
+assert all(f.__deepspeed_ext__ for f in now()) and static() == kinds and copied()
 """
     )
 
@@ -198,6 +201,7 @@ for name, code in {pieces!r}.items():
 ACTIVATE = "import deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
 USE = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))\n"
 PATCHED = "print([p.gate for p, state in patcher.status() if state == 'applied'])\n"
+REPORT = "from deepspeed_ext.__main__ import report_patches\nreport_patches()\n"
 DO_NOT = "print(int(ds_config.DeepSpeedConfig(section(stage=2)).zero_config.stage))\n"
 
 
@@ -210,6 +214,7 @@ def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used() -> None:
             pieces[f"{fault}, unused"] = breakage + ACTIVATE + DO_NOT
         if fault in ("version", "part"):
             pieces[f"{fault}, patched"] = breakage + ACTIVATE + PATCHED
+            pieces[f"{fault}, reported"] = breakage + ACTIVATE + REPORT
     out = dict(part.split("\n", 1) for part in run(IN_FORKS.format(pieces=pieces), "import sys").split("> ")[1:])
     for fault, (_, message) in BROKEN.items():
         assert out[fault].startswith("raised RuntimeError"), fault
@@ -217,3 +222,5 @@ def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used() -> None:
             assert part in out[fault], fault
         assert fault.startswith("gate") or out[f"{fault}, unused"] == "2\n", fault
         assert out.get(f"{fault}, patched", "[True, True, True]\n") == "[True, True, True]\n", fault
+        refused = f"not known, and our keys are refused: {message}"
+        assert refused in out.get(f"{fault}, reported", refused), fault

@@ -282,3 +282,24 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(ends) == len(refused) + 1, out.stderr
     for (_, message), said in zip(refused, ends, strict=False):
         assert message in said, out.stderr
+
+
+@pytest.mark.parametrize(
+    "live, expected",
+    [
+        ((10**9, 0, 0, 0), 20),  # what is used
+        ((10**9, 5, 0, 0), 20 + 5 + 20),  # a module that begins within the prefetch
+        ((6, 50, 0, 0), 20 + 6 + 20),
+        ((10**9, 0, 7, 0), 20 + 7 + 20),
+        ((10**9, 0, 0, 4), 20 + 4 * 4),  # biases persist
+        ((10**9, 50, 50, 4), 80),  # all there is
+    ],
+)
+def test_what_is_live_at_a_time_is_predicted(live: tuple[int, int, int, int], expected: int) -> None:
+    from torch import nn
+
+    from deepspeed_ext.leaf import modules, report
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    found = [modules.Found(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
+    assert report.predicted_live(found, model, report.Live(*live)) == expected

@@ -19,8 +19,8 @@ from deepspeed_ext import build_lock
 
 TINY = """
 #include <Python.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "loco"};
-PyMODINIT_FUNC PyInit_loco(void) { return PyModule_Create(&module); }
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny"};
+PyMODINIT_FUNC PyInit_tiny(void) { return PyModule_Create(&module); }
 """
 FORKED = multiprocessing.get_context("fork")
 
@@ -52,11 +52,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_ranks_build_where_a_build_was_killed(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "tiny.cpp").write_text(TINY)
-    assert in_child(lambda: killed_while_it_builds(tmp_path / "loco")) == -signal.SIGKILL
+    assert in_child(lambda: killed_while_it_builds(tmp_path / "tiny")) == -signal.SIGKILL
     answers = ranks(2).run(real_build_case, str(tmp_path), timeout=60)
     assert sorted(removed for removed, _ in answers) == [False, True]
-    assert all(file == f"{tmp_path}/loco/loco.so" for _, file in answers)
-    assert not (tmp_path / "loco" / "lock").exists()
+    assert all(file == f"{tmp_path}/tiny/tiny.so" for _, file in answers)
+    assert not (tmp_path / "tiny" / "lock").exists()
 
 
 def real_build_case(root: str) -> tuple[bool, str]:
@@ -64,6 +64,8 @@ def real_build_case(root: str) -> tuple[bool, str]:
     from deepspeed_ext.op_builder import LocoBuilder
 
     class Tiny(LocoBuilder):
+        NAME = "tiny"  # of one name torch knows one extension in a process
+
         def sources(self) -> list[str]:
             return [f"{root}/tiny.cpp"]
 
@@ -74,7 +76,7 @@ def real_build_case(root: str) -> tuple[bool, str]:
         file = Tiny().load(verbose=False).__file__
     finally:
         del build_lock.logger.warning
-    return any(f"removed {root}/loco/lock" in message for message in messages), file
+    return any(f"removed {root}/tiny/lock" in message for message in messages), file
 
 
 def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:

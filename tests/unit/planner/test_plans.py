@@ -4,11 +4,14 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Experts, Model, predict
@@ -197,6 +200,13 @@ def test_what_is_held_elsewhere_or_kept_between() -> None:
     assert kept.transient - plain.transient == pytest.approx(2e9)
     whole = predict(STRATEGIES["NIG"], CLUSTER, replace(MODEL, regathered=False), RATES)
     assert whole == predict(STRATEGIES["NIG"], CLUSTER, MODEL, RATES)
+
+
+def test_a_rate_is_that_of_what_a_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From each of the others: a hop of three ranks, at a gigabyte a second."""
+    monkeypatch.setattr(probe, "_runner", lambda hop, share, dtype: lambda: (hop.size - 1) * share * dtype.itemsize)
+    monkeypatch.setattr(probe, "_seconds", lambda run: run() / 1e9)
+    assert probe._rate(SimpleNamespace(size=3), torch.float32).bandwidth == pytest.approx(1e9)  # type: ignore[arg-type]
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:

@@ -163,6 +163,13 @@ def test_matrices_are_orthogonalized_while_others_travel(
     assert found.busy["between"] - without.busy["between"] == pytest.approx(exchanged)
 
 
+def test_an_exchange_starts_two_messages_a_round() -> None:
+    """To owners and back."""
+    slow = Rates(*(HopRates(Rate(0.0, 1e15), Rate(0.5, 1e15)) for _ in range(2)), memory=1e13)
+    with_muon, without = (predict(STRATEGIES["IIG"], CLUSTER, model, slow) for model in (MUON, MODEL))
+    assert with_muon.busy["between"] - without.busy["between"] == pytest.approx(2 * 8 * 0.5, abs=1e-3)
+
+
 def test_a_host_exchanges_inside_groups_with_the_cores_that_orthogonalize() -> None:
     host, rates = replace(MUON, streams=False, orthogonalizing=2 * 4.0), links(0.8, within=0.4)
     without = predict(STRATEGIES["III"], CLUSTER, replace(MODEL, streams=False), rates).total_seconds
