@@ -89,14 +89,23 @@ def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) 
     return run(["git", "-C", str(tree), *arguments], env=environment, **kwargs)
 
 
+def _extract(content: tarfile.TarFile, folder: str) -> None:
+    """Extract all of an archive whose hash is known, for whoever runs this."""
+    if hasattr(tarfile, "data_filter"):
+        content.extractall(folder, filter="data")
+        return
+    for member in content:  # Python before 3.10.12 and 3.11.4 has no filters, and would give root's files away
+        member.uid, member.gid, member.uname, member.gname = os.getuid(), os.getgid(), "", ""
+    content.extractall(folder)
+
+
 def unpack(version: str, tree: Path) -> Path:
     """Make a fresh tree of a version, as a git repository with one commit, tagged ``base``."""
     archive = fetch(version)
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent) as folder, tarfile.open(archive) as content:
-        # Of Python before 3.10.12 and 3.11.4 it knows no filters; the archive is the one whose hash BASE has.
-        content.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        _extract(content, folder)
         (Path(folder) / f"deepspeed-{version}").rename(tree)
     for name, link in _LINKS.items():
         copy = tree / "deepspeed" / name

@@ -41,20 +41,29 @@ def tests_of(recording: selection.Recording, most: float, collected: Set[str]) -
     """What runs the tests of a change, as many as fit into so many seconds as recorded.
 
     Args:
-        recording: which may know tests that are gone.
+        recording: which may know tests that are gone; others of the same function stand in for them, and come last.
         most: seconds.
         collected: the tests that there are.
     """
     of_now = {test for test in collected if not test.startswith(_NO_TESTS)}
+    unrecorded: defaultdict[str, list[str]] = defaultdict(list)
+    for test in sorted(of_now - recording.tests.keys()):
+        unrecorded[_function(test)].append(test)
 
     def commands(mutant: Mutant) -> list[list[str]]:
         touched = changed.concerned(recording, {mutant.path.as_posix(): [mutant.line]})
+        gone = set[str]().union(*touched.values()) - of_now
         touched = {place: tests & of_now for place, tests in touched.items()}
         chosen = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
+        chosen += [test for function in sorted(set(map(_function, gone))) for test in unrecorded[function]]
         parts = [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]
         return [[*running.TESTS, *part] for part in parts]
 
     return commands
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
 
 
 def fuzzer(minutes: float) -> Commands:

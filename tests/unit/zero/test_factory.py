@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said and refused when the engine makes an optimizer of ours."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.strategy import STRATEGIES
 from tests.harness.half_frozen import make_engine
 from tests.harness.logs import is_ours, logged
@@ -152,6 +154,14 @@ def test_experts_that_no_strategy_supports(ranks: Any) -> None:
         assert "to a multiple or to a divisor of the expert-parallel size, 2, where" in error.message, error
     for error in ranks(4).run_expect_error(unsupported_case, "moe, Muon", NIG):
         assert "paro_strategy NIG is not supported here: Muon divides matrices among all" in error.message, error
+
+
+@pytest.mark.parametrize("folded", [{"_autoep_folding_spec": SimpleNamespace(tp_size=1)}, {}])
+def test_experts_that_are_folded_into_tensor_parallel_ranks_are_refused(folded: dict[str, Any]) -> None:
+    refuse_unsupported(UNSUPPORTED[:1], STRATEGIES["NIG"], SimpleNamespace(**folded), None)
+    engine = SimpleNamespace(_autoep_folding_spec=SimpleNamespace(tp_size=2))
+    with pytest.raises(ValueError, match=r"into 2 tensor-parallel ranks, .* Set tensor_parallel.autotp_size to 1\."):
+        refuse_unsupported(UNSUPPORTED[:1], STRATEGIES["NIG"], engine, None)
 
 
 def test_a_muon_that_no_strategy_supports_gets_advice_that_works(ranks: Any) -> None:
