@@ -10,7 +10,7 @@ import pytest
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
-from tests.harness.tiers import deep
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
@@ -25,7 +25,6 @@ RELATIVE, ABSOLUTE = 0.01, 1000  # of what is due; bytes where nothing is (barri
 # to the next: because it is small, prefetched, or soon used again, as the last layer, with which backward begins. With
 # these keys it releases each when the module that owns it has run.
 TWICE = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
-SHARDED_EXPERTS = ("ING", "IIG", "GGG")
 HELD = (*REPLICATED, *(name for name in PARTITIONED if name[0] == "I"))  # parameters, between steps
 
 Bytes = tuple[float, float]  # within the group, between groups
@@ -227,21 +226,22 @@ def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, gro
             assert more == pytest.approx((due[0].intra, due[0].inter)[kind], rel=RELATIVE), name
 
 
-def test_sharded_experts_are_gathered_among_the_ranks_that_have_them(ranks: Any) -> None:
-    dense, trained, experts, rows = ranks(4).run(autoep_case, 2)[0]
+@pytest.mark.parametrize("names", [("ING", "IIG", "GGG"), *deep((("III", "IGG"),))], ids=by_strategies)
+def test_sharded_experts_are_gathered_among_the_ranks_that_have_them(ranks: Any, names: tuple[str, ...]) -> None:
+    dense, trained, experts, rows = ranks(4).run(autoep_case, 2, names)[0]
     width = {"parameter_bytes": WIDTH, "gradient_bytes": WIDTH}
     families = [
         (GroupSizes(4, 2), ModelStates.of(dense, trained, **width)),
         (GroupSizes(2, 1), ModelStates.of(experts, **width)),
     ]
-    for name, (intra, inter) in zip(SHARDED_EXPERTS, rows, strict=True):
+    for name, (intra, inter) in zip(names, rows, strict=True):
         due = [STRATEGIES[name].volume(*family) for family in families]
         assert inter == pytest.approx(sum(volume.inter for volume in due), rel=RELATIVE), name
         tokens = 150_000  # to experts and back, in forward and backward
         assert intra == pytest.approx(sum(volume.intra for volume in due), rel=RELATIVE, abs=tokens), name
 
 
-def autoep_case(group: int) -> tuple[int, int, int, list[Bytes]]:
+def autoep_case(group: int, names: tuple[str, ...]) -> tuple[int, int, int, list[Bytes]]:
     """Dense parameters, those of them that are trained, those of experts that this rank has; bytes as above."""
     from deepspeed import comm as dist
     from deepspeed.moe.utils import is_moe_param
@@ -254,7 +254,7 @@ def autoep_case(group: int) -> tuple[int, int, int, list[Bytes]]:
 
     job = training.Job(sizes=(256, 511, 300), zero=BUCKETS, network=Network, config=experts.autoep(2))
     rows = []
-    for name in SHARDED_EXPERTS:
+    for name in names:
         engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group, **TWICE})
         data, meter = training.batches(job), TrafficMeter()
         for number in range(3):  # the record of the modules is compared in the second forward
