@@ -63,7 +63,7 @@ def check(
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 @pytest.mark.parametrize(
     "world, group, accumulation",
-    [(6, 3, 2), *deep((6, 3, 1), (4, 2, 1), (4, 2, 4), (6, 2, 4))],
+    [(6, 3, 2), *deep((4, 2, 3), (6, 3, 1), (4, 2, 1), (4, 2, 4), (6, 2, 4))],
 )
 def test_bytes_within_and_between_groups(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]

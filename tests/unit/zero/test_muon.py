@@ -42,7 +42,7 @@ class Row(NamedTuple):
     bounds: dict[str, float] = BOUNDS
 
 
-STANDARD = {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1}
+STANDARD = {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1, "torch_adam": True}
 ROWS = {
     "groups, frozen, clipped": Row(4, 2, "1", {"groups": 2, "frozen": (1,), "clipping": 0.1}),
     "overlap, layers that rest": Row(
@@ -64,7 +64,7 @@ ROWS = {
         "2",
         {
             "accumulation": 3,
-            "config": {"optimizer": {"params": {**STANDARD, "torch_adam": True}}},
+            "config": {"optimizer": {"params": STANDARD}},
         },
         {"weights": 2e-2, "losses": 1e-2},
     ),
