@@ -51,11 +51,13 @@ def prepared_case(section: dict[str, Any], seam: bool) -> int:
 
     from tests.harness.frameworks import accelerated, tiny
 
-    tiny.forget()
     read = HfDeepSpeedConfig.set_stage_and_offload
-    with mock.patch.object(HfDeepSpeedConfig, "set_stage_and_offload", read if seam else read.__wrapped__):
-        accelerator = accelerated.make_accelerator(section)
-    accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-    model = tiny.make_model()
-    accelerator.prepare(model, DummyOptim(model.parameters(), lr=0.1))
-    return int(accelerator.deepspeed_config["zero_optimization"]["stage"])
+    try:
+        with mock.patch.object(HfDeepSpeedConfig, "set_stage_and_offload", read if seam else read.__wrapped__):
+            accelerator = accelerated.make_accelerator(section)
+        accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
+        model = tiny.make_model()
+        accelerator.prepare(model, DummyOptim(model.parameters(), lr=0.1))
+        return int(accelerator.deepspeed_config["zero_optimization"]["stage"])
+    finally:
+        tiny.forget()
