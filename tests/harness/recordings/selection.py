@@ -3,7 +3,8 @@
 """Which tests a change concerns, and which of them to run first. Pure functions of a recording.
 
 Changes are numbers of lines in the recorded version of each file. ``touching`` finds the tests of each place that
-changed, ``ranked`` puts the quickest and most specific first, and ``fitting`` takes what fits into a time.
+changed, ``ranked`` puts the quickest and most specific first, in turns of files and functions, and ``fitting`` takes
+what fits into a time.
 """
 
 import itertools
@@ -86,21 +87,33 @@ def _in_importers(recording: Recording, file: str) -> set[str]:
 
 
 def ranked(recording: Recording, touched: Touched) -> list[str]:
-    """Return the tests, the quickest and most specific first, in turns from each file of tests.
+    """Return the tests, the quickest and most specific first, in turns from each file and each function of tests.
 
     A test is the more specific, the more of the lines that it runs are in changed files. The files of tests of the
-    room that a change is in come first.
+    room that a change is in come first. What one function checks in many cases is found by its first ones.
     """
     files = {place.file for place in touched}
     parts = _parts(recording, files)
-    worth = defaultdict[str, dict[str, float]](dict)
+    worth = dict[str, float]()
     for test in frozenset[str]().union(*touched.values()):
         known = recording.tests[test]
         share = (1 + parts[test]) / (1 + known.lines)
-        worth[_file(test)][test] = share / (known.seconds + _OVERHEAD)
+        worth[test] = share / (known.seconds + _OVERHEAD)
+    order = sorted(worth, key=lambda test: (-worth[test], test))
     rooms = {_room(file) for file in files}
-    names = sorted(worth, key=lambda name: (_room(name) not in rooms, -max(worth[name].values()), name))
-    queues = [sorted(worth[name], key=lambda test, name=name: (-worth[name][test], test)) for name in names]
+    of_files = _grouped(order, _file)
+    names = sorted(of_files, key=lambda name: _room(name) not in rooms)
+    return _in_turns([_in_turns(list(_grouped(of_files[name], _function).values())) for name in names])
+
+
+def _grouped(tests: Iterable[str], by: Callable[[str], str]) -> dict[str, list[str]]:
+    groups = dict[str, list[str]]()
+    for test in tests:
+        groups.setdefault(by(test), []).append(test)
+    return groups
+
+
+def _in_turns(queues: Sequence[Sequence[str]]) -> list[str]:
     return [test for turn in itertools.zip_longest(*queues) for test in turn if test is not None]
 
 
@@ -138,6 +151,10 @@ def _parts(recording: Recording, files: Iterable[str]) -> defaultdict[str, int]:
 
 def _file(test: str) -> str:
     return test.split("::")[0]
+
+
+def _function(test: str) -> str:
+    return test.partition("[")[0]
 
 
 def _room(file: str) -> str:

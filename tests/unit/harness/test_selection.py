@@ -95,18 +95,20 @@ def test_opened_files_and_what_several_tests_share() -> None:
     }
 
 
-def test_quick_and_specific_tests_of_the_room_come_first_in_turns_of_files() -> None:
+def test_quick_and_specific_tests_of_the_room_come_first_in_turns_of_files_and_functions() -> None:
     tests = {
         "tests/unit/leaf/test_x.py::test_quickest": Recorded(0.01, 3),
         "tests/unit/zero/test_y.py::test_a_slow_one": Recorded(9.0, 3),
         "tests/unit/zero/test_y.py::test_broad": Recorded(1.0, 300),
-        "tests/unit/zero/test_y.py::test_quick": Recorded(1.0, 3),
+        "tests/unit/zero/test_y.py::test_quick[0]": Recorded(1.0, 3),
+        "tests/unit/zero/test_y.py::test_quick[1]": Recorded(1.1, 3),
         "tests/unit/zero/test_z.py::test_of_much_else": Recorded(1.0, 300),
     }
     lines = {FILE: {9: set(tests)}}
     recording = replace(RECORDING, tests=tests, lines_of=lambda file: lines.get(file, {}))
     order = ranked(recording, touching(recording, {FILE: [9]}))
-    assert [test.split("::test_")[1] for test in order] == ["quick", "of_much_else", "quickest", "a_slow_one", "broad"]
+    names = ["quick[0]", "of_much_else", "quickest", "a_slow_one", "broad", "quick[1]"]
+    assert [test.split("::test_")[1] for test in order] == names
 
 
 def test_a_test_of_each_place_and_then_as_many_as_fit() -> None:
