@@ -138,3 +138,16 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
             errors.append((hop.sent.relative_error, ((given - arrived).norm() / given.norm()).item()))
             hop.errors.finish_step(True)
     return len(waits), max(numbers.numel() for numbers in noted), errors
+
+
+def test_one_message_of_a_step_is_looked_at() -> None:
+    import torch
+
+    from deepspeed_ext.loco.packing import Packing
+    from deepspeed_ext.loco.sampling import Sampling
+
+    sampling, packing = Sampling(), Packing(4, 32)
+    for step in range(2):
+        sampling.begin(look=True)
+        seen = [sampling.given(100, packing, lambda blocks: torch.zeros(len(blocks))) for _ in range(3)]
+        assert [given is not None for given in seen] == [True, False, False], step
