@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters in units are read, changed, saved and held as parameters are; and what stock does with leaf modules."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,9 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
 def test_experts_out_of_order_are_an_error_and_not_a_hang(ranks: Any) -> None:
     for error in ranks(2).run_expect_error(backwards_case):
         assert error.type == "RuntimeError" and "enters its experts in another order than theirs" in error.message
+        (numbers,) = re.findall(r"chunk (\d+) of (\d+) after chunk (\d+)\.", error.message)
+        entered, chunks, last = map(int, numbers)
+        assert (entered, last) == (chunks - 2, chunks - 1), error.message
         assert "raise zero_optimization.stage3_leaf_bytes" in error.message
 
 

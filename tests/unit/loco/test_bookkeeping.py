@@ -144,6 +144,12 @@ def test_what_was_not_sent_is_sent_by_other_settings() -> None:
     assert (sent - unsent).abs().max() < 0.02 * unsent.abs().max()
 
 
+def test_errors_that_wait_for_their_message_count_as_kept() -> None:
+    feedback = ErrorFeedback(LocoSettings())
+    feedback.load_errors({Span(0, 0, 0, 100): torch.ones(100), Span(0, 1, 0, 50): torch.ones(50)}, steps=3)
+    assert feedback.nbytes() == 150 * torch.float32.itemsize
+
+
 def test_sums_in_4_bits_take_smaller_blocks_unless_told_otherwise() -> None:
     assert UpdateSettings().sums == LocoSettings(block_size=32)
     assert UpdateSettings(bits=8, resync_T=9).sums == LocoSettings(bits=8, block_size=128, reset_T=9)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in host memory, gradients on a device: the meta device, so that all copies are seen and none is made."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.comm.hops import Span
-from deepspeed_ext.loco import feedback
+from deepspeed_ext.loco import feedback, setup
 from deepspeed_ext.loco.settings import LocoSettings
 
 pytestmark = pytest.mark.quick
@@ -73,3 +74,18 @@ def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
             memory.keep(contents, new)
         assert (first is None) == (step == 0) and old is new and not copies.found
         memory.finish_step(True)
+
+
+@pytest.mark.parametrize(
+    ("offload", "expected"),
+    [
+        (None, (None, False)),
+        ({"device": "none", "pin_memory": True}, (None, False)),
+        ({"device": "cpu", "pin_memory": True}, ("cpu", True)),
+        ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
+    ],
+)
+def test_errors_are_where_the_optimizer_is(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
+    section = None if offload is None else SimpleNamespace(**offload)
+    engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
+    assert setup._where_errors_are(engine) == expected
