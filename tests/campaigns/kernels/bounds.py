@@ -1,0 +1,324 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Cases at the bounds: nothing to do, more rows than a grid has, more elements than 32 bits count, other devices.
+
+Of what is too large to be run some blocks are. Memory that no block touches is never there.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.loco import lossless, ops, reference
+from deepspeed_ext.loco.packing import Packing
+from tests.campaigns.kernels.drawing import Drawing
+from tests.harness.cuda_on_cpu.arguments import Placed
+from tests.harness.cuda_on_cpu.comparing import Comparison
+from tests.harness.cuda_on_cpu.emulator import Order, Use, Variant, bits_of
+
+BOTH = Use.READ | Use.WRITE
+_TILE = 4096  # elements of a thread block of gradients
+_ALONG = 65535  # rows of one dimension of a grid
+_SHUFFLED = Variant(Order.SHUFFLED, Order.SHUFFLED)
+
+
+def empty(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """No rows, no elements: nothing is launched or written. And rows that are one and the same, or one column."""
+    for dtype, bits, (rows, width) in itertools.product(ops.DTYPES, (4, 8), ((0, 5), (3, 0), (0, 0), (1, 0))):
+        packing = Packing(bits, 64)
+        wire = Placed(torch.zeros(rows, packing.row_bytes(width), dtype=torch.uint8), BOTH)
+        numbers = Placed(torch.zeros(rows, width, dtype=dtype), BOTH)
+        error = Placed(torch.zeros(rows, Packing(8, 64).row_bytes(width), dtype=torch.uint8), BOTH)
+        for kept in (None, error):
+            _nothing(compare, "loco_compress", (numbers, wire, kept, kept, bits, 64, 0.8, 1.0, True))
+        _nothing(compare, "loco_difference", (numbers, numbers, wire, bits, 64))
+        _nothing(compare, "loco_apply", (wire, numbers, bits, 64))
+        out = Placed(torch.zeros(0, dtype=dtype), Use.WRITE)
+        pieces = Placed(torch.zeros(2, 0, dtype=torch.uint8), Use.READ)
+        _nothing(compare, "loco_decompress", (pieces, out, bits, 64, 1.0, True))
+    for dtype, length in itertools.product(ops.LOSSLESS_DTYPES, (0, 8)):
+        none, words = Placed(torch.zeros(1, 0, dtype=dtype), BOTH), Placed(torch.zeros(0, dtype=torch.int32), BOTH)
+        wire = Placed(torch.full((1, length), 7, dtype=torch.uint8), BOTH)
+        _nothing(compare, "lossless_measure", (none, none, words))
+        _nothing(compare, "lossless_pack", (none, none, words, wire))
+        _nothing(compare, "lossless_apply", (wire, none))
+    for dtype in ops.DTYPES:
+        row = draw.numbers(1, 100, dtype).expand(3, -1)
+        column = draw.numbers(5, 7, dtype).t().contiguous().t()[:, 2:3]  # strides of 1 and 5
+        for numbers_of in (row, column):
+            _compressed(compare, numbers_of, f"strides {numbers_of.stride()} of {dtype}")
+
+
+def _nothing(compare: Comparison, name: str, arguments: Sequence[Any]) -> None:
+    launches = compare.emulator.counts().launches
+    placed = [one for one in arguments if isinstance(one, Placed)]
+    before = [one.buffer.clone() for one in placed]
+    compare.emulator.kernels[name](*(one.view if isinstance(one, Placed) else one for one in arguments))
+    same = all(torch.equal(bits_of(one.buffer), bits_of(old)) for one, old in zip(placed, before, strict=True))
+    shapes = [tuple(one.view.shape) for one in placed]
+    compare.check(same and compare.emulator.counts().launches == launches, f"{name} of nothing, {shapes}")
+
+
+def _compressed(compare: Comparison, numbers: Tensor, what: str) -> None:
+    packing = Packing(4, 32)
+    found, expected = (
+        torch.full((len(numbers), packing.row_bytes(numbers.shape[1])), 7, dtype=torch.uint8) for _ in range(2)
+    )
+    settings = (None, None, 4, 32, 0.0, 1.0, numbers.shape[1] > 1)
+    reference.compress(numbers, expected, *settings)
+    compare.emulator.set()
+    compare.emulator.kernels["loco_compress"](numbers, found, *settings)
+    compare.same(found, expected, what)
+
+
+def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """More rows than one and than two dimensions of a grid have."""
+    emulator, count, width = compare.emulator, 2 * _ALONG + 3000, 3
+    edges = (
+        0,
+        1,
+        2,
+        _ALONG - 2,
+        _ALONG - 1,
+        _ALONG,
+        _ALONG + 1,
+        2 * _ALONG - 1,
+        2 * _ALONG,
+        2 * _ALONG + 1,
+        count - 1,
+    )
+    some = sorted({*edges, *draw.random.sample(range(count), 100)})
+    packing, gradient, held = Packing(4, 32), torch.randn(count, width), torch.randn(count, width)
+    wire, left = (
+        torch.zeros(count, packing.row_bytes(width), dtype=torch.uint8),
+        torch.zeros(count, 48, dtype=torch.uint8),
+    )
+    sent, kept, arrived = torch.zeros_like(wire[some]), torch.zeros_like(left[some]), held[some]
+    emulator.set(_SHUFFLED)
+    with emulator.only([*some, count, count + 1, 3 * _ALONG - 1]):  # the last ones are behind the last row
+        reference.compress(gradient[some], sent, None, kept, 4, 32, 0.0, 1.0, False)
+        emulator.kernels["loco_compress"](gradient, wire, None, left, 4, 32, 0.0, 1.0, False)
+        compare.same(wire[some], sent, "many rows, loco_compress")
+        compare.same(left[some], kept, "many rows, what is kept")
+        reference.difference(gradient[some], held[some], sent, 4, 32)
+        emulator.kernels["loco_difference"](gradient, held, wire.fill_(7), 4, 32)
+        compare.same(wire[some], sent, "many rows, loco_difference")
+        reference.apply(wire[some], arrived, 4, 32)
+        emulator.kernels["loco_apply"](wire, held, 4, 32)
+        compare.same(held[some], arrived, "many rows, loco_apply")
+        _lossless_rows(compare, draw, count, some)
+
+
+def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequence[int]) -> None:
+    packed, held = (
+        torch.zeros(count, 4 + 2 * lossless.TILE, dtype=torch.uint8),
+        torch.zeros(count, 2, dtype=torch.bfloat16),
+    )
+    pairs = [draw.parameters("any", 2, torch.bfloat16) for _ in some]
+    for row, (updated, before) in zip(some, pairs, strict=True):
+        tiles = torch.empty(1, dtype=torch.int32)
+        lossless.measure(updated, before, tiles)
+        lossless.pack(updated, before, ops.header_of(tiles)[0], packed[row : row + 1])
+        held[row] = before[0]
+    compare.emulator.kernels["lossless_apply"](packed, held)
+    compare.same(
+        held[list(some)].view(torch.int16),
+        torch.cat([updated for updated, _ in pairs]).view(torch.int16),
+        "many rows, lossless_apply",
+    )
+
+
+def large(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """More elements than 32 bits count: of a gradient, behind other rows, of the wire."""
+    for dtype, width, bits, kept in (
+        (torch.bfloat16, 2**31 + 4104, 4, torch.uint8),
+        (torch.bfloat16, 2**32 + 72, 8, torch.uint8),
+        (torch.float16, 2**31 + 72, 4, torch.bfloat16),
+        (torch.float32, 2**31 + 5, 8, torch.float32),
+    ):
+        _LargeGradient(draw, dtype, width, Packing(bits, 128), kept).run(compare)
+    for dtype, count, width in (
+        (torch.bfloat16, 3, 2**30 + 8),
+        (torch.float32, 2, 2**31 - 8),
+        (torch.float16, 5, 2**29 + 4104),
+    ):
+        _large_rows(compare, draw, dtype, count, width)
+    _large_lossless(compare, draw)
+
+
+class _Part(NamedTuple):
+    """Of a large row: where it is, its numbers, and the error that it has."""
+
+    first: int
+    numbers: Tensor
+    error: Tensor
+
+    @property
+    def width(self) -> int:
+        return self.numbers.shape[1]
+
+
+class _LargeGradient:
+    """A gradient, its wire and its error, of which some tiles have numbers."""
+
+    def __init__(self, draw: Drawing, dtype: torch.dtype, width: int, packing: Packing, kept: torch.dtype) -> None:
+        self._packing, self._form, self._kept, self._width = packing, Packing(8, packing.block_size), kept, width
+        self._gradient = torch.empty(1, width, dtype=dtype)
+        self._wire = packing.empty(1, width, self._gradient)
+        self._error = torch.empty(self._error_shape(width), dtype=kept)
+        self._out = torch.empty(width, dtype=dtype)
+        edges = [0, 2**30, 2**31, 2**32, width - 1, *(draw.random.randrange(width) for _ in range(2))]
+        near = {edge // _TILE + off for edge in edges for off in (-1, 0)}
+        self._tiles = sorted(tile for tile in near if 0 <= tile * _TILE < width)
+        self._parts = [self._part(draw, tile * _TILE) for tile in self._tiles]
+
+    def _error_shape(self, width: int) -> tuple[int, int]:
+        return 1, self._form.row_bytes(width) if self._kept == torch.uint8 else self._packing.padded(width)
+
+    def _part(self, draw: Drawing, first: int) -> _Part:
+        size, packing, dtype = min(self._width - first, _TILE), self._packing, self._gradient.dtype
+        numbers, before = (draw.numbers(1, size, dtype, packing.block_size) for _ in range(2))
+        error = torch.zeros(self._error_shape(size), dtype=self._kept)
+        wire = packing.empty(1, size, numbers)
+        reference.compress(before, wire, None, error, packing.bits, packing.block_size, 0.0, 1.0, True)
+        self._gradient[:, first : first + size] = numbers
+        for whole, some in self._pieces(self._error, error, self._form, first, size):
+            whole.copy_(some)
+        return _Part(first, numbers, error)
+
+    def _pieces(
+        self, whole: Tensor, part: Tensor, form: Packing, first: int, size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        if part.dtype != torch.uint8:
+            return [(whole[:, first : first + part.shape[1]], part)]
+        start = first // form.block_size
+        blocks = range(start, start + form.blocks(size))
+        payloads = (form.payload(whole, self._width, blocks), form.payload(part, size))
+        return [payloads, (form.scales(whole, self._width, blocks), form.scales(part, size))]
+
+    def run(self, compare: Comparison) -> None:
+        packing, kernels = self._packing, compare.emulator.kernels
+        settings = (packing.bits, packing.block_size, 0.8, 1024.0, True)
+        compare.emulator.set(_SHUFFLED)
+        with compare.emulator.only(self._tiles):
+            kernels["loco_compress"](self._gradient, self._wire, self._error, self._error, *settings)
+            kernels["loco_decompress"](self._wire, self._out, *settings[:2], 1 / 3, True)
+        for part in self._parts:
+            sent, arrived = packing.empty(1, part.width, part.numbers), part.numbers[0].clone()
+            reference.compress(part.numbers, sent, part.error, part.error, *settings)
+            reference.decompress(sent, arrived, *settings[:2], 1 / 3, True)
+            what = f"large {self._gradient.dtype} {self._width} {packing} {self._kept} at {part.first}"
+            for whole, some in self._pieces(self._wire, sent, packing, part.first, part.width):
+                compare.same(whole, some, f"{what}, wire")
+            for whole, some in self._pieces(self._error, part.error, self._form, part.first, part.width):
+                compare.same(whole, some, f"{what}, error")
+            compare.same(self._out[part.first : part.first + part.width], arrived, f"{what}, result")
+        padding = packing.padding(self._wire, self._width)
+        compare.same(padding, torch.zeros_like(padding), "large, padding")
+
+
+def _large_rows(compare: Comparison, draw: Drawing, dtype: torch.dtype, count: int, width: int) -> None:
+    """Rows of which the last ones begin behind 2^31 elements, in memory and on the wire."""
+    packing, along = Packing(8, 512), -(-width // _TILE)
+    updated, held = torch.empty(count, width, dtype=dtype), torch.empty(count, width, dtype=dtype)
+    wire, parts = packing.empty(count, width, held), []
+    for row, tile in itertools.product(range(count), (0, along // 2, along - 1)):
+        some = slice(tile * _TILE, min(width, (tile + 1) * _TILE))
+        now, before = (draw.numbers(1, some.stop - some.start, dtype, 512) for _ in range(2))
+        updated[row, some], held[row, some] = now[0], before[0]
+        parts.append((row, tile, some, now, before))
+    compare.emulator.set(_SHUFFLED)
+    with compare.emulator.only([row * along + tile for row, tile, *_ in parts]):
+        compare.emulator.kernels["loco_difference"](updated, held, wire, 8, 512)
+        compare.emulator.kernels["loco_apply"](wire, held, 8, 512)
+    for row, tile, some, now, before in parts:
+        size, first = some.stop - some.start, tile * _TILE // 512
+        sent = packing.empty(1, size, now)
+        reference.difference(now, before, sent, 8, 512)
+        reference.apply(sent, before, 8, 512)
+        what, own, blocks = (
+            f"row {row} of {width} {dtype} at {some.start}",
+            wire[row : row + 1],
+            range(first, first + packing.blocks(size)),
+        )
+        compare.same(packing.payload(own, width, blocks), packing.payload(sent, size), f"{what}, payload")
+        compare.same(packing.scales(own, width, blocks), packing.scales(sent, size), f"{what}, scales")
+        compare.same(held[row, some], before[0], f"{what}, what is held")
+
+
+def _large_lossless(compare: Comparison, draw: Drawing) -> None:
+    """The longest rows: a section behind 2^31 bytes of the wire, and rows behind 2^31 elements."""
+    width, count, size = lossless.MOST_ELEMENTS, 3, lossless.TILE
+    tiles = lossless.tiles_of(width)
+    edges = (0, 1, tiles // 2 - 1, tiles // 2, tiles - 2, tiles - 1)
+    chosen = sorted({*edges, *(draw.random.randrange(tiles) for _ in range(4))})
+    updated, held = torch.empty(1, width, dtype=torch.bfloat16), torch.empty(count, width, dtype=torch.bfloat16)
+    measured, header = torch.empty(tiles, dtype=torch.int32), torch.empty(tiles, dtype=torch.int32)
+    wire, parts = torch.empty(count, (4 + 2 * size) * tiles, dtype=torch.uint8), []
+    for number, tile in enumerate(chosen):
+        some = slice(tile * size, (tile + 1) * size)
+        kind = ("few", "pairs", "any", "most", "escapes")[number % 5]
+        updated[:, some], held[:, some] = now, before = draw.parameters(kind, size, torch.bfloat16)
+        word = torch.empty(1, dtype=torch.int32)
+        lossless.measure(now, before, word)
+        header[tile] = (int(word) & ~(2**30 - 1)) | size * tile  # at the place that it has where all are plain
+        parts.append((tile, some, now, before, word))
+    kernels = compare.emulator.kernels
+    compare.emulator.set(_SHUFFLED)
+    with compare.emulator.only(chosen):
+        kernels["lossless_measure"](updated, held[:1], measured)
+        kernels["lossless_pack"](updated, held[:1], header, wire[:1])
+    for tile, _, now, before, word in parts:
+        what, units, begin = f"large lossless, tile {tile}", int(word) & (2**30 - 1), 4 * tiles + 2 * size * tile
+        compare.same(measured[tile : tile + 1], word, f"{what}, measured")
+        row = torch.empty(1, 4 + 2 * units, dtype=torch.uint8)
+        lossless.pack(now, before, ops.header_of(word)[0], row)
+        section, places = wire[:, begin : begin + 2 * units], wire[:, 4 * tile : 4 * tile + 4]
+        compare.same(section[:1], row[:, 4:], f"{what}, section")
+        compare.same(places[0], header[tile : tile + 1].view(torch.uint8), f"{what}, header")
+        section[1:], places[1:] = section[0], places[0]
+    with compare.emulator.only([row * tiles + tile for row in range(count) for tile in chosen]):
+        kernels["lossless_apply"](wire, held)
+    for (tile, some, now, *_), row in itertools.product(parts, range(count)):
+        compare.same(
+            held[row : row + 1, some].view(torch.int16),
+            now.view(torch.int16),
+            f"large lossless, row {row}, tile {tile}",
+        )
+
+
+def devices(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """Each argument on another device than the others: the CPU, the current one, another one."""
+    packing = Packing(4, 32)
+    gradient, held, out = torch.randn(2, 100), torch.randn(2, 100), torch.empty(100)
+    wire = packing.empty(2, 100, gradient)
+    error, new = (Packing(8, 32).empty(2, 100, gradient).zero_() for _ in range(2))
+    now, before = (torch.randn(1, 100).bfloat16() for _ in range(2))
+    tiles, row = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 3000, dtype=torch.uint8)
+    cases: dict[str, tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {
+        "loco_compress": ((gradient, wire, error, new), (4, 32, 0.8, 1.0, False)),
+        "loco_decompress": ((wire, out), (4, 32, 1.0, False)),
+        "loco_difference": ((gradient, held, wire), (4, 32)),
+        "loco_apply": ((wire, held), (4, 32)),
+        "lossless_measure": ((now, before, tiles), ()),
+        "lossless_pack": ((now, before, tiles, row), ()),
+        "lossless_apply": ((row, now), ()),
+    }
+    for device, (name, (tensors, others)) in itertools.product((-1, 0, 2), cases.items()):
+        for number, tensor in enumerate(tensors):
+            with compare.emulator.placed(tensor, device):
+                compare.check(
+                    _refused(compare, name, (*tensors, *others)), f"{name}: argument {number} on {device} is taken"
+                )
+    compare.check(compare.emulator.current_device() == 0, "another device is the current one afterwards")
+
+
+def _refused(compare: Comparison, name: str, arguments: Sequence[Any]) -> bool:
+    try:
+        compare.emulator.kernels[name](*arguments)
+    except RuntimeError as error:
+        return "must be on the device" in str(error)
+    return False

@@ -1,0 +1,146 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Cases of the lossless coder: all of its modes, sections that are cut, and rows that no sender makes."""
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.loco import lossless, ops
+from tests.campaigns.kernels.drawing import KINDS, Drawing
+from tests.harness.cuda_on_cpu.arguments import Placed
+from tests.harness.cuda_on_cpu.comparing import VARIANTS, Comparison
+from tests.harness.cuda_on_cpu.emulator import Use
+
+BOTH = Use.READ | Use.WRITE
+_IMPOSSIBLE = 2**20  # units that no section has
+
+
+def modes(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """Measure, pack and apply parameters that differ in each way: whole rows, and rows that are cut."""
+    choice = draw.random.choice
+    for _ in range(max(1, round(14 * amount))):
+        for dtype in ops.LOSSLESS_DTYPES:
+            for kind in KINDS:
+                few, edge = choice((1, 2, 31, 32, 33, 255, 256, 257, 1000)), choice((1023, 1024, 1025, 6144))
+                for width in (few, edge, choice((2047, 2048, 3000, 4097)), draw.random.randint(1, 7000)):
+                    _mode(compare, draw, kind, width, dtype)
+
+
+def _mode(compare: Comparison, draw: Drawing, kind: str, width: int, dtype: torch.dtype) -> None:
+    updated, held = draw.parameters(kind, width, dtype)
+    count, what, choice = lossless.tiles_of(width), f"{kind} {width} {dtype}", draw.random.choice
+    tiles = Placed(torch.full((count,), 7, dtype=torch.int32), Use.WRITE, draw.random.randint(0, 3), known=False)
+    sent = (draw.placed(updated, Use.READ), draw.placed(held, Use.READ))
+    if not compare("lossless_measure", (*sent, tiles), what):
+        return
+    found = tiles.view if draw.random.random() < 0.6 else drawn_header(draw, updated, held, 1024)
+    header, size = ops.header_of(found)
+    spare = choice((0, 0, 2, 6, 16, 500, -2, -100, -int(size) // 2 // 2 * 2))  # below 0: it is cut
+    row = torch.full((1, max(4 * count, int(size) + spare)), 7, dtype=torch.uint8)
+    wire = Placed(row, BOTH, choice((0, 2, 4, 8, 16)), known=False)
+    what += f", {spare} bytes to spare"
+    if not compare("lossless_pack", (*sent, Placed(header, Use.READ), wire), what):
+        return
+    arrived = draw.placed(held, BOTH)
+    if compare("lossless_apply", (Placed(wire.view, Use.READ, choice((0, 2, 4, 8))), arrived), what) and spare >= 0:
+        compare.check(
+            torch.equal(_bits(arrived.view), _bits(updated)), f"lossless_apply {what}: another number came back"
+        )
+
+
+def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """Rows of different kinds, of one length, some cut where they end."""
+    choice = draw.random.choice
+    for _ in range(max(1, round(60 * amount))):
+        dtype, width = choice(ops.LOSSLESS_DTYPES), choice((1, 31, 1023, 1024, 1025, 2500, 5000))
+        pairs = [draw.parameters(choice(KINDS), width, dtype) for _ in range(draw.random.randint(1, 5))]
+        packed = [_packed(*pair) for pair in pairs]
+        sizes, least = [row.shape[1] for row in packed], 4 * lossless.tiles_of(width)
+        length = max(sizes) + choice((0, 2, 8)) if draw.random.random() < 0.7 else max(least, min(sizes))
+        padded = [
+            torch.nn.functional.pad(row, (0, max(0, length - row.shape[1])), value=9)[:, :length] for row in packed
+        ]
+        held = torch.cat([pair[1] for pair in pairs])
+        arguments = (Placed(torch.cat(padded), Use.READ, choice((0, 2))), draw.placed(held, BOTH))
+        compare("lossless_apply", arguments, f"{len(pairs)} rows of {width}, {length} bytes")
+
+
+def strange(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """What no sender makes, headers and rows of any bytes: the kernels for the CPU say what comes out of them."""
+    pack, apply = torch.ops.deepspeed_paro.lossless_pack.default, torch.ops.deepspeed_paro.lossless_apply.default
+    choice = draw.random.choice
+    for _ in range(max(1, round(150 * amount))):
+        dtype, width = choice(ops.LOSSLESS_DTYPES), choice((1, 31, 1023, 1024, 1025, 2500, 5000))
+        updated, held = draw.parameters(choice(KINDS), width, dtype)
+        header, size = ops.header_of(drawn_header(draw, updated, held, 2000))  # larger than any best one
+        wire = Placed(torch.full((1, int(size)), 7, dtype=torch.uint8), BOTH, choice((0, 2)), known=False)
+        what = f"large sections, {width}"
+        arguments = (Placed(updated, Use.READ), Placed(held, Use.READ), Placed(header, Use.READ), wire)
+        compare("lossless_pack", arguments, what, oracle=pack)
+        arrived = Placed(held, BOTH)
+        compare("lossless_apply", (Placed(wire.view, Use.READ), arrived), what, oracle=apply)
+        compare.check(torch.equal(_bits(arrived.view), _bits(updated)), f"{what}: another number came back")
+        bytes_of_rows = _any_rows(draw, draw.random.randint(1, 3), lossless.tiles_of(width))
+        into = draw.placed(held.repeat(len(bytes_of_rows), 1), BOTH)
+        arguments = (Placed(bytes_of_rows, Use.READ, choice((0, 2))), into)
+        compare("lossless_apply", arguments, f"any rows {tuple(bytes_of_rows.shape)} of {width}", oracle=apply)
+
+
+def patterns(compare: Comparison, draw: Drawing, amount: float) -> None:
+    """Each pattern of 16 bits, sent beside near and far ones."""
+    everything = torch.arange(2**16).to(torch.int16)
+    others = [lossless._ordinal(lossless._ordinal(everything) + step) for step in range(-11, 12)]
+    others += [everything[torch.randperm(2**16)], everything.flip(0)]
+    for dtype in ops.LOSSLESS_DTYPES:
+        for other in draw.random.sample(others, max(1, min(len(others), round(len(others) * amount)))):
+            updated, held = everything.view(1, -1).view(dtype), other.clone().view(1, -1).view(dtype)
+            variants, what = [draw.random.choice(VARIANTS)], f"all patterns of {dtype}"
+            tiles = Placed(torch.zeros(2**16 // lossless.TILE, dtype=torch.int32), Use.WRITE, known=False)
+            sent = (Placed(updated, Use.READ), Placed(held, Use.READ))
+            compare("lossless_measure", (*sent, tiles), what, variants)
+            header, size = ops.header_of(tiles.view)
+            wire = Placed(torch.full((1, int(size)), 7, dtype=torch.uint8), BOTH, known=False)
+            compare("lossless_pack", (*sent, Placed(header, Use.READ), wire), what, variants)
+            compare("lossless_apply", (Placed(wire.view, Use.READ), Placed(held, BOTH)), what, variants)
+
+
+def drawn_header(draw: Drawing, updated: Tensor, held: Tensor, limit: int) -> Tensor:
+    """Drawn modes with the units that their sections have, of those with at most ``limit``: (tiles,), int32."""
+    d = lossless._differences(updated, held, range(lossless.tiles_of(updated.shape[1]))).int()
+    bitmap = 64 + ((d != 0).sum(-1) + 3) // 4 + ((d < -8) | (d > 7)).sum(-1)
+    pairs = 128 + ((d.abs() > 1).sum(-1) + 3) // 4 + ((d < -8) | (d > 9)).sum(-1)
+    same = torch.where(d.any(-1), _IMPOSSIBLE, 0)
+    sizes = torch.stack((same, bitmap, pairs, torch.full_like(pairs, lossless.TILE)), dim=-1)
+    sizes = torch.where(sizes > limit, _IMPOSSIBLE, sizes)
+    chosen = [
+        draw.random.choice([mode for mode, size in enumerate(tile) if size < _IMPOSSIBLE]) for tile in sizes.tolist()
+    ]
+    mode = torch.tensor(chosen, dtype=torch.int32)
+    return (mode << 30) | sizes.gather(1, mode.long().view(-1, 1)).view(-1).int()
+
+
+def _any_rows(draw: Drawing, rows: int, tiles: int) -> Tensor:
+    """Rows of any bytes, most with offsets that are inside of them."""
+    wire = torch.randint(0, 256, (rows, 4 * tiles + 2 * draw.random.randint(0, 3000)), dtype=torch.uint8)
+    if draw.random.random() < 0.8:
+        words = torch.randint(0, 2**16, (rows, tiles, 2))
+        words[..., 1] &= 0xC000
+        words[..., 0] %= draw.random.choice((16, 1000, 4000))
+        wire[:, : 4 * tiles] = words.to(torch.int16).view(torch.uint8).view(rows, -1)
+    density = draw.random.choice((None, 0, 1, 0x11, 0xFF))
+    if density is not None:
+        wire[:, 4 * tiles :] = density
+    return wire
+
+
+def _packed(updated: Tensor, held: Tensor) -> Tensor:
+    tiles = torch.empty(lossless.tiles_of(updated.shape[1]), dtype=torch.int32)
+    lossless.measure(updated, held, tiles)
+    header, size = ops.header_of(tiles)
+    wire = torch.empty(1, int(size), dtype=torch.uint8)
+    lossless.pack(updated, held, header, wire)
+    return wire
+
+
+def _bits(numbers: Tensor) -> Tensor:
+    return numbers.view(torch.int16)

@@ -1,0 +1,32 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The sections of cases by name, and which of them a build runs."""
+
+from collections.abc import Callable
+
+from tests.campaigns.kernels import blocks, bounds, lossless
+from tests.campaigns.kernels.drawing import Drawing
+from tests.harness.cuda_on_cpu.comparing import Comparison
+
+Section = Callable[[Comparison, Drawing, float], None]
+SECTIONS: dict[str, Section] = {
+    "compress": blocks.compress,
+    "decompress": blocks.decompress,
+    "differences": blocks.differences,
+    "numbers": blocks.numbers,
+    "modes": lossless.modes,
+    "lossless_rows": lossless.rows,
+    "strange": lossless.strange,
+    "patterns": lossless.patterns,
+    "empty": bounds.empty,
+    "rows": bounds.rows,
+    "large": bounds.large,
+    "devices": bounds.devices,
+}
+_OF_PLAIN = ("rows", "large")  # memory that the other builds would touch
+_OF_VALUES = ("numbers", "patterns")  # whose accesses others have as well
+OF_BUILDS = {
+    "plain": tuple(SECTIONS),
+    "checked": tuple(name for name in SECTIONS if name not in (*_OF_PLAIN, *_OF_VALUES, "empty", "devices")),
+    "address": tuple(name for name in SECTIONS if name not in _OF_PLAIN),
+}

@@ -1,0 +1,66 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of operators in memory of their own, of which is known what kernels may do with it."""
+
+import torch
+from torch import Tensor
+
+from tests.harness.cuda_on_cpu.emulator import Emulator, Use, bits_of
+
+_FILL = 0xA5  # what lies around a view
+
+
+class Placed:
+    """A tensor in memory of its own, at any address, its rows apart.
+
+    Args:
+        values: (width,) or (rows, width).
+        use: whether kernels may read and write it.
+        offset: elements in front of it.
+        gap: elements behind each row but the last.
+        known: whether it has been written to, and may be read first.
+    """
+
+    def __init__(self, values: Tensor, use: Use, offset: int = 0, gap: int = 0, known: bool = True) -> None:
+        self.use = use | Use.KNOWN if known else use
+        rows, width = (1, len(values)) if values.dim() == 1 else values.shape
+        self._row, self._stride = width, width + gap
+        size = offset + (rows - 1) * self._stride + width if rows else offset
+        self.buffer = torch.full((size * values.element_size(),), _FILL, dtype=torch.uint8).view(values.dtype)
+        strides = (1,) if values.dim() == 1 else (self._stride, 1)
+        self.view = self.buffer.as_strided(values.shape, strides, offset)
+        self.view.copy_(values)
+        self._outside = torch.ones(self.buffer.numel(), dtype=torch.bool)
+        self._outside.as_strided(values.shape, strides, offset).fill_(False)
+
+    def allow(self, emulator: Emulator) -> None:
+        """Let kernels use its rows, and nothing around them."""
+        size, rows = self.view.element_size(), 1 if self.view.dim() == 1 else len(self.view)
+        for row in range(rows if self._row else 0):
+            emulator.allow(self.view.data_ptr() + row * self._stride * size, self._row * size, self.use)
+
+    def compare(self, before: Tensor, expected: Tensor) -> None:
+        """See that it is as expected, and all around it, or all of it if it is for reading, as before.
+
+        Args:
+            before: the whole buffer.
+            expected: of the view's shape.
+
+        Raises:
+            AssertionError: it is not; says where.
+        """
+        bits, old = _integers(self.buffer), _integers(before)
+        assert torch.equal(bits[self._outside], old[self._outside]), "written outside of a row"
+        if not self.use & Use.WRITE:
+            assert torch.equal(bits, old), "an input was written"
+            return
+        different = (bits_of(self.view) != bits_of(expected)).nonzero()
+        if len(different):
+            first = tuple(different[0].tolist())
+            values = [f"{_integers(tensor)[first].item():#x}" for tensor in (self.view, expected)]
+            kind = f"{len(different)} of {self.view.numel()} {self.view.dtype}"
+            raise AssertionError(f"{kind} differ, first at {first}: {values[0]}, expected {values[1]}")
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

@@ -1,0 +1,170 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the rewritten kernels and the emulator into a library, in one of three builds; keeps objects by content."""
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tests.harness.cuda_on_cpu.rewriting import HEADERS, SOURCES, rewritten
+
+HERE = Path(__file__).resolve().parent
+_EMULATOR = ("accesses.cpp", "blocks.cpp", "fibers.cpp", "host.cpp")
+_OWN_HEADERS = ("running.h", "shim.h")
+_COMPILER = "g++"
+# As the package builds its kernels for the CPU: each operation is rounded once, torch's stable ABI.
+_FLAGS = ("-std=c++20", "-g1", "-fPIC", "-ffp-contract=off", "-mfma", "-mf16c", "-fno-strict-aliasing")
+_FLAGS += ("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", "-Wall", "-Werror")
+_FLAGS += ("-Wno-unknown-pragmas",)
+
+
+class Build(NamedTuple):
+    """Flags of one way to build them."""
+
+    kernels: tuple[str, ...]
+    emulator: tuple[str, ...]
+
+
+_SANITIZED = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
+BUILDS = {
+    "plain": Build(("-O2",), ("-O2",)),
+    # Each access calls the emulator: the instrumentation of gcc's checker of races, without its library.
+    "checked": Build(
+        (
+            "-O2",
+            "-fsanitize=thread",
+            "--param=tsan-instrument-func-entry-exit=0",
+            "-fno-tree-loop-distribute-patterns",
+        ),
+        ("-O2", "-DCUDA_ON_CPU_CHECKED"),
+    ),
+    "address": Build(_SANITIZED, _SANITIZED),
+}
+
+
+@functools.cache
+def cuda_headers() -> Path | None:
+    """Return where NVIDIA's own headers of half and bfloat16 are, of the toolkit or of its wheel; None: nowhere."""
+    nvcc = shutil.which("nvcc")
+    places = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
+    places += [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
+    wheels = importlib.util.find_spec("nvidia")
+    for folder in (wheels.submodule_search_locations or []) if wheels else []:
+        places += sorted(Path(folder).glob("*/include"))
+    return next((place for place in places if (place / "cuda_fp16.h").is_file()), None)
+
+
+def missing() -> str:
+    """Return what lacks to build them; nothing if nothing does."""
+    if os.uname().machine != "x86_64":
+        return "x86-64, whose registers the fibers know"
+    if shutil.which(_COMPILER) is None:
+        return "g++"
+    if cuda_headers() is None:
+        return "NVIDIA's headers, of the CUDA toolkit or of the wheel nvidia-cuda-runtime"
+    return ""
+
+
+def built(sources: Path, folder: Path, name: str) -> Path:
+    """Build the kernels in a folder of sources, and return the library.
+
+    Args:
+        sources: ``csrc/loco`` of a checkout.
+        folder: where objects and libraries of all builds are kept, by what they were made of.
+        name: of the build.
+
+    Raises:
+        ValueError: a source has something that is not rewritten.
+        RuntimeError: it does not compile.
+    """
+    texts = {file: rewritten(file, (sources / file).read_text(encoding="utf-8")) for file in SOURCES + HEADERS}
+    if others := {path.name for path in sources.glob("*cuda*")} - texts.keys():
+        raise ValueError(f"expected the CUDA sources {sorted(texts)}, got also {sorted(others)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ThreadPoolExecutor(2) as pool:
+            objects = list(pool.map(lambda file: _object(folder, name, file, texts), SOURCES + _EMULATOR))
+        return _linked(folder, name, objects)
+
+
+def _object(folder: Path, name: str, file: str, texts: Mapping[str, str]) -> Path:
+    """Compile one file, unless the same texts and flags have been."""
+    build, of_kernels = BUILDS[name], file in SOURCES
+    flags = [*_FLAGS, *_includes(), *(build.kernels if of_kernels else build.emulator)]
+    own = {header: (HERE / header).read_text(encoding="utf-8") for header in _OWN_HEADERS}
+    if of_kernels:
+        own |= {header: texts[header] for header in HEADERS}
+        flags += ["-x", "c++", "-include", str(HERE / "shim.h")]
+    text = texts[file] if of_kernels else (HERE / file).read_text(encoding="utf-8")
+    place = folder / _key(*flags, text, *own.values())
+    made = place / f"{Path(file).stem}.o"
+    if not made.exists():
+        place.mkdir(exist_ok=True)
+        for header, content in {**own, file: text}.items():
+            (place / header).write_text(content, encoding="utf-8")
+        _run([_COMPILER, *flags, "-c", str(place / file), "-o", f"{made}.new"])
+        Path(f"{made}.new").rename(made)
+    return made
+
+
+def _linked(folder: Path, name: str, objects: Sequence[Path]) -> Path:
+    library = folder / f"{name}-{_key(*map(str, objects))}.so"
+    if not library.exists():
+        torch_libraries = Path(torch.__file__).parent / "lib"
+        sanitizers = [flag for flag in BUILDS[name].emulator if flag.startswith("-fsanitize")]
+        checks = sanitizers or ["-Wl,--no-undefined"]  # sanitizers' functions come from what is preloaded
+        link = [_COMPILER, "-shared", "-Wl,-Bsymbolic", *checks, *map(str, objects), f"-L{torch_libraries}"]
+        _run([*link, "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_libraries}", "-o", f"{library}.new"])
+        Path(f"{library}.new").rename(library)
+    return library
+
+
+def _includes() -> list[str]:
+    root = Path(torch.__file__).parent / "include"
+    folders = [cuda_headers(), root, root / "torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    return [f"-isystem{folder}" for folder in folders]
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-5000:]}")
+
+
+def sanitizers() -> dict[str, str]:
+    """Return the environment of a process that loads the build ``address``."""
+    return {
+        "LD_PRELOAD": ":".join(_library_of_compiler(name) for name in ("libasan.so", "libubsan.so")),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+    }
+
+
+def _library_of_compiler(name: str) -> str:
+    command = [_COMPILER, f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def line_of(library: Path, offset: int) -> str:
+    """Return the lines of the kernels that an address in a library stands for, the innermost first."""
+    command = ["addr2line", "-i", "-e", str(library), hex(offset)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    places = [re.sub(r" \(.*\)$", "", line).rpartition("/")[2] for line in lines]
+    return " in ".join(place for place in places if not place.startswith(("?", "shim.h", *_EMULATOR)))

@@ -1,0 +1,153 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The library of emulated kernels, loaded: its operators, what tests set, what it has counted."""
+
+import ctypes
+import enum
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.loco import ops
+from tests.harness.cuda_on_cpu.building import line_of
+from tests.harness.cuda_on_cpu.rewriting import NAMESPACE
+
+OPERATORS = ("loco_compress", "loco_decompress", "loco_difference", "loco_apply")
+OPERATORS += ("lossless_measure", "lossless_pack", "lossless_apply")
+_CODE = re.compile(r"code ([0-9a-f]+)")
+_PLACES = 64  # of accesses that only a warp's call orders
+
+
+class Order(enum.IntEnum):
+    """In which blocks, or the threads of a block, run."""
+
+    IN_ORDER = 0
+    REVERSED = 1
+    SHUFFLED = 2
+    WARP_BY_WARP = 3  # of threads: what was released last goes on
+
+
+class Variant(NamedTuple):
+    """What CUDA leaves open: orders, and the last bits of ``rcp.approx``."""
+
+    blocks: Order = Order.IN_ORDER
+    threads: Order = Order.IN_ORDER
+    rcp: int = 0  # units in the last place that it is off by
+
+
+class Counts(NamedTuple):
+    """What a library has done since it was loaded."""
+
+    launches: int
+    blocks: int
+    warp_calls: int
+    barriers: int
+    unchecked_launches: int  # behind which nothing asked for an error
+    accesses: int  # of the checked build
+    ordered_by_warp_calls: int  # accesses that only a warp's call keeps apart
+    memsets: int
+
+
+class Use(enum.IntFlag):
+    """What kernels may do with memory."""
+
+    READ = 1
+    WRITE = 2
+    KNOWN = 4  # it has been written to
+
+
+class Emulator:
+    """Loads a library of ``building.built``; one in a process, since its operators have fixed names.
+
+    Args:
+        library: the file.
+    """
+
+    def __init__(self, library: Path) -> None:
+        assert ops.DTYPES, "which defines the operators of the package, whose schemas these have"
+        self._path = library
+        self._operators = torch.library.Library(NAMESPACE, "DEF")
+        for name in OPERATORS:
+            schema = str(getattr(torch.ops.deepspeed_paro, name).default._schema)
+            self._operators.define(schema.partition("::")[2])
+        torch.ops.load_library(str(library))
+        self._library = ctypes.CDLL(str(library))
+        self._library.cuda_on_cpu_allow.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+        self._library.cuda_on_cpu_place.argtypes = [ctypes.c_size_t, ctypes.c_int]
+        self._library.cuda_on_cpu_error.restype = ctypes.c_char_p
+        self._seed = 0
+
+    @functools.cached_property
+    def kernels(self) -> dict[str, Callable[..., None]]:
+        """The operators by name, with the arguments of the package's."""
+        return {name: getattr(getattr(torch.ops, NAMESPACE), name).default for name in OPERATORS}
+
+    def set(self, variant: Variant = Variant()) -> None:  # noqa: B008  a tuple
+        """Choose orders and reciprocals for the launches to come; each time other random numbers."""
+        self._seed += 1
+        self._library.cuda_on_cpu_set(*variant[:2], self._seed, variant.rcp, True)
+
+    @contextmanager
+    def only(self, blocks: Sequence[int]) -> Iterator[None]:
+        """Run these blocks of each grid, by their numbers: of launches that are too large for all."""
+        self._library.cuda_on_cpu_only((ctypes.c_int64 * len(blocks))(*blocks), len(blocks))
+        try:
+            yield
+        finally:
+            self._library.cuda_on_cpu_only((ctypes.c_int64 * 0)(), 0)
+
+    @contextmanager
+    def placed(self, tensor: Tensor, device: int) -> Iterator[None]:
+        """Let a tensor be on a device, the CPU if below 0; all others are on device 1, and 0 is the current one."""
+        self._library.cuda_on_cpu_place(tensor.data_ptr(), device)
+        try:
+            yield
+        finally:
+            self._library.cuda_on_cpu_place(tensor.data_ptr(), 1)
+
+    def allow(self, begin: int, nbytes: int, use: Use) -> None:
+        """Let kernels use memory, until ``forget``: the checked build refuses all other."""
+        self._library.cuda_on_cpu_allow(begin, nbytes, int(use))
+
+    def forget(self) -> None:
+        """Let go of all memory that was allowed, and of what is known of it."""
+        self._library.cuda_on_cpu_forget()
+
+    def counts(self) -> Counts:
+        """What the library has done so far."""
+        found = (ctypes.c_int64 * len(Counts._fields))()
+        self._library.cuda_on_cpu_counts(found)
+        return Counts(*found)
+
+    def current_device(self) -> int:
+        """The device that is current between operators: 0, if they put it back."""
+        return int(self._library.cuda_on_cpu_current_device())
+
+    def explained(self, message: str) -> str:
+        """A message of the library with lines of the sources in place of addresses."""
+        return _CODE.sub(lambda found: line_of(self._path, int(found[1], 16)), message)
+
+    def ordered_by_warp_calls(self) -> Counter[str]:
+        """Lines whose accesses only a warp's call keeps apart from those of other threads, and how many."""
+        offsets, numbers = (ctypes.c_size_t * _PLACES)(), (ctypes.c_int64 * _PLACES)()
+        count = self._library.cuda_on_cpu_by_warp_calls(offsets, numbers, _PLACES)
+        found: Counter[str] = Counter()
+        for place in range(count):
+            found[line_of(self._path, offsets[place])] += numbers[place]
+        return found
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """As integers; NaNs, which hardware and torch write in several ways, as the largest one."""
+    sizes: dict[int, Any] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    integers = tensor.view(sizes[tensor.element_size()])
+    if not tensor.is_floating_point():
+        return integers
+    return torch.where(tensor.isnan(), 2 ** (8 * tensor.element_size() - 1) - 1, integers)

@@ -1,0 +1,88 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA kernels, emulated on the CPU, give the bits of the reference; and the emulator finds what is wrong."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_ext.op_builder import source_folder
+from scripts import ROOT
+from tests.campaigns.kernels import mutants
+from tests.campaigns.kernels.mutants import FAULTS
+from tests.harness.cuda_on_cpu import building, rewriting
+from tests.harness.cuda_on_cpu.emulator import OPERATORS
+from tests.harness.tiers import deep
+
+LIBRARIES = ROOT / "build" / "cuda_on_cpu"
+needs_a_compiler = pytest.mark.skipif(bool(building.missing()), reason=f"needs {building.missing()}")
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(
+    "build, amount",
+    [
+        ("plain", 0.02),
+        ("checked", 0.01),
+        ("address", 0.01),
+        *deep(("plain", 1.0), ("checked", 0.1), ("address", 0.05)),
+    ],
+)
+def test_all_bits_are_equal(build: str, amount: float) -> None:
+    command = [sys.executable, "-m", "tests.campaigns.kernels", "--build", build, "--amount", str(amount)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("all bits equal\n")
+    sections = re.findall(rf"^{build} (\w+): (\d+) cases$", done.stdout, re.MULTILINE)
+    assert len(sections) >= 6 and all(int(cases) for _, cases in sections), sections
+
+
+def first_of(build: str) -> int:
+    return next(number for number, fault in enumerate(FAULTS) if fault.build == build)
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(
+    "number", [first_of("checked"), *deep(*(number for number in range(len(FAULTS)) if number != first_of("checked")))]
+)
+def test_a_fault_is_found(number: int) -> None:
+    assert mutants.found(FAULTS[number], LIBRARIES)
+
+
+@pytest.mark.quick
+def test_all_operators_for_cuda_are_compared() -> None:
+    registered = [re.findall(r'library\.impl\("(\w+)"', path.read_text()) for path in source_folder().glob("*.cu")]
+    assert sorted(name for names in registered for name in names) == sorted(OPERATORS)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("  __syncthreads();\n", "  __syncthreads();\n  __syncwarp();\n", "got .'__syncwarp'."),
+        (
+            "__launch_bounds__(kThreads)",
+            "__launch_bounds__(512)",
+            "bounded by and launched with kThreads, got .'512'.",
+        ),
+        ("pack_tile<<<", "pack_tile <<<", "expected 3 of .* got 2"),
+    ],
+)
+def test_what_nobody_rewrites_is_refused(old: str, new: str, message: str) -> None:
+    name = "lossless_cuda.cu"
+    text = (source_folder() / name).read_text()
+    assert rewriting.rewritten(name, text) and old in text
+    with pytest.raises(ValueError, match=message):
+        rewriting.rewritten(name, text.replace(old, new))
+
+
+@pytest.mark.quick
+def test_other_cuda_sources_are_refused(tmp_path: Path) -> None:
+    for path in source_folder().glob("*.*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    (tmp_path / "other_cuda.cu").write_text("")
+    with pytest.raises(ValueError, match=r"got also .*other_cuda"):
+        building.built(tmp_path, tmp_path / "libraries", "plain")
