@@ -17,7 +17,6 @@ from pathlib import Path
 from scripts import ROOT
 from tests.harness.cuda_on_cpu import building
 
-_LIBRARIES = ROOT / "build" / "cuda_on_cpu"
 _FAILURES = 20  # after which nothing else runs
 
 
@@ -28,7 +27,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=(), metavar="SECTION")
     parser.add_argument("--sources", type=Path, default=ROOT / "csrc" / "loco", help="of the kernels")
-    parser.add_argument("--libraries", type=Path, default=_LIBRARIES, help="where they are built")
+    parser.add_argument("--libraries", type=Path, default=building.LIBRARIES, help="where they are built")
     parser.add_argument("--first", action="store_true", help="stop at the first failure")
     return parser.parse_args()
 

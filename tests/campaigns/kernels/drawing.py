@@ -10,13 +10,12 @@ from torch import Tensor
 from deepspeed_ext.loco import lossless
 from deepspeed_ext.loco.packing import Packing
 from tests.harness.cuda_on_cpu.arguments import Placed
-from tests.harness.cuda_on_cpu.emulator import Use
+from tests.harness.cuda_on_cpu.emulator import INTEGERS, Use
 
 WIDTHS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 23, 24, 25, 31, 32, 33, 39, 40, 41, 47, 48, 49, 63, 64, 65, 127, 128, 129)
 WIDTHS += (500, 511, 512, 513, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 4064, 4072, 4080, 4088, 4095, 4096, 4097)
 WIDTHS += (4104, 4112, 4128, 5000, 8191, 8192, 8193, 8200, 12288, 12289, 16385)
 _MOST_WIDTH = 9000  # of those that are not in the list
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ALIGNED = 16  # bytes of the widest access
 KINDS = ("same", "few", "most", "edges", "mixed", "random", "pairs", "escapes", "any")
 
@@ -41,7 +40,7 @@ class Drawing:
         """Numbers of any pattern."""
         size = torch.empty(0, dtype=dtype).element_size()
         integers = torch.randint(-(2 ** (8 * size - 1)), 2 ** (8 * size - 1), shape)
-        return integers.to(_INTEGERS[size]).view(dtype)
+        return integers.to(INTEGERS[size]).view(dtype)
 
     def numbers(self, rows: int, width: int, dtype: torch.dtype, block: int = 32) -> Tensor:
         """Numbers whose kind is drawn for each block: (rows, width)."""

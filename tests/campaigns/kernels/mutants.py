@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts import ROOT
+from tests.harness.cuda_on_cpu.building import LIBRARIES
 
 SOURCES = ROOT / "csrc" / "loco"
 _FOUND = re.compile(r"FAILED .*|.*ERROR: AddressSanitizer.*|.*runtime error: .*")
@@ -286,9 +287,7 @@ def found(fault: Fault, libraries: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("numbers", nargs="*", type=int, help="of the faults; default: all")
-    parser.add_argument(
-        "--libraries", type=Path, default=ROOT / "build" / "cuda_on_cpu", help="where objects are kept"
-    )
+    parser.add_argument("--libraries", type=Path, default=LIBRARIES, help="where objects are kept")
     arguments = parser.parse_args()
     numbers = arguments.numbers or range(len(FAULTS))
     missed = []

@@ -48,22 +48,18 @@ def tests_of(recording: selection.Recording, most: float, collected: Set[str]) -
     of_now = {test for test in collected if not test.startswith(_NO_TESTS)}
     unrecorded: defaultdict[str, list[str]] = defaultdict(list)
     for test in sorted(of_now - recording.tests.keys()):
-        unrecorded[_function(test)].append(test)
+        unrecorded[selection.function_of(test)].append(test)
 
     def commands(mutant: Mutant) -> list[list[str]]:
         touched = changed.concerned(recording, {mutant.path.as_posix(): [mutant.line]})
         gone = set[str]().union(*touched.values()) - of_now
         touched = {place: tests & of_now for place, tests in touched.items()}
         chosen = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
-        chosen += [test for function in sorted(set(map(_function, gone))) for test in unrecorded[function]]
+        chosen += [test for function in sorted(set(map(selection.function_of, gone))) for test in unrecorded[function]]
         parts = [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]
         return [[*running.TESTS, *part] for part in parts]
 
     return commands
-
-
-def _function(test: str) -> str:
-    return test.partition("[")[0]
 
 
 def fuzzer(minutes: float) -> Commands:

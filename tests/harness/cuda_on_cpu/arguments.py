@@ -5,7 +5,7 @@
 import torch
 from torch import Tensor
 
-from tests.harness.cuda_on_cpu.emulator import Emulator, Use, bits_of
+from tests.harness.cuda_on_cpu.emulator import Emulator, Use, bits_of, integers_of
 
 _FILL = 0xA5  # what lies around a view
 
@@ -49,7 +49,7 @@ class Placed:
         Raises:
             AssertionError: it is not; says where.
         """
-        bits, old = _integers(self.buffer), _integers(before)
+        bits, old = integers_of(self.buffer), integers_of(before)
         assert torch.equal(bits[self._outside], old[self._outside]), "written outside of a row"
         if not self.use & Use.WRITE:
             assert torch.equal(bits, old), "an input was written"
@@ -57,10 +57,6 @@ class Placed:
         different = (bits_of(self.view) != bits_of(expected)).nonzero()
         if len(different):
             first = tuple(different[0].tolist())
-            values = [f"{_integers(tensor)[first].item():#x}" for tensor in (self.view, expected)]
+            values = [f"{integers_of(tensor)[first].item():#x}" for tensor in (self.view, expected)]
             kind = f"{len(different)} of {self.view.numel()} {self.view.dtype}"
             raise AssertionError(f"{kind} differ, first at {first}: {values[0]}, expected {values[1]}")
-
-
-def _integers(tensor: Tensor) -> Tensor:
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])

@@ -18,9 +18,11 @@ from typing import NamedTuple
 
 import torch
 
+from scripts import ROOT
 from tests.harness.cuda_on_cpu.rewriting import HEADERS, SOURCES, rewritten
 
 HERE = Path(__file__).resolve().parent
+LIBRARIES = ROOT / "build" / "cuda_on_cpu"  # where objects and libraries are kept
 _EMULATOR = ("accesses.cpp", "blocks.cpp", "fibers.cpp", "host.cpp")
 _OWN_HEADERS = ("running.h", "shim.h")
 _COMPILER = "g++"

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tests.harness.cuda_on_cpu.rewriting import NAMESPACE
 OPERATORS = ("loco_compress", "loco_decompress", "loco_difference", "loco_apply")
 OPERATORS += ("lossless_measure", "lossless_pack", "lossless_apply")
 _CODE = re.compile(r"code ([0-9a-f]+)")
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 _PLACES = 64  # of accesses that only a warp's call orders
 
 
@@ -144,10 +145,14 @@ class Emulator:
         return found
 
 
+def integers_of(tensor: Tensor) -> Tensor:
+    """The same bits as integers."""
+    return tensor.view(INTEGERS[tensor.element_size()])
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """As integers; NaNs, which hardware and torch write in several ways, as the largest one."""
-    sizes: dict[int, Any] = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    integers = tensor.view(sizes[tensor.element_size()])
+    integers = integers_of(tensor)
     if not tensor.is_floating_point():
         return integers
     return torch.where(tensor.isnan(), 2 ** (8 * tensor.element_size() - 1) - 1, integers)

@@ -103,7 +103,7 @@ def ranked(recording: Recording, touched: Touched) -> list[str]:
     rooms = {_room(file) for file in files}
     of_files = _grouped(order, _file)
     names = sorted(of_files, key=lambda name: _room(name) not in rooms)
-    return _in_turns([_in_turns(list(_grouped(of_files[name], _function).values())) for name in names])
+    return _in_turns([_in_turns(list(_grouped(of_files[name], function_of).values())) for name in names])
 
 
 def _grouped(tests: Iterable[str], by: Callable[[str], str]) -> dict[str, list[str]]:
@@ -153,7 +153,8 @@ def _file(test: str) -> str:
     return test.split("::")[0]
 
 
-def _function(test: str) -> str:
+def function_of(test: str) -> str:
+    """Return a test without the parameters of its case."""
     return test.partition("[")[0]
 
 

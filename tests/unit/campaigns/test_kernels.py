@@ -17,7 +17,6 @@ from tests.harness.cuda_on_cpu import building, rewriting
 from tests.harness.cuda_on_cpu.emulator import OPERATORS
 from tests.harness.tiers import deep
 
-LIBRARIES = ROOT / "build" / "cuda_on_cpu"
 needs_a_compiler = pytest.mark.skipif(bool(building.missing()), reason=f"needs {building.missing()}")
 
 
@@ -49,7 +48,7 @@ def first_of(build: str) -> int:
     "number", [first_of("checked"), *deep(*(number for number in range(len(FAULTS)) if number != first_of("checked")))]
 )
 def test_a_fault_is_found(number: int) -> None:
-    assert mutants.found(FAULTS[number], LIBRARIES)
+    assert mutants.found(FAULTS[number], building.LIBRARIES)
 
 
 @pytest.mark.quick

@@ -13,7 +13,6 @@ from torch import Tensor
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.op_builder import source_folder
-from scripts import ROOT
 from tests.harness.cuda_on_cpu import building
 from tests.harness.cuda_on_cpu.emulator import Emulator
 
@@ -57,7 +56,7 @@ EMULATED = pytest.param(
 
 @pytest.fixture(scope="module")
 def emulator() -> Emulator:
-    return Emulator(building.built(source_folder(), ROOT / "build" / "cuda_on_cpu", "plain"))
+    return Emulator(building.built(source_folder(), building.LIBRARIES, "plain"))
 
 
 @pytest.fixture
