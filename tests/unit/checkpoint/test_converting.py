@@ -139,17 +139,26 @@ def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path:
         f"CheckpointError: {place} was not converted: for 1 s the first rank, which converts it, has not written to "
         f"{tmp_path}/.one.converting/at_work, so it has died or cannot write."
     )
-    for rank, (slow, broken, gone) in enumerate(ranks(2).run(ends_case, str(tmp_path))):
+    own = tmp_path / "1"
+    apart = (
+        f"CheckpointError: rank 1: {own}/.one.converting, which the first rank has made, is not there on rank 1: to "
+        "be converted, a checkpoint must be in a folder that all nodes share."
+    )
+    for rank, (slow, broken, gone, alone) in enumerate(ranks(2).run(ends_case, str(tmp_path))):
+        assert alone == apart
         assert slow == f"{failed}-m deepspeed.checkpoint.ds_to_universal --inject_missing_state has failed: so"
         assert broken == f"{failed}ValueError: no text"
         assert gone == (given_up if rank else "gone")
 
 
 def ends_case(folder: str) -> list[str]:
-    """The errors of a converter that fails late, of one that raises, and of a first rank that is gone."""
+    """The errors of a converter that fails late, of one that raises, of a first rank that is gone, and where each rank
+    has a folder of its own."""
     import subprocess
     import time
     from unittest import mock
+
+    from deepspeed import comm as dist
 
     from deepspeed_ext.checkpoint import converting
     from tests.harness.snapshots import error_of
@@ -171,4 +180,8 @@ def ends_case(folder: str) -> list[str]:
                 messages.append(error_of(converting.converted, folder, "one", "another strategy"))
             except Gone:
                 messages.append("gone")
+    own = Path(folder, str(dist.get_rank()))
+    (own / "one").mkdir(parents=True)
+    with mock.patch.multiple(converting, _VISIBLE=0.1, _LOOKS=0.05):
+        messages.append(error_of(converting.converted, str(own), "one", "another strategy"))
     return messages

@@ -83,6 +83,7 @@ def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list
     from tests.harness import experts
 
     zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
+    zero["sub_group_size"] = 400  # several of a family, some of them of one parameter
     job = {"sizes": SIZES, "network": experts.SmallMixtral, "zero": zero, "config": experts.autoep(ep), **job}
     return training.compare(Job(**job), group, **kwargs)
 

@@ -26,6 +26,23 @@ def zero_init_case(zero_init: str) -> list[training.Difference]:
     return [training.difference(name, training.train(pieces, placed(name)), stock, kind) for name in PARTITIONED]
 
 
+def test_an_engine_that_is_destroyed_drops_what_it_has_accumulated(ranks: Any) -> None:
+    assert ranks(2).run(destroyed_case) == [[(True, False)] * 2] * 2
+
+
+def destroyed_case() -> list[tuple[bool, bool]]:
+    """Whether gradients are held before and after the end of an engine within an accumulation."""
+    job, rows = Job(empty=False, accumulation=2, zero=SMALL), []
+    for name in ("GGG", "IGG"):
+        engine, _ = training.make_engine(job, placed(name))
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        gradients = engine.optimizer.gradients
+        before = gradients.begun
+        engine.destroy()
+        rows.append((before, gradients.begun))
+    return rows
+
+
 def test_one_strategy_after_the_other_on_one_model(ranks: Any) -> None:
     for rank_rows in ranks(4).run(handover_case):
         for name, lost, difference, equal in rank_rows:

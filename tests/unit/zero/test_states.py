@@ -34,6 +34,27 @@ def in_flight_case(overlap: bool) -> list[int]:
     return counts
 
 
+def test_a_weight_of_another_size_is_refused_as_with_stock(ranks: Any) -> None:
+    for stock, ours in ranks(4).run(another_size_case):
+        assert stock and ours == stock
+
+
+def another_size_case() -> list[str]:
+    """What safe_set_full_fp32_param says of too few elements, with stock stage 3 and with a strategy."""
+    import torch
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    from tests.harness import training
+    from tests.harness.snapshots import error_of
+
+    messages = []
+    for zero in ({"stage": 3}, training.placed("IIG")):
+        engine, model = training.make_engine(training.Job(), zero)
+        messages.append(error_of(safe_set_full_fp32_param, model.layers[0].weight, torch.zeros(3)))
+        engine.destroy()
+    return messages
+
+
 @pytest.mark.quick
 @BOTH
 def test_stock_accessors_see_whole_states(ranks: Any, names: tuple[str, ...]) -> None:
