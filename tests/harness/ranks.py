@@ -20,6 +20,7 @@ This module imports neither torch nor DeepSpeed in the process that runs pytest.
 import contextlib
 import fcntl
 import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -275,6 +276,7 @@ def _tails(ranks: list[_Rank], numbers: Iterable[int] | None = None) -> list[str
 
 
 def _case(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    inspect.signature(fn).bind(*args, **kwargs)  # here: in ranks it would be an error that a test may expect
     return pickle.dumps((os.environ.get(recorder.CONTEXT, ""), fn, args, kwargs))
 
 

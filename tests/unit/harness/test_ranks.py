@@ -217,6 +217,11 @@ def test_missing_error_is_an_error(ranks: RankPool) -> None:
         ranks(2).run_expect_error(_pid)
 
 
+def test_arguments_that_a_case_does_not_take_are_no_expected_error(ranks: RankPool) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'match'"):
+        ranks(2).run_expect_error(_refuse, match="no good")
+
+
 def test_cases_share_no_state(ranks: RankPool) -> None:
     pool = ranks(2)
     before = pool.run(_global_state)

@@ -52,6 +52,26 @@ EACH_NETWORK = [*IN_TURNS, *deep(*((name, not chunks) for name, chunks in IN_TUR
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
+def test_only_weights_in_units_and_outside_torch_func_take_no_detour() -> None:
+    import torch
+
+    from deepspeed_ext.leaf.linear import linear
+    from deepspeed_ext.leaf.units import UNIT
+
+    def detour(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        calls.append(weight)
+        return torch.ops.aten.linear(input, weight, bias)
+
+    calls: list[torch.Tensor] = []
+    alone, inside = (torch.nn.Parameter(torch.eye(3)) for _ in range(2))
+    setattr(inside, UNIT, None)
+    for weight in (alone, inside):
+        assert linear(detour, torch.ones(1, 3), weight).tolist() == [[1.0] * 3]
+    assert len(calls) == 1 and calls[0] is alone
+    torch.func.vmap(lambda one: linear(detour, one, inside))(torch.ones(1, 3))
+    assert len(calls) == 2 and calls[1] is inside
+
+
 @pytest.mark.parametrize("name, chunks", EACH_NETWORK)
 def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2)

@@ -163,6 +163,13 @@ def test_with_a_gpu_but_no_nvcc_the_warning_says_what_to_install(
     assert not list(tmp_path.rglob("lock"))
 
 
+def test_they_are_compiled_with_deepspeeds_flags_but_for_symbols() -> None:
+    from deepspeed_ext.op_builder import LocoBuilder
+
+    builder = LocoBuilder()
+    assert set(super(LocoBuilder, builder).cxx_args()) - set(builder.cxx_args()) == {"-g"}
+
+
 def test_ds_report_has_a_row() -> None:
     assert importlib.util.find_spec("deepspeed_ext.loco._kernels") is None  # not built ahead of time
     command = "import deepspeed.env_report as report; report.op_report(verbose=False)"

@@ -3,6 +3,7 @@
 """``"paro_strategy": "fastest"``: decided once, the same on all ranks, kept, and bounded by what is configured."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -185,14 +186,15 @@ def test_what_is_configured_bounds_the_choice(
 
 
 def test_memory_bounds_the_choice(ranks: Any, file: str) -> None:
-    """Whole, the model has 40 + 24 + 72 kB; on 4 ranks in groups of 2 NNG holds 82, NIG 70, NGG 64, and IIG 50, but
-    gathers a layer of 24."""
+    """Whole, the model has 40 + 24 + 72 kB; on 4 ranks in groups of 2 NNG holds 82, NIG 70, NGG 64, and IIG 50, GGG
+    34, but with all parameters that they gather, which are too small to be given back, 90 and 74."""
     zero = {"paro_decision_file": file}
     for kilobytes, name in ((1000, "NNG"), (75, "NIG"), (65, "NGG")):
         decided = ranks(4).run(engine_case, {**zero, "paro_memory_gb": kilobytes * 1e-6}, {})
         assert {found[0] for found, _ in decided} == {name}
-    message = r"fastest: none fits: GGG needs least, .* of 1e-05 GB on each rank.* Raise paro_memory_gb"
-    ranks(4).run_expect_error(engine_case, {**zero, "paro_memory_gb": 1e-5}, {}, match=message)
+    message = r"fastest: none fits: NGG needs least, 6.4e-05 GB of 1e-05 GB on each rank.* Raise paro_memory_gb"
+    for error in ranks(4).run_expect_error(engine_case, {**zero, "paro_memory_gb": 1e-5}, {}):
+        assert re.search(message, error.message), error.message
 
 
 def test_what_is_offloaded_takes_no_memory_of_the_device(ranks: Any, file: str) -> None:
@@ -244,7 +246,8 @@ def test_without_an_optimizer_parameters_are_cut(ranks: Any, file: str) -> None:
     (name,) = set(ranks(4).run(inference_case, keys))
     assert STRATEGIES[name].stage == 3
     message = "leaves paro_strategy fastest only NNN, NNI, NNG, .*there is no optimizer.* Set stage 3"
-    ranks(4).run_expect_error(inference_case, {**keys, "stage": 1}, match=message)
+    for error in ranks(4).run_expect_error(inference_case, {**keys, "stage": 1}):
+        assert re.search(message, error.message), error.message
 
 
 def test_ranks_that_measure_differently_decide_alike(ranks: Any, file: str) -> None:
