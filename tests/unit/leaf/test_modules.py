@@ -116,6 +116,22 @@ def test_what_is_entered_from_elsewhere_is_no_unit(ranks: Any) -> None:
     assert "is in several places of the model" in result["text"]
 
 
+def test_a_sequence_of_layers_is_no_unit(ranks: Any) -> None:
+    assert ranks(1).run(sequence_case) == [["0.0", "0.1"]]
+
+
+def sequence_case() -> list[str]:
+    """The units of layers in a sequence in a sequence, all of which would fit."""
+    from torch import nn
+
+    from deepspeed_ext.leaf.modules import LeafKind, Settings, choose
+    from tests.harness import mixtures
+
+    layers = nn.Sequential(*(mixtures.Mixer(8) for _ in range(2)))
+    found = choose(nn.Sequential(layers, nn.ReLU()), Settings(10**9, 0, LIVE))
+    return [one.name for one in found if one.kind == LeafKind.UNIT]
+
+
 def test_flags_of_the_user_are_respected(ranks: Any) -> None:
     result = ranks(1).run(choose, "Mixtures", 10**9, change="set")[0]
     assert result["coarse"] == [

@@ -105,6 +105,13 @@ def test_thresholds(ranks: Any, threshold: int) -> None:
         exact(rows)
 
 
+def test_units_of_one_parameter_on_one_rank(ranks: Any) -> None:
+    by_hand = {"leaf_module": {"classes": ["Linear"]}}
+    job = job_of(mixtures.Mixtures, accumulation=2)
+    variant = training.placed("GGG", group_size=1, **AUTO, **by_hand)
+    exact(ranks(1).run(training.against, job, [variant], {"stage": 3, **by_hand})[0])
+
+
 def test_thresholds_to_the_bit(ranks: Any) -> None:
     job = job_of(mixtures.Nested, accumulation=2)
     keys = [{"stage3_module_granularity_threshold": n} for n in (0, 49, 50, 10**12)]

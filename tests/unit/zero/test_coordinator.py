@@ -49,6 +49,22 @@ def compare_case(records: list[list[int]]) -> str | None:
     return None
 
 
+def test_what_persists_stays_gathered_before_the_order_is_known(ranks: Any) -> None:
+    assert ranks(4).run(persisting_case) == [{"AVAILABLE"}] * 4
+
+
+def persisting_case() -> set[str]:
+    """Of all parameters, which persist, the state after a first micro-step."""
+    from tests.harness import training
+
+    job = training.Job(empty=False, zero={"stage3_param_persistence_threshold": 10**6})
+    engine, model = training.make_engine(job, training.placed("IIG"))
+    training.micro_step(engine, job, 0, *next(training.batches(job)))
+    found = {param.ds_status.name for param in model.parameters()}
+    engine.destroy()
+    return found
+
+
 def test_outside_of_a_group_deepspeed_compares_over_all_ranks(ranks: Any) -> None:
     assert ranks(4).run(outside_case) == [(True, "")] * 4
 
