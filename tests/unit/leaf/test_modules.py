@@ -116,19 +116,26 @@ def test_what_is_entered_from_elsewhere_is_no_unit(ranks: Any) -> None:
     assert "is in several places of the model" in result["text"]
 
 
-def test_a_sequence_of_layers_is_no_unit(ranks: Any) -> None:
-    assert ranks(1).run(sequence_case) == [["0.0", "0.1"]]
+def test_layers_are_found_in_lists_in_dictionaries(ranks: Any) -> None:
+    assert ranks(1).run(nested_case) == [["0.parts.layers.0", "0.parts.layers.1"]]
 
 
-def sequence_case() -> list[str]:
-    """The units of layers in a sequence in a sequence, all of which would fit."""
-    from torch import nn
+def nested_case() -> list[str]:
+    """The units of a module whose layers, all of which would fit, are in a list in a dictionary."""
+    from torch import Tensor, nn
 
     from deepspeed_ext.leaf.modules import LeafKind, Settings, choose
     from tests.harness import mixtures
 
-    layers = nn.Sequential(*(mixtures.Mixer(8) for _ in range(2)))
-    found = choose(nn.Sequential(layers, nn.ReLU()), Settings(10**9, 0, LIVE))
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"layers": nn.ModuleList(mixtures.Mixer(8) for _ in range(2))})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    found = choose(nn.Sequential(Tower()), Settings(10**9, 0, LIVE))
     return [one.name for one in found if one.kind == LeafKind.UNIT]
 
 

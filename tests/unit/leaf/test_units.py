@@ -105,11 +105,47 @@ def test_thresholds(ranks: Any, threshold: int) -> None:
         exact(rows)
 
 
-def test_units_of_one_parameter_on_one_rank(ranks: Any) -> None:
-    by_hand = {"leaf_module": {"classes": ["Linear"]}}
-    job = job_of(mixtures.Mixtures, accumulation=2)
-    variant = training.placed("GGG", group_size=1, **AUTO, **by_hand)
-    exact(ranks(1).run(training.against, job, [variant], {"stage": 3, **by_hand})[0])
+@pytest.mark.parametrize("world", [1, 2])
+def test_units_of_which_one_parameter_is_missing(ranks: Any, world: int) -> None:
+    assert ranks(world).run(one_missing_case) == [True] * world
+
+
+def one_missing_case() -> bool:
+    """Whether a model gives the same where the other parameter of a unit of two is gathered by hand."""
+    import deepspeed
+    import torch
+
+    job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": 20})
+    engine, model = training.make_engine(job, training.placed("GGG", group_size=1, **AUTO))
+    x, _ = next(training.batches(job))
+    with torch.no_grad():
+        expected = engine(x)
+        with deepspeed.zero.GatheredParameters([model.layers[0].mixer.first.weight]):
+            found = engine(x)
+    engine.destroy()
+    return torch.equal(found, expected)
+
+
+def test_no_full_bucket_waits_for_the_next_module(ranks: Any) -> None:
+    assert ranks(2).run(full_case) == [{False}] * 2
+
+
+def full_case() -> set[bool]:
+    """Whether a bucket that gradients of a unit have filled is still there when they have been handed over."""
+    from unittest import mock
+
+    from deepspeed_ext.zero.stage3 import Stage3Optimizer
+
+    size, found, reduce_leaf = 100, set[bool](), Stage3Optimizer.reduce_leaf
+
+    def looked_at(optimizer: Any, params: Any) -> None:
+        reduce_leaf(optimizer, params)
+        found.add(any(bucket.elements > size for bucket in optimizer.ipg_buckets.values()))
+
+    with mock.patch.object(Stage3Optimizer, "reduce_leaf", looked_at):
+        job = job_of(mixtures.Mixtures, zero={**SMALL, "reduce_bucket_size": size})
+        training.train(job, training.placed("IGG", **AUTO))
+    return found
 
 
 def test_thresholds_to_the_bit(ranks: Any) -> None:
