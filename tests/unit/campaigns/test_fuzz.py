@@ -76,6 +76,13 @@ FOUND: dict[str, Case | PipeCase] = {
         zero={"paro_strategy": "NGG", **TWO, "paro_quantized_updates": {}},
         blocks=(Block(), Block(), Block()),
     ),
+    "saves were taken for quiet beside updates in few bits": Case(
+        zero={"paro_strategy": "NNG", "paro_group_size": 1, "paro_quantized_updates": {"bits": 8, "block_size": 64}},
+        blocks=(Block("experts"),),
+        dtype="bf16",
+        steps=(Step(), Step((Event("resume"),))),
+        **ADAM,
+    ),
     "LoCo reported every None steps": Case(
         zero={"paro_strategy": "NIG", **TWO, "zeropp_loco_param": {}}, config={"wall_clock_breakdown": True}
     ),
