@@ -59,8 +59,6 @@ def main() -> int:
         sections.SECTIONS[name](compare, Drawing(arguments.seed), arguments.amount)
         print(f"{arguments.build} {name}: {compare.cases.total() - before} cases", flush=True)
     print(f"{compare.cases.total()} cases, {compare.runs} runs, {compare.emulator.counts()}")
-    for line, number in compare.emulator.ordered_by_warp_calls().items():
-        print(f"only a warp's call keeps apart what is accessed at {line}: {number}")
     print(f"{len(failures)} failures" if failures else "all bits equal")
     return bool(failures)
 

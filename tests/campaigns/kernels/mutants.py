@@ -47,6 +47,7 @@ FAULTS = (
     # A barrier, or what it orders, is left out.
     Fault("cuda_block.h", _BARRIER + "#pragma unroll 1", "#pragma unroll 1", "plain", "compress"),
     Fault("cuda_block.h", _BARRIER + "#pragma unroll 1", "#pragma unroll 1", "checked", "differences"),
+    Fault("loco_cuda.cu", "    __syncwarp();\n", "", "checked", "compress"),
     Fault("loco_cuda.cu", "shared[1]));", "shared[0]));", "checked", "compress"),
     Fault("lossless_cuda.cu", _BARRIER + "  const int own", "  const int own", "plain", "modes"),
     Fault("lossless_cuda.cu", _BARRIER + "  const int unit", "  const int unit", "plain", "modes"),

@@ -32,7 +32,7 @@ struct Thread {
   int line;
   uint32_t mask, value, result;
   int argument;
-  uint32_t warp_calls;  // so far
+  uint32_t warp_calls, warp_barriers;  // so far
 };
 
 enum Order { kInOrder, kReversed, kShuffled, kWarpByWarp };
@@ -47,7 +47,7 @@ struct Settings {
 extern Settings settings;
 
 struct Counts {
-  int64_t launches, blocks, warp_calls, barriers, unchecked_launches, accesses, ordered_by_warp_calls, memsets;
+  int64_t launches, blocks, warp_calls, barriers, unchecked_launches, accesses, memsets;
 };
 extern Counts counts;
 

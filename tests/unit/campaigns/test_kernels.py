@@ -61,7 +61,7 @@ def test_all_operators_for_cuda_are_compared() -> None:
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("  __syncthreads();\n", "  __syncthreads();\n  __syncwarp();\n", "got .'__syncwarp'."),
+        ("  __syncthreads();\n", "  __syncthreads();\n  __constant__\n", "got .'__constant__'."),
         (
             "__launch_bounds__(kThreads)",
             "__launch_bounds__(512)",
