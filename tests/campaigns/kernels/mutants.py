@@ -50,7 +50,7 @@ FAULTS = (
     Fault("loco_cuda.cu", "    __syncwarp();\n", "", "checked", "compress"),
     Fault("loco_cuda.cu", "shared[1]));", "shared[0]));", "checked", "compress"),
     Fault("lossless_cuda.cu", _BARRIER + "  const int own", "  const int own", "plain", "modes"),
-    Fault("lossless_cuda.cu", _BARRIER + "  const int unit", "  const int unit", "plain", "modes"),
+    Fault("lossless_cuda.cu", _BARRIER + "  for (int unit", "  for (int unit", "plain", "modes"),
     Fault("lossless_cuda.cu", _BARRIER + "  if (threadIdx.x != 0)", "  if (threadIdx.x != 0)", "plain", "modes"),
     Fault("lossless_cuda.cu", "  if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;", "", "plain", "modes"),
     Fault(

@@ -50,7 +50,7 @@ _REWRITES = (
         {"cuda_block.h": 1},
     ),
     _Rewrite(
-        r"__shared__ (\w+) ([^;\n]*);", _shared, {"loco_cuda.cu": 1, "difference_cuda.cu": 1, "lossless_cuda.cu": 4}
+        r"__shared__ (\w+) ([^;\n]*);", _shared, {"loco_cuda.cu": 1, "difference_cuda.cu": 1, "lossless_cuda.cu": 5}
     ),
     _Rewrite(
         r"STABLE_TORCH_LIBRARY_IMPL\(deepspeed_paro, CUDA, library\)",
