@@ -139,6 +139,7 @@ void record(uintptr_t address, size_t bytes, bool write, bool atomic, void* code
   if (!(range->flags & (write ? kWrite : kRead))) {
     return fail("%s of an argument that must not have any (code %zx)", what, offset_of(code));
   }
+  if (!range->shared) count_request(address, bytes, write, code);
   const Access now{running.serial, current->id, running.barriers, current->warp_barriers, atomic};
   for (size_t i = 0; i < bytes; ++i) record_byte(*range, address - range->begin + i, write, now, what, code);
 }

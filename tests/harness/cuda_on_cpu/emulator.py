@@ -51,6 +51,11 @@ class Counts(NamedTuple):
     unchecked_launches: int  # behind which nothing asked for an error
     accesses: int  # of the checked build
     memsets: int
+    read: int  # bytes of global memory, where traffic is counted; what lanes of a warp read together counts once
+    written: int
+    read_sectors: int  # of 32 bytes, that the accesses of warps touch
+    written_sectors: int
+    fetched_sectors: int  # of those read, once for each thread block
 
 
 class Use(enum.IntFlag):
@@ -117,6 +122,15 @@ class Emulator:
     def forget(self) -> None:
         """Let go of all memory that was allowed, and of what is known of it."""
         self._library.cuda_on_cpu_forget()
+
+    @contextmanager
+    def counted_traffic(self) -> Iterator[None]:
+        """Count the bytes and sectors that kernels of the checked build move; they are in ``counts`` afterwards."""
+        self._library.cuda_on_cpu_count_traffic(1)
+        try:
+            yield
+        finally:
+            self._library.cuda_on_cpu_count_traffic(0)
 
     def counts(self) -> Counts:
         """What the library has done so far."""
