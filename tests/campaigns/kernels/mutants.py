@@ -43,9 +43,6 @@ _TILES = (
     "  if (aligned && left >= (kCount - 1) * kHalfChunk + kRun) {\n"
     "#pragma unroll\n    for (int r = 0; r < kCount; ++r) runs[r]"
 )
-_LAUNCH = (
-    "<<<grid, kThreads, 0, stream>>>(job, layout);\n    });\n  });\n  STD_CUDA_KERNEL_LAUNCH_CHECK();\n}\n\nvoid apply"
-)
 FAULTS = (
     # A barrier, or what it orders, is left out.
     Fault("cuda_block.h", _BARRIER + "#pragma unroll 1", "#pragma unroll 1", "plain", "compress"),
@@ -247,13 +244,7 @@ FAULTS = (
         "plain",
         "compress",
     ),
-    Fault(
-        "difference_cuda.cu",
-        _LAUNCH,
-        _LAUNCH.replace("stream>>>", "nullptr>>>"),
-        "plain",
-        "differences",
-    ),
+    Fault("difference_cuda.cu", "= current_stream(updated);", "= nullptr;", "plain", "differences"),
     Fault("difference_cuda.cu", '  check_device(held, updated, "what is held");\n', "", "plain", "devices"),
 )
 
