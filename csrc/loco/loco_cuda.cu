@@ -167,7 +167,12 @@ __global__ void __launch_bounds__(kThreads, kResident) compress_tile(const Compr
   send<kBits, kErrorBits>(job, at, layout, scale, old, h);
   if (!job.has_new_error) return;
   Scale fresh{};
-  if constexpr (kErrorBits == 8) fresh = quick_scale_of<8>(largest_of_block(h, layout.log_block, shared[1]));
+  if constexpr (kErrorBits == 8) {
+    fresh = quick_scale_of<8>(largest_of_block(h, layout.log_block, shared[1]));
+    // In place, a lane stores the scale that others have loaded; shuffles order no memory. A block of numbers that is
+    // larger than a warp's has passed a barrier.
+    __syncwarp();
+  }
   keep_error<kErrorBits>(job, at, layout, scale.finite, fresh, old, h);
 }
 

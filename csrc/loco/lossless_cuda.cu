@@ -29,7 +29,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int64_t kMostRows = 65535;  // of a dimension of a grid
 
 static_assert(kSegments == kWarp, "a warp scans the segments' counts");
-static_assert(kNibbleUnits <= kThreads, "a thread stores at most one unit of nibbles");
+static_assert(kNibbleUnits / 2 <= kThreads, "a thread clears at most one word of nibbles");
 
 LOCO_DEVICE int lane() { return threadIdx.x % kWarp; }
 LOCO_DEVICE int element_of(int i) { return i * kThreads + threadIdx.x; }
@@ -116,24 +116,26 @@ LOCO_DEVICE uint32_t spread(uint32_t bits) {
 
 // The bitmap or the pairs of one segment; all lanes of a warp come here.
 template <bool kInPairs>
-LOCO_DEVICE void store_codes(uint16_t* section, int segment, int16_t d, bool picked) {
+LOCO_DEVICE void set_codes(uint16_t (&codes)[kBaseUnits<kInPairs>], int segment, int16_t d, bool picked) {
   if constexpr (kInPairs) {
     const uint32_t low = __ballot_sync(kAllLanes, !picked && (d & 1) != 0);
     const uint32_t high = __ballot_sync(kAllLanes, picked || d == -1);
     const int half = lane() / 2 % 2 * 16;  // lanes 0 and 1 have the first 16 elements, 2 and 3 the others
     const uint32_t pairs = spread(low >> half & 0xffffu) | spread(high >> half & 0xffffu) << 1;
-    if (lane() < 4) section[segment * 4 + lane()] = static_cast<uint16_t>(pairs >> (lane() % 2 * 16));
+    if (lane() < 4) codes[segment * 4 + lane()] = static_cast<uint16_t>(pairs >> (lane() % 2 * 16));
   } else {
     const uint32_t bitmap = __ballot_sync(kAllLanes, picked);
-    if (lane() < 2) section[segment * 2 + lane()] = static_cast<uint16_t>(bitmap >> (lane() * 16));
+    if (lane() < 2) codes[segment * 2 + lane()] = static_cast<uint16_t>(bitmap >> (lane() * 16));
   }
 }
 
-// `room`: units from the section's start to the end of the wire's row.
+// `room`: units from the section's start to the end of the wire's row. The section is put together in shared memory, so
+// that a warp stores units side by side: its own codes and escapes are less than a sector.
 template <bool kInPairs>
 LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int64_t room) {
   __shared__ int picked_of[kSegments], escaped_of[kSegments];
   __shared__ uint32_t nibbles[kNibbleUnits / 2];
+  __shared__ uint16_t codes[kBaseUnits<kInPairs>], far[kTile];
   if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;  // seen by all behind the barriers of the ranks
   bool picked[kEach], escaped[kEach];
   int place[kEach], escape[kEach];
@@ -147,16 +149,22 @@ LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int
   if (behind + escapes > room) return;  // so does the whole thread block
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    store_codes<kInPairs>(section, segment_of(i), d[i], picked[i]);
+    set_codes<kInPairs>(codes, segment_of(i), d[i], picked[i]);
     if (picked[i]) {
       atomicOr(&nibbles[place[i] / 8], static_cast<uint32_t>(nibble_of<kInPairs>(d[i])) << (place[i] % 8 * 4));
     }
-    if (escaped[i]) section[behind + escape[i]] = static_cast<uint16_t>(d[i]);
+    if (escaped[i]) far[escape[i]] = static_cast<uint16_t>(d[i]);
   }
   __syncthreads();
-  const int unit = threadIdx.x;
-  if (unit < nibble_units(count)) {
-    section[kBaseUnits<kInPairs> + unit] = static_cast<uint16_t>(nibbles[unit / 2] >> (unit % 2 * 16));
+  for (int unit = threadIdx.x; unit < behind + escapes; unit += kThreads) {
+    const int nibble = unit - kBaseUnits<kInPairs>;
+    if (nibble < 0) {
+      section[unit] = codes[unit];
+    } else if (unit < behind) {
+      section[unit] = static_cast<uint16_t>(nibbles[nibble / 2] >> (nibble % 2 * 16));
+    } else {
+      section[unit] = far[unit - behind];
+    }
   }
 }
 

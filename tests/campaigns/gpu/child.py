@@ -11,6 +11,7 @@ from tests.campaigns.gpu.runs import Report
 
 # Name: module beside this one, and the function in it.
 FUNCTIONS = {
+    "T0": ("kernels", "drawn"),
     "T1": ("order", "slow_step"),
     "T2": ("order", "late_results"),
     "T3": ("order", "sanitizer"),

@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,8 +24,21 @@ from tests.harness.training import placed
 RANKS, GROUP = 6, 3
 
 
+def drawn(place: Any) -> None:
+    """T0: compare the kernels with the reference and with those for the CPU, in drawn cases, bit by bit."""
+    command = [sys.executable, "-m", "tests.campaigns.kernels", "--device", place.device]
+    done = subprocess.run(
+        [*command, "--amount", "0.002" if place.small else "0.5"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    print(done.stdout)
+    for section, cases in re.findall(rf"^{place.device} (\w+): (\d+) cases$", done.stdout, re.MULTILINE):
+        place.report.figure(f"cases of {section}", int(cases))
+        place.report.check(f"{section} has cases", int(cases) > 0)
+    place.report.check("all bits are equal", done.returncode == 0 and done.stdout.endswith("all bits equal\n"))
+
+
 def bits(place: Any) -> None:
-    """T8A: see that the CUDA kernels give the bits of the reference."""
+    """T8A: run the tests of the CUDA kernels: bits, streams, graphs, sizes beyond 32 bits."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         tests = [str(ROOT / "tests" / "unit" / "loco" / "test_cuda_kernels.py"), f"--junitxml={results}"]

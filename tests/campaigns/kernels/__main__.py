@@ -6,7 +6,7 @@
 
 Cases are drawn; each runs in several orders of blocks and threads, and with a reciprocal that is off. Builds: plain;
 checked, which knows who has written and read each byte; address, with the sanitizers of addresses and of undefined
-behavior. Exit status: 1 if any case differs.
+behavior. With ``--device cuda`` the same cases run on a GPU. Exit status: 1 if any case differs, 3 without a GPU.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from scripts import ROOT
+from tests.campaigns.gpu.__main__ import NO_GPU, has_gpu
 from tests.harness.cuda_on_cpu import building
 
 _FAILURES = 20  # after which nothing else runs
@@ -23,6 +24,7 @@ _FAILURES = 20  # after which nothing else runs
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", choices=building.BUILDS, default="plain")
+    parser.add_argument("--device", choices=("emulated", "cuda", "cpu"), default="emulated", help="cpu: to test this")
     parser.add_argument("--amount", type=float, default=1.0, help="of cases; 1: some minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=(), metavar="SECTION")
@@ -34,8 +36,12 @@ def parsed() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parsed()
-    library = building.built(arguments.sources, arguments.libraries, arguments.build)
-    if arguments.build == "address" and "libasan" not in os.environ.get("LD_PRELOAD", ""):
+    if arguments.device == "cuda" and not has_gpu():
+        print("No GPU: nothing was run. torch sees none of NVIDIA's.", file=sys.stderr)
+        return NO_GPU
+    emulated = arguments.device == "emulated"
+    library = building.built(arguments.sources, arguments.libraries, arguments.build) if emulated else None
+    if emulated and arguments.build == "address" and "libasan" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | building.sanitizers())
     import torch
 
@@ -43,6 +49,7 @@ def main() -> int:
     from tests.campaigns.kernels.drawing import Drawing
     from tests.harness.cuda_on_cpu.comparing import Comparison
     from tests.harness.cuda_on_cpu.emulator import Emulator
+    from tests.harness.cuda_on_cpu.on_device import OnDevice
 
     torch.set_num_threads(1)
     failures: list[str] = []
@@ -53,14 +60,14 @@ def main() -> int:
         if arguments.first or len(failures) == _FAILURES:
             raise SystemExit(1)
 
-    compare = Comparison(Emulator(library), arguments.build == "checked", fail)
-    for name in arguments.only or sections.OF_BUILDS[arguments.build]:
+    kernels = Emulator(library) if library else OnDevice(arguments.device)
+    compare = Comparison(kernels, arguments.build == "checked", fail)
+    place = arguments.build if emulated else arguments.device
+    for name in arguments.only or (sections.OF_BUILDS[place] if emulated else sections.ON_DEVICE):
         before = compare.cases.total()
         sections.SECTIONS[name](compare, Drawing(arguments.seed), arguments.amount)
-        print(f"{arguments.build} {name}: {compare.cases.total() - before} cases", flush=True)
+        print(f"{place} {name}: {compare.cases.total() - before} cases", flush=True)
     print(f"{compare.cases.total()} cases, {compare.runs} runs, {compare.emulator.counts()}")
-    for line, number in compare.emulator.ordered_by_warp_calls().items():
-        print(f"only a warp's call keeps apart what is accessed at {line}: {number}")
     print(f"{len(failures)} failures" if failures else "all bits equal")
     return bool(failures)
 

@@ -84,6 +84,11 @@ def strange(compare: Comparison, draw: Drawing, amount: float) -> None:
         into = draw.placed(held.repeat(len(bytes_of_rows), 1), BOTH)
         arguments = (Placed(bytes_of_rows, Use.READ, choice((0, 2))), into)
         compare("lossless_apply", arguments, f"any rows {tuple(bytes_of_rows.shape)} of {width}", oracle=apply)
+        updated, held = draw.parameters("pairs", lossless.TILE, dtype)
+        cut = _packed(updated, held)[:, : -choice((2, 4))]
+        compare(
+            "lossless_apply", (Placed(cut, Use.READ), Placed(held, BOTH)), "a row cut in its escapes", oracle=apply
+        )
 
 
 def patterns(compare: Comparison, draw: Drawing, amount: float) -> None:

@@ -25,6 +25,8 @@ SECTIONS: dict[str, Section] = {
 }
 _OF_PLAIN = ("rows", "large")  # memory that the other builds would touch
 _OF_VALUES = ("numbers", "patterns")  # whose accesses others have as well
+# What takes nothing but tensors; the others choose blocks, or where tensors seem to be.
+ON_DEVICE = ("compress", "decompress", "differences", "numbers", "modes", "lossless_rows", "strange", "patterns")
 OF_BUILDS = {
     "plain": tuple(SECTIONS),
     "checked": tuple(name for name in SECTIONS if name not in (*_OF_PLAIN, *_OF_VALUES, "empty", "devices")),

@@ -8,7 +8,6 @@
 #include <dlfcn.h>
 
 #include <cstdio>
-#include <map>
 
 #include "running.h"
 
@@ -20,7 +19,7 @@ enum Flags { kRead = 1, kWrite = 2, kKnown = 4 };
 struct Access {
   uint64_t serial = 0;  // of the block; 0: none
   int thread = 0;
-  uint32_t barriers = 0, warp_calls = 0;  // before it
+  uint32_t barriers = 0, warp_barriers = 0;  // before it
   bool atomic = false;
 };
 
@@ -43,7 +42,6 @@ struct Range {
 
 std::vector<Range> ranges;
 Range* last_found;
-std::map<void*, int64_t> by_warp_calls;  // by code: accesses that only a warp's call orders
 
 Range* range_of(uintptr_t address) {
   if (last_found && address >= last_found->begin && address < last_found->end) return last_found;
@@ -65,19 +63,15 @@ size_t offset_of(void* code) {
   return reinterpret_cast<uintptr_t>(code) - reinterpret_cast<uintptr_t>(info.dli_fbase) - 1;
 }
 
-// Whether nothing orders two accesses. That a warp's shuffles and ballots do is not in CUDA's text: these are counted.
-bool unordered(const Access& before, const Access& now, void* code) {
+// Whether nothing orders two accesses. Barriers of the block and of the warp do; shuffles and ballots imply no barrier of
+// memory, by CUDA's programming guide.
+bool unordered(const Access& before, const Access& now) {
   if (before.serial < running.first_serial) return false;  // of another launch, or none
   if (before.serial == now.serial && before.thread == now.thread) return false;
   if (before.atomic && now.atomic) return false;
   if (before.serial != now.serial) return true;
   if (before.barriers != now.barriers) return false;
-  if (before.thread / kWarp == now.thread / kWarp && before.warp_calls < now.warp_calls) {
-    ++counts.ordered_by_warp_calls;
-    ++by_warp_calls[code];
-    return false;
-  }
-  return true;
+  return before.thread / kWarp != now.thread / kWarp || before.warp_barriers == now.warp_barriers;
 }
 
 void note_read(Cell& cell, const Access& now) {
@@ -103,9 +97,9 @@ void record_byte(Range& range, size_t byte, bool write, const Access& now, const
   if ((!write || now.atomic) && !cell.known) {
     return fail("%s of byte %zu of %s that nothing was written to (code %zx)", what, byte, range.name(), offset_of(code));
   }
-  if (unordered(cell.write, now, code)) return tell_race(what, byte, range, "wrote", cell.write, code);
+  if (unordered(cell.write, now)) return tell_race(what, byte, range, "wrote", cell.write, code);
   for (const Access& read : cell.reads) {
-    if (write && unordered(read, now, code)) return tell_race(what, byte, range, "read", read, code);
+    if (write && unordered(read, now)) return tell_race(what, byte, range, "read", read, code);
   }
   if (!write) return note_read(cell, now);
   cell.write = now;
@@ -145,7 +139,8 @@ void record(uintptr_t address, size_t bytes, bool write, bool atomic, void* code
   if (!(range->flags & (write ? kWrite : kRead))) {
     return fail("%s of an argument that must not have any (code %zx)", what, offset_of(code));
   }
-  const Access now{running.serial, current->id, running.barriers, current->warp_calls, atomic};
+  if (!range->shared) count_request(address, bytes, write, code);
+  const Access now{running.serial, current->id, running.barriers, current->warp_barriers, atomic};
   for (size_t i = 0; i < bytes; ++i) record_byte(*range, address - range->begin + i, write, now, what, code);
 }
 
@@ -189,17 +184,6 @@ CALLED_BY_TESTS void cuda_on_cpu_allow(uintptr_t begin, size_t bytes, int flags)
 CALLED_BY_TESTS void cuda_on_cpu_forget() {
   ranges.clear();
   last_found = nullptr;
-}
-
-// Where only a warp's call keeps an access apart from another thread's, and how often; returns how many places.
-CALLED_BY_TESTS int cuda_on_cpu_by_warp_calls(size_t* offsets, int64_t* numbers, int room) {
-  int count = 0;
-  for (const auto& [code, number] : by_warp_calls) {
-    if (count == room) break;
-    offsets[count] = offset_of(code);
-    numbers[count++] = number;
-  }
-  return count;
 }
 
 // The calls of -fsanitize=thread.

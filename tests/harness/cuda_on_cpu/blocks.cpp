@@ -19,7 +19,8 @@ Counts counts;
 
 namespace {
 
-constexpr const char* kCalls[] = {"__shfl_sync", "__shfl_up_sync", "__shfl_xor_sync", "__ballot_sync", "__syncthreads"};
+constexpr const char* kCalls[] = {
+    "__shfl_sync", "__shfl_up_sync", "__shfl_xor_sync", "__ballot_sync", "__syncwarp", "__syncthreads"};
 
 Thread threads[kMostThreads];
 
@@ -89,6 +90,7 @@ void serve(Thread* lanes) {
   }
   for (int i = 0; i < kWarp; ++i) {
     ++lanes[i].warp_calls;
+    lanes[i].warp_barriers += lanes[i].call == Call::kWarpBarrier;
     lanes[i].state = State::kReady;
   }
   ++counts.warp_calls;

@@ -23,7 +23,7 @@ from tests.harness.cuda_on_cpu.rewriting import HEADERS, SOURCES, rewritten
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = ROOT / "build" / "cuda_on_cpu"  # where objects and libraries are kept
-_EMULATOR = ("accesses.cpp", "blocks.cpp", "fibers.cpp", "host.cpp")
+_EMULATOR = ("accesses.cpp", "blocks.cpp", "fibers.cpp", "host.cpp", "traffic.cpp")
 _OWN_HEADERS = ("running.h", "shim.h")
 _COMPILER = "g++"
 # As the package builds its kernels for the CPU: each operation is rounded once, torch's stable ABI.

@@ -6,7 +6,6 @@ import ctypes
 import enum
 import functools
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,6 @@ OPERATORS = ("loco_compress", "loco_decompress", "loco_difference", "loco_apply"
 OPERATORS += ("lossless_measure", "lossless_pack", "lossless_apply")
 _CODE = re.compile(r"code ([0-9a-f]+)")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
-_PLACES = 64  # of accesses that only a warp's call orders
 
 
 class Order(enum.IntEnum):
@@ -52,8 +50,12 @@ class Counts(NamedTuple):
     barriers: int
     unchecked_launches: int  # behind which nothing asked for an error
     accesses: int  # of the checked build
-    ordered_by_warp_calls: int  # accesses that only a warp's call keeps apart
     memsets: int
+    read: int  # bytes of global memory, where traffic is counted; what lanes of a warp read together counts once
+    written: int
+    read_sectors: int  # of 32 bytes, that the accesses of warps touch
+    written_sectors: int
+    fetched_sectors: int  # of those read, once for each thread block
 
 
 class Use(enum.IntFlag):
@@ -121,6 +123,15 @@ class Emulator:
         """Let go of all memory that was allowed, and of what is known of it."""
         self._library.cuda_on_cpu_forget()
 
+    @contextmanager
+    def counted_traffic(self) -> Iterator[None]:
+        """Count the bytes and sectors that kernels of the checked build move; they are in ``counts`` afterwards."""
+        self._library.cuda_on_cpu_count_traffic(1)
+        try:
+            yield
+        finally:
+            self._library.cuda_on_cpu_count_traffic(0)
+
     def counts(self) -> Counts:
         """What the library has done so far."""
         found = (ctypes.c_int64 * len(Counts._fields))()
@@ -134,15 +145,6 @@ class Emulator:
     def explained(self, message: str) -> str:
         """A message of the library with lines of the sources in place of addresses."""
         return _CODE.sub(lambda found: line_of(self._path, int(found[1], 16)), message)
-
-    def ordered_by_warp_calls(self) -> Counter[str]:
-        """Lines whose accesses only a warp's call keeps apart from those of other threads, and how many."""
-        offsets, numbers = (ctypes.c_size_t * _PLACES)(), (ctypes.c_int64 * _PLACES)()
-        count = self._library.cuda_on_cpu_by_warp_calls(offsets, numbers, _PLACES)
-        found: Counter[str] = Counter()
-        for place in range(count):
-            found[line_of(self._path, offsets[place])] += numbers[place]
-        return found
 
 
 def integers_of(tensor: Tensor) -> Tensor:

@@ -93,6 +93,10 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stre
   ++counts.memsets;
   if (!is_on_its_stream("cudaMemsetAsync", stream)) return pending;
   if (bytes < kTooMuchToTouch || value) std::memset(to, value, bytes);
+  if (settings.count_traffic) {
+    counts.written += static_cast<int64_t>(bytes);
+    counts.written_sectors += static_cast<int64_t>((bytes + 31) / 32);
+  }
   written_by_host(reinterpret_cast<uintptr_t>(to), bytes);
   return cudaSuccess;
 }

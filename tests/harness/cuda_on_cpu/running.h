@@ -32,7 +32,7 @@ struct Thread {
   int line;
   uint32_t mask, value, result;
   int argument;
-  uint32_t warp_calls;  // so far
+  uint32_t warp_calls, warp_barriers;  // so far
 };
 
 enum Order { kInOrder, kReversed, kShuffled, kWarpByWarp };
@@ -43,11 +43,15 @@ struct Settings {
   bool device_nan = true;  // whether NaNs have the pattern of a device
   std::mt19937 random{0};
   std::vector<int64_t> only;  // the blocks that run; empty: all
+  bool count_traffic = false;
 };
 extern Settings settings;
 
 struct Counts {
-  int64_t launches, blocks, warp_calls, barriers, unchecked_launches, accesses, ordered_by_warp_calls, memsets;
+  int64_t launches, blocks, warp_calls, barriers, unchecked_launches, accesses, memsets;
+  // Of global memory: bytes, once for the lanes of a warp that share them; sectors of requests; of what is read, sectors
+  // once for each block.
+  int64_t read, written, read_sectors, written_sectors, fetched_sectors;
 };
 extern Counts counts;
 
@@ -79,5 +83,8 @@ bool is_on_stack(const Thread& thread, uintptr_t address, size_t bytes);
 void record(uintptr_t address, size_t bytes, bool write, bool atomic, void* code);
 void own_shared(uintptr_t begin, size_t bytes, bool* fresh);  // by the block that runs; whether it has just begun to
 void written_by_host(uintptr_t begin, size_t bytes);
+
+// traffic.cpp
+void count_request(uintptr_t address, size_t bytes, bool write, void* code);  // of global memory, by `current`
 
 }  // namespace cuda_on_cpu

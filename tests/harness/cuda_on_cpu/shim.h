@@ -21,7 +21,7 @@ using std::min;
 namespace cuda_on_cpu {
 
 // What threads meet at.
-enum class Call : int { kShuffle, kShuffleUp, kShuffleXor, kBallot, kBarrier };
+enum class Call : int { kShuffle, kShuffleUp, kShuffleXor, kBallot, kWarpBarrier, kBarrier };
 
 // Of the thread that runs.
 struct Indices {
@@ -69,6 +69,10 @@ T exchange(Call call, uint32_t mask, T value, int argument, const char* file, in
 #define CALLED_AT const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncthreads(CALLED_AT) { ::cuda_on_cpu::meet(::cuda_on_cpu::Call::kBarrier, 0, 0, 0, file, line); }
+
+inline void __syncwarp(unsigned mask = 0xffffffffu, CALLED_AT) {
+  ::cuda_on_cpu::meet(::cuda_on_cpu::Call::kWarpBarrier, mask, 0, 0, file, line);
+}
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int from, CALLED_AT) {

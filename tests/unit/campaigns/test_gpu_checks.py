@@ -15,7 +15,7 @@ import pytest
 
 from scripts import ROOT
 from tests.campaigns.gpu import __main__ as gpu
-from tests.campaigns.gpu import child
+from tests.campaigns.gpu import child, claims
 from tests.campaigns.gpu import runs as gpu_runs
 from tests.campaigns.gpu.runs import Experiment, Outcome
 
@@ -126,6 +126,65 @@ def test_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert refused.value.code == 2
 
 
+CAME = {"T1": gpu_runs.FAILED, "T3": gpu_runs.CRASHED, "T5": gpu_runs.HUNG, "T7": gpu_runs.NOT_RUN}
+
+
+def test_each_claim_has_a_verdict() -> None:
+    outcomes = [Outcome(row[0], row[1], CAME.get(row[0], gpu_runs.PASSED)) for row in gpu.TABLE]
+    found = claims.verdicts(outcomes)
+    wanted = {("T1", "T2", "T3"): claims.FAILS, ("T5",): claims.OPEN, ("T7",): claims.OPEN}
+    assert [one.kind for one in found] == [wanted.get(names, claims.HOLDS) for _, names in claims.CLAIMS]
+    assert found[1].experiments == "T1 failed, T2 passed, T3 crashed"
+    assert {one.kind for one in claims.verdicts(outcomes[:1])} == {claims.OPEN}
+    assert {name for _, names in claims.CLAIMS for name in names} == {row[0] for row in gpu.TABLE}
+
+
+def test_the_budget_has_room_for_all() -> None:
+    assert sum(row[2] for row in gpu.TABLE) <= gpu.BUDGET <= 3600
+    assert [row[0] for row in gpu.TABLE][:2] == ["T0", "T8A"], "the kernels come first"
+
+
+def test_verdicts_are_written(tmp_path: Path) -> None:
+    (tmp_path / claims.TABLE).parent.mkdir(parents=True)
+    (tmp_path / "README.md").write_text((ROOT / "README.md").read_text())
+    found = claims.verdicts([Outcome(row[0], row[1], gpu_runs.PASSED) for row in gpu.TABLE])
+    about = {
+        "date": "2027-01-02T03:04:05Z",
+        "device": "a GPU, 80 GiB",
+        "versions": "torch 3",
+        "commit": "abc",
+        "x": "y",
+    }
+    for times in (1, 2):
+        claims.write(tmp_path, about, found)
+        rows = (tmp_path / claims.TABLE).read_text().splitlines()
+        assert rows[0] == ",".join(claims.COLUMNS) and len(rows) == 1 + times * len(claims.CLAIMS)
+    assert (
+        rows[1] == f'2027-01-02T03:04:05Z,"a GPU, 80 GiB",torch 3,abc,{found[0].claim},holds,"T0 passed, T8A passed"'
+    )
+    [line] = [text for text in (tmp_path / "README.md").read_text().splitlines() if text.startswith("**Status:**")]
+    count = len(found)
+    wanted = f"; on a GPU (a GPU, 80 GiB, 2027-01-02) {count} of {count} claims hold, [a table]({claims.TABLE})."
+    assert line.endswith(wanted) and "nothing has run" not in line
+    (tmp_path / "README.md").write_text("no status")
+    with pytest.raises(ValueError, match="expected one line of the status"):
+        claims.write(tmp_path, about, found)
+
+
+@pytest.mark.parametrize("arguments, times", [((), 1), (("--only", "T1"), 0), (("--small",), 0)])
+def test_only_a_whole_run_on_a_gpu_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], times: int
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+    monkeypatch.setattr(gpu, "circumstances", lambda device: {"date": "today", "device": device})
+    monkeypatch.setattr(gpu, "run_all", lambda *_: [])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(claims, "write", lambda root, about, found: written.append(root))
+    assert gpu.main(["--results", str(tmp_path), *arguments]) == 0
+    assert written == [ROOT] * times
+
+
 def test_without_a_gpu_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,7 +199,7 @@ def experiment_case(name: str, report: str) -> None:
     child.run(name, child.Place("cpu", True, gpu_runs.Report(Path(report))))
 
 
-@pytest.mark.parametrize("name", ["T1", "T3", "T4", "T5", "T7", "T9"])
+@pytest.mark.parametrize("name", ["T0", "T1", "T3", "T4", "T5", "T7", "T9"])
 def test_experiments_run(ranks: Any, kernels: bool, tmp_path: Path, name: str) -> None:
     """T2 is ``zero/test_fake_wire.py`` on a CPU."""
     ranks(1).run(experiment_case, name, str(tmp_path / "report.json"))

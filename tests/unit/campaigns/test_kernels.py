@@ -39,6 +39,25 @@ def test_all_bits_are_equal(build: str, amount: float) -> None:
     assert len(sections) >= 6 and all(int(cases) for _, cases in sections), sections
 
 
+@needs_a_compiler
+def test_kernels_pass_over_memory_once() -> None:
+    """Bytes are those of the page; sectors, which depend on the compiler a little, nearly."""
+    command = [sys.executable, "-m", "tests.campaigns.kernels.traffic"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, written = figures_of(done.stdout), figures_of((ROOT / "csrc" / "README.md").read_text(encoding="utf-8"))
+    assert found.keys() == written.keys() and len(found) == 27
+    for case, (moved, *sectors) in found.items():
+        assert moved == written[case][0] <= 1.3, case
+        assert sectors == pytest.approx(written[case][1:], abs=0.05), case
+
+
+def figures_of(text: str) -> dict[tuple[str, str], list[float]]:
+    """Rows of the table of traffic, by operator and case."""
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", text, re.MULTILINE)
+    return {(operator, case): [float(figure) for figure in figures] for operator, case, *figures in rows}
+
+
 def first_of(build: str) -> int:
     return next(number for number, fault in enumerate(FAULTS) if fault.build == build)
 
@@ -61,7 +80,7 @@ def test_all_operators_for_cuda_are_compared() -> None:
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("  __syncthreads();\n", "  __syncthreads();\n  __syncwarp();\n", "got .'__syncwarp'."),
+        ("  __syncthreads();\n", "  __syncthreads();\n  __constant__\n", "got .'__constant__'."),
         (
             "__launch_bounds__(kThreads)",
             "__launch_bounds__(512)",

@@ -1,0 +1,81 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the project claims of GPUs, which experiments settle each claim, and where the verdicts are written down."""
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.campaigns.gpu.runs import FAILED, PASSED, Outcome
+
+HOLDS, FAILS, OPEN = "holds", "does not hold", "not settled"
+TABLE = Path("tests", "campaigns", "gpu", "status.csv")  # of all verdicts; rows are appended
+COLUMNS = ("date", "device", "versions", "commit", "claim", "verdict", "experiments")
+_LINE = re.compile(r"(?m)^(\*\*Status:\*\* .*; )(?:nothing has run on a GPU yet|on a GPU .*)\.$")
+
+# A claim, and the experiments that all must pass.
+CLAIMS = (
+    ("CUDA kernels give the bits of the reference and of the CPU's kernels", ("T0", "T8A")),
+    ("A buffer is read only when what fills it is complete, on any stream", ("T1", "T2", "T3")),
+    ("All strategies match stock DeepSpeed on a GPU", ("T6",)),
+    ("The strategies run over NCCL", ("T7",)),
+    ("The host waits for the device no more often than is written down", ("T5",)),
+    ("Communication overlaps with computation", ("T4",)),
+    ("The kernels' bandwidth is measured beside a copy's", ("T8B",)),
+    ("Memory is measured beside the formulas", ("T9",)),
+)
+
+
+class Verdict(NamedTuple):
+    """What the experiments say of a claim."""
+
+    claim: str
+    kind: str  # holds, does not hold, not settled
+    experiments: str  # and what each came to
+
+
+def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
+    """Return what outcomes say of each claim; one that crashed, hung or did not run settles nothing."""
+    kinds = {one.name: one.kind for one in outcomes}
+    found = []
+    for claim, names in CLAIMS:
+        came = [kinds.get(name, "not run") for name in names]
+        kind = FAILS if FAILED in came else HOLDS if set(came) == {PASSED} else OPEN
+        told = ", ".join(f"{name} {kind}" for name, kind in zip(names, came, strict=True))
+        found.append(Verdict(claim, kind, told))
+    return found
+
+
+def told(found: Sequence[Verdict]) -> str:
+    """Return a line for each verdict."""
+    return "\n".join(f"{one.kind:13} {one.claim} ({one.experiments})" for one in found)
+
+
+def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> None:
+    """Append the verdicts to the table, and say in the README how many claims hold.
+
+    Args:
+        root: of the repository.
+        about: date, device, versions and commit.
+        found: of all claims.
+
+    Raises:
+        ValueError: the README has no line of the status.
+    """
+    table, readme = root / TABLE, root / "README.md"
+    holding, date = sum(one.kind == HOLDS for one in found), about["date"][:10]
+    summary = (
+        f"on a GPU ({about['device']}, {date}) {holding} of {len(found)} claims hold, [a table]({TABLE.as_posix()})"
+    )
+    text, count = _LINE.subn(lambda line: f"{line[1]}{summary}.", readme.read_text(encoding="utf-8"))
+    if count != 1:
+        raise ValueError(f"expected one line of the status in {readme}, got {count}")
+    fresh = not table.exists()
+    with table.open("a", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        if fresh:
+            rows.writerow(COLUMNS)
+        rows.writerows([*(about[name] for name in COLUMNS[:4]), *one] for one in found)
+    readme.write_text(text, encoding="utf-8")

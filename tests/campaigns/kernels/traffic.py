@@ -1,0 +1,158 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes and 32-byte sectors that each CUDA kernel moves, beside the least, counted where it is emulated.
+
+    python -m tests.campaigns.kernels.traffic
+
+As multiples of the least, where each byte of an input is read once, each of an output written once:
+
+bytes: what is read and written. Bytes that the lanes of a warp read together count once.
+to L1: sectors that accesses of warps touch. Above the bytes are accesses that use parts of sectors.
+to L2: of these, what is left behind an L1 that keeps what a thread block reads, and passes on all that it writes.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from deepspeed_ext.loco import lossless, ops, reference
+from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.op_builder import source_folder
+from tests.campaigns.kernels.drawing import Drawing
+from tests.harness.cuda_on_cpu import building
+from tests.harness.cuda_on_cpu.arguments import Placed
+from tests.harness.cuda_on_cpu.emulator import Emulator, Use
+
+SECTOR = 32  # bytes
+WIDTH = 4 * 4096  # elements: four tiles of gradients
+BLOCK = 128
+_BOTH = Use.READ | Use.WRITE
+
+
+class Case(NamedTuple):
+    """An operator with arguments of one row; aligned, as the package allocates them."""
+
+    operator: str
+    what: str
+    arguments: Sequence[Any]
+
+    @property
+    def placed(self) -> list[Placed]:
+        """The tensors among the arguments, once each."""
+        return list({id(one): one for one in self.arguments if isinstance(one, Placed)}.values())
+
+    def least(self, unit: int) -> int:
+        """The least to move, in units of so many bytes."""
+        uses = [(one, bool(one.use & Use.READ) + bool(one.use & Use.WRITE)) for one in self.placed]
+        return sum(times * -(-one.view.nbytes // unit) for one, times in uses)
+
+
+class Moved(NamedTuple):
+    """What a case moves, as multiples of the least."""
+
+    bytes: float
+    to_l1: float  # sectors
+    to_l2: float
+
+
+def moved(emulator: Emulator, case: Case) -> Moved:
+    """Run a case in the checked build, and return what it moves.
+
+    Args:
+        emulator: of the checked build.
+        case: whose outputs are written over.
+    """
+    emulator.set()
+    before = emulator.counts()
+    for one in case.placed:
+        one.allow(emulator)
+    try:
+        with emulator.counted_traffic():
+            emulator.kernels[case.operator](*(one.view if isinstance(one, Placed) else one for one in case.arguments))
+    finally:
+        emulator.forget()
+    now = emulator.counts()
+    moved_bytes = now.read - before.read + now.written - before.written
+    stored = now.written_sectors - before.written_sectors
+    requested = now.read_sectors - before.read_sectors + stored
+    fetched = now.fetched_sectors - before.fetched_sectors + stored
+    least, least_sectors = case.least(1), case.least(SECTOR)
+    return Moved(moved_bytes / least, requested / least_sectors, fetched / least_sectors)
+
+
+def cases(draw: Drawing) -> Iterator[Case]:
+    """Each operator for each width of its numbers; the kinds of errors; parameters that change little and much."""
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from _gradients(dtype)
+        yield from _differences(dtype)
+    for kind in ("few", "most", "any"):
+        yield from _lossless(draw, kind)
+
+
+def _gradients(dtype: torch.dtype) -> Iterator[Case]:
+    gradient = torch.randn(1, WIDTH).to(dtype)
+    for bits in (4, 8):
+        packing, settings = Packing(bits, BLOCK), (bits, BLOCK, 0.8, 1024.0, True)
+        wire = _output(packing.empty(1, WIDTH, gradient))
+        sent = (Placed(gradient, Use.READ), wire)
+        yield Case("loco_compress", f"{_name(dtype)} to {bits} bits", (*sent, None, None, *settings))
+        for kept in (torch.uint8, torch.float32) if bits == 4 else ():
+            size = Packing(8, BLOCK).row_bytes(WIDTH) if kept == torch.uint8 else WIDTH
+            error = Placed(torch.zeros(1, size, dtype=kept), _BOTH)
+            what = f"{_name(dtype)} to {bits} bits, error in {_name(kept)}"
+            yield Case("loco_compress", what, (*sent, error, error, *settings))
+        pieces = packing.empty(4, WIDTH, gradient)
+        reference.compress(gradient.repeat(4, 1), pieces, None, None, bits, BLOCK, 0.0, 1.0, True)
+        out = _output(torch.zeros(WIDTH, dtype=dtype))
+        arguments = (Placed(pieces, Use.READ), out, bits, BLOCK, 0.25, True)
+        yield Case("loco_decompress", f"4 pieces of {bits} bits to {_name(dtype)}", arguments)
+
+
+def _differences(dtype: torch.dtype) -> Iterator[Case]:
+    held = torch.randn(1, WIDTH).to(dtype)
+    updated = (held.float() * 1.01).to(dtype)
+    for bits in (4, 8):
+        packing = Packing(bits, BLOCK)
+        wire = packing.empty(1, WIDTH, held)
+        reference.difference(updated, held, wire, bits, BLOCK)
+        sent = (Placed(updated, Use.READ), Placed(held, Use.READ), _output(wire), bits, BLOCK)
+        yield Case("loco_difference", f"{_name(dtype)} to {bits} bits", sent)
+        arrived = (Placed(wire, Use.READ), Placed(held, _BOTH), bits, BLOCK)
+        yield Case("loco_apply", f"{bits} bits to {_name(dtype)}", arrived)
+
+
+def _lossless(draw: Drawing, kind: str) -> Iterator[Case]:
+    updated, held = draw.parameters(kind, WIDTH, torch.bfloat16)
+    tiles = torch.zeros(lossless.tiles_of(WIDTH), dtype=torch.int32)
+    lossless.measure(updated, held, tiles)
+    header, size = ops.header_of(tiles)
+    wire = torch.zeros(1, int(size), dtype=torch.uint8)
+    lossless.pack(updated, held, header, wire)
+    sent, what = (Placed(updated, Use.READ), Placed(held, Use.READ)), f"{8 * int(size) / WIDTH:.1f} bits an element"
+    if kind == "few":
+        yield Case("lossless_measure", "bfloat16", (*sent, _output(tiles)))
+    yield Case("lossless_pack", what, (*sent, Placed(header, Use.READ), _output(wire)))
+    yield Case("lossless_apply", what, (Placed(wire, Use.READ), Placed(held, _BOTH)))
+
+
+def _output(values: torch.Tensor) -> Placed:
+    return Placed(values, Use.WRITE, known=False)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def table(emulator: Emulator) -> str:
+    """Return the table, in Markdown."""
+    lines = ["| operator | case | bytes | sectors to L1 | to L2 |", "|---|---|---|---|---|"]
+    for case in cases(Drawing(0)):
+        found = moved(emulator, case)
+        figures = " | ".join(f"{figure:.2f}" for figure in found)
+        lines.append(f"| `{case.operator}` | {case.what} | {figures} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(Emulator(building.built(source_folder(), building.LIBRARIES, "checked"))))

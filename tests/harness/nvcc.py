@@ -1,0 +1,109 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the CUDA sources with the builder's flags, and reads what ptxas says that each kernel takes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from deepspeed_ext.op_builder import LocoBuilder, source_folder
+
+NVCC = shutil.which("nvcc")
+SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu")
+_ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\w+)'")
+_MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_ONE = threading.Lock()  # of a process' environment
+_NAME = re.compile(r"[a-z_]+_tile")
+
+
+class Taken(NamedTuple):
+    """What one instantiation of a kernel takes."""
+
+    source: str
+    kernel: str  # without its template arguments
+    symbol: str
+    architecture: int  # 80: sm_80
+    registers: int  # of a thread
+    shared: int  # bytes of a thread block, that are declared
+    stack: int  # bytes of local memory of a thread
+    spilled: int  # bytes that are stored and loaded, as instructions
+
+
+def compiled(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
+    """Compile a source as the package's builder does, and return what its kernels take, and all that nvcc has said.
+
+    Args:
+        source: one of ``SOURCES``.
+        capabilities: ``("8.0", "9.0")``.
+        output: the object that is made.
+        more: arguments of nvcc: ``-c`` for an object, ``-fatbin`` for the device's code alone.
+
+    Raises:
+        RuntimeError: it does not compile.
+    """
+    from torch.utils import cpp_extension
+
+    assert NVCC is not None, "nvcc, of the CUDA toolkit, is needed"
+    folders = [*LocoBuilder().include_paths(), *cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    command = [NVCC, *arguments(capabilities), *(f"-I{folder}" for folder in folders), "-Xptxas=-v", *more]
+    command += ["-Xcompiler=-fPIC", "-DTORCH_EXTENSION_NAME=loco", "-o", str(output), str(source_folder() / source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{source}: {done.stderr[-5000:]}")
+    said = done.stdout + done.stderr
+    return list(taken(source, said)), said
+
+
+def arguments(capabilities: Sequence[str]) -> list[str]:
+    """Return the builder's arguments of nvcc for these architectures, also where torch has no CUDA."""
+    with _ONE, _toolkit(), mock.patch.dict(os.environ, TORCH_CUDA_ARCH_LIST=";".join(capabilities)):
+        builder = LocoBuilder()
+        builder.build_for_cpu = False
+        assert {Path(source).name for source in builder.sources() if source.endswith(".cu")} == set(SOURCES)
+        return list(builder.strip_empty_entries(builder.nvcc_args()))
+
+
+@contextmanager
+def _toolkit() -> Iterator[None]:
+    from torch.utils import cpp_extension
+
+    with mock.patch.object(cpp_extension, "CUDA_HOME", str(Path(NVCC or "").parents[1])):
+        yield
+
+
+def taken(source: str, said: str) -> Iterator[Taken]:
+    """Read ptxas' output; each kernel has an entry, properties and a line of what it uses."""
+    parts = _ENTRY.split(said)
+    for symbol, architecture, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        memory, used, shared = (found.search(text) for found in (_MEMORY, _USED, _SHARED))
+        names = _NAME.findall(symbol)
+        assert memory and used and names, f"ptxas says of {symbol} something else than expected: {text[:500]}"
+        stack, stored, loaded = map(int, memory.groups())
+        yield Taken(
+            source,
+            names[-1],
+            symbol,
+            int(architecture.rstrip("af")),
+            int(used[1]),
+            int(shared[1]) if shared else 0,
+            stack,
+            stored + loaded,
+        )
+
+
+def version() -> str:
+    """Return nvcc's version: 13.0."""
+    assert NVCC is not None
+    said = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release ([\d.]+)", said)
+    return found[1] if found else "unknown"
