@@ -5,6 +5,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,11 +76,12 @@ def beside(library: str, options: str) -> list[Beside]:
     given = OPTIONS[options]
     rows = []
     for name in given.strategies:
-        zero, places = placed(name, **given.zero), []
+        zero = placed(name, **given.zero)
+        places: list[tuple[str, str]] = []
         with device_with_streams():  # with buckets as on NCCL
             host = training.train(given.job, zero)
         with device_on_host(library):
-            ours = training.train(given.job, zero, look=lambda engine, seen=places: seen.append(_places(engine)))
+            ours = training.train(given.job, zero, look=partial(_look, places))
             stock = ours
             if given.stock:
                 stock = training.train(given.job, {"stage": 2 if name[0] == "N" else 3, **given.zero})
@@ -87,6 +89,10 @@ def beside(library: str, options: str) -> list[Beside]:
         apart = (ours.weights - stock.weights).abs().max() / stock.weights.abs().max()
         rows.append(Beside(name, same, apart.item(), places[0]))
     return rows
+
+
+def _look(places: list[tuple[str, str]], engine: Any) -> None:
+    places.append(_places(engine))
 
 
 def _places(engine: Any) -> tuple[str, str]:

@@ -15,9 +15,9 @@ LOCO = {"zeropp_loco_param": {}}
 @pytest.mark.parametrize(
     "optimizer, zero, names, from_device",
     [
-        ("Adam", {}, ("NIG", "IIG"), True),
+        ("Adam", {}, ("NIG", "IIG"), False),
         ("Adam", {**LOCO, **cases.PINNED}, ("NII", "IIG"), True),
-        ("Adam", {**LOCO, "paro_quantized_updates": {}}, ("NIG", "ING"), False),
+        ("Adam", {**LOCO, "paro_quantized_updates": {}}, ("NIG", "ING"), True),
         ("Muon", {}, ("NIG", "III"), False),
         ("Muon", cases.PAGEABLE, ("NIG", "GNG"), True),
     ],

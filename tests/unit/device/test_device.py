@@ -2,23 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated device is not the host: what CUDA refuses raises, and what the host must wait for is found."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import pytest
-
-from tests.harness.device_on_host import building
-from tests.harness.ranks import RankPool
-
-
-@pytest.fixture(scope="module")
-def run_on_device() -> Iterator[Callable[..., list[Any]]]:
-    """``run_on_device(case)`` runs ``case(library)`` on two ranks, which no other tests share."""
-    if missing := building.missing():
-        pytest.skip(f"needs {missing}")
-    library, pool = str(building.built()), RankPool()
-    yield lambda case: pool(2).run(case, library)
-    pool.close()
 
 
 def test_what_is_on_two_devices_is_refused(run_on_device: Any) -> None:
