@@ -16,7 +16,7 @@ Span = tuple[int, int]  # bytes of a storage, from and to
 
 _MOST_SPANS = 256  # of one tensor; more are taken as one that holds them all
 _FRAMES = 3  # of a place that is named
-_SIMULATION = ("/harness/stream_order.py", "/harness/streams.py", "/harness/memory_accesses.py")
+_SIMULATION = ("/stream_order.py", "/streams.py", "/memory_accesses.py", "/accelerator.py", "/backend.py")
 
 
 class Access(NamedTuple):

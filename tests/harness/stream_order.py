@@ -11,6 +11,8 @@ Note [How order is checked]
     - Operations of torch are seen by a dispatch mode. They read and write on the current stream.
     - Collectives are seen at the process group. Each group has a stream of its own, which waits for the current one;
       only ``wait`` orders others behind it. Their tensors stay alive until then, as NCCL's do.
+    - Where tensors of the host can be told from the device's (``device_on_host/``), the host is a stream as well: it
+      runs what has tensors of the host only, and waits for copies, but for those without blocking of pinned memory.
     - Memory belongs to the stream that was current when it was allocated. Freed while another stream may still use
       it, which ``record_stream`` would have told, it must not be allocated again before its stream knows better.
 
@@ -43,7 +45,7 @@ from tests.harness.streams import Device, Event, Stream, Work
 # Outputs that nobody has filled, and those of whose input only the shape is looked at.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _UNREAD = (*_UNWRITTEN, "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_full")
-_ASKS_DEVICE = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")  # the host waits for their answer
+ASKS_DEVICE = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")  # the host waits for their answer
 # Of the methods of a process group: numbers of the arguments that are written, and that are read.
 _COLLECTIVES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     **dict.fromkeys(("allreduce", "allreduce_coalesced", "reduce", "broadcast"), ((0,), (0,))),
@@ -81,14 +83,17 @@ class Order(Device):
 
     Attributes:
         findings: what has no order, and how often.
+        knows_host: whether operations on tensors of the host are told from those of the device.
         accesses: of tensors, how many were looked at.
         pairs: of accesses to the same bytes on two streams, at least one of which writes: how many were compared.
         synchronizations: how often the host has waited for the device while it was watched.
     """
 
+    knows_host = False
+
     def __init__(self) -> None:
         super().__init__()
-        self._of_host = Stream(self, "the host")
+        self.of_host = Stream(self, "the host")
         self.findings: Counter[Finding] = Counter()
         self.accesses = self.pairs = 0
         self.synchronizations: Counter[Synchronization] = Counter()
@@ -123,7 +128,7 @@ class Order(Device):
     @contextlib.contextmanager
     def by_host(self) -> Iterator[None]:
         """Have operations run on the host, at once and in order with all that it starts."""
-        with self.on(self._of_host):
+        with self.on(self.of_host):
             yield
 
     def synchronize(self, what: str = "device", *clocks: Clock) -> None:
@@ -153,7 +158,7 @@ class Order(Device):
         """
         with self._lock:
             number, where = stream.begin(), place_of_call()
-            if stream is self._of_host:
+            if stream is self.of_host:
                 self.host[stream.number] = number
             if made:
                 self._give_out(stream, operation, where)
@@ -170,6 +175,19 @@ class Order(Device):
                 self.pairs += conflicting
                 for other in unordered:
                     self.findings[Finding(str(other), str(access))] += 1
+
+    def operate(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], made: list[Tensor], non_blocking: bool
+    ) -> None:
+        """An operation of torch is called, arguments as of ``run``: it runs on the current stream.
+
+        Args:
+            name, reads, writes, made: see ``run``.
+            non_blocking: whether the caller of a copy has said so.
+        """
+        self.run(self.current, name, reads, writes, made)
+        if name in ASKS_DEVICE:
+            self.synchronize(name, self.current.clock)
 
     def record(self, tensor: Tensor, stream: Stream) -> None:
         """``tensor.record_stream(stream)``."""
@@ -243,9 +261,9 @@ class _Operations(TorchDispatchMode):
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         known: set[int] = set()
-        named = {argument.name: argument for argument in schema.arguments}
-        given = [*zip(schema.arguments, args, strict=False), *((named[k], v) for k, v in (kwargs or {}).items())]
-        for argument, value in given:
+        arguments = {argument.name: argument for argument in schema.arguments}
+        given = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
+        for argument, value in ((arguments[name], value) for name, value in given.items()):
             tensors = _tensors(value)
             known.update(tensor.untyped_storage()._cdata for tensor in tensors)
             if argument.alias_info is None:
@@ -254,11 +272,9 @@ class _Operations(TorchDispatchMode):
                 writes += tensors
         made = [tensor for tensor in _tensors(outputs) if tensor.untyped_storage()._cdata not in known]
         name = schema.name.partition("::")[2]
-        if made or writes or name in _ASKS_DEVICE:  # else it is a view
-            filled = [] if name in _UNWRITTEN else made
-            self._order.run(self._order.current, name, [] if name in _UNREAD else reads, writes + filled, made)
-        if name in _ASKS_DEVICE:
-            self._order.synchronize(name, self._order.current.clock)
+        if made or writes or name in ASKS_DEVICE:  # else it is a view
+            filled, read = [] if name in _UNWRITTEN else made, [] if name in _UNREAD else reads
+            self._order.operate(name, read, writes + filled, made, bool(given.get("non_blocking")))
         return outputs
 
 
@@ -298,9 +314,16 @@ class StreamAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def device_with_streams() -> Iterator[Order]:
-    """In this context DeepSpeed's device has streams, and hops are what they are on NCCL; groups are gloo's."""
-    order = Order()
+def device_with_streams(
+    order: Order | None = None, accelerator: Callable[[Order], StreamAccelerator] = StreamAccelerator
+) -> Iterator[Order]:
+    """In this context DeepSpeed's device has streams, and hops are what they are on NCCL; groups are gloo's.
+
+    Args:
+        order: that is kept; by default one for a device whose tensors torch takes for the host's.
+        accelerator: makes DeepSpeed's.
+    """
+    order = order or Order()
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -319,9 +342,10 @@ def device_with_streams() -> Iterator[Order]:
                 method = watched(name, getattr(ProcessGroup, name))
                 patches.enter_context(mock.patch.object(ProcessGroup, name, method))
         patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda t, s: order.record(t, s)))
-        patches.enter_context(mock.patch.object(torch.Tensor, "cpu", to_host))  # which would copy nothing here
+        if not order.knows_host:
+            patches.enter_context(mock.patch.object(torch.Tensor, "cpu", to_host))  # which would copy nothing here
         patches.enter_context(mock.patch("deepspeed_ext.comm.collectives.backend_of", lambda group: "nccl"))
-        patches.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", StreamAccelerator(order)))
+        patches.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", accelerator(order)))
         yield order
 
 

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the fork server import DeepSpeed while the first tests run, if any test will need ranks."""
-    needed = any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+    needed = any({"ranks", "run_on_device"} & set(getattr(item, "fixturenames", ())) for item in session.items)
     if needed and not session.config.getoption("collectonly"):
         rank_pools.fork_server()
 

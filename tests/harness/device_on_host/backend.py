@@ -1,0 +1,94 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the simulated device one of torch's, in a process that has no other; and its process groups, which are gloo's.
+
+This runs inside rank processes.
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.utils import _pytree as pytree
+
+NAME = "sim"
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("all_gather_single", "reduce_scatter_single", "all_to_all_single", "alltoall", "alltoall_base"),
+    *("send", "recv", "recv_anysource"),
+)
+
+
+@functools.cache
+def register(library: str) -> None:
+    """Make the device known to torch, for as long as the process lives: torch knows one of this kind."""
+    torch.utils.rename_privateuse1_backend(NAME)
+    module = types.ModuleType(f"torch.{NAME}")
+    accelerator = torch.accelerator
+    vars(module).update(
+        is_available=lambda: True,
+        device_count=lambda: 16,
+        current_device=accelerator.current_device_index,
+        set_device=accelerator.set_device_index,
+        device=lambda device: accelerator.device_index(device if isinstance(device, int) else device.index or 0),
+        synchronize=lambda device=None: None,
+        _is_in_bad_fork=lambda: False,
+        manual_seed_all=lambda seed: None,  # numbers are the host's
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )
+    torch._register_device_module(NAME, module)
+    torch.ops.load_library(library)
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+@contextlib.contextmanager
+def groups_of_device() -> Iterator[None]:
+    """In this context process groups take tensors of the device: gloo is given the same memory as the host's."""
+
+    def given_hosts(method: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(group, *pytree.tree_map_only(Tensor, _shared, args), **kwargs)
+
+        return collective
+
+    def backend_of_host(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda group, device, *args: method(group, torch.device("cpu"), *args)
+
+    wait_for_all = ProcessGroup.barrier
+
+    def barrier(group: Any, opts: Any) -> Any:
+        opts.device = torch.device("cpu")
+        return wait_for_all(group, opts=opts)
+
+    with contextlib.ExitStack() as patches:
+        for name in _COLLECTIVES:
+            if hasattr(ProcessGroup, name):
+                method = given_hosts(getattr(ProcessGroup, name))
+                patches.enter_context(mock.patch.object(ProcessGroup, name, method))
+        patches.enter_context(mock.patch.object(distributed_c10d, "_get_object_coll_device", lambda group=None: NAME))
+        patches.enter_context(mock.patch.object(ProcessGroup, "barrier", barrier))
+        for name in ("_get_backend", "_start_coalescing", "_end_coalescing"):
+            method = backend_of_host(getattr(ProcessGroup, name))
+            patches.enter_context(mock.patch.object(ProcessGroup, name, method))
+        yield
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    if tensor.device.type != NAME:
+        raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")  # as without gloo
+    return on_host(tensor)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor of the host at the same memory."""
+    host: Tensor = torch.ops.device_on_host.on_host(tensor.detach())
+    return host

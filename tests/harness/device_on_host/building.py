@@ -1,0 +1,67 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the simulated device into a library, once for what it is made of. This imports no torch."""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from scripts import ROOT
+
+HERE = Path(__file__).resolve().parent
+LIBRARIES = ROOT / "build" / "device_on_host"  # where libraries are kept
+_SOURCES = ("device.cpp", "memory.cpp", "operators.cpp")
+_HEADERS = ("memory.h",)
+_COMPILER = "g++"
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas")
+
+
+def missing() -> str:
+    """Return what lacks to build it; nothing if nothing does."""
+    return "" if shutil.which(_COMPILER) else _COMPILER
+
+
+def built(folder: Path = LIBRARIES) -> Path:
+    """Build the device, unless the same sources were built for the same torch, and return the library.
+
+    Raises:
+        RuntimeError: it does not compile.
+    """
+    texts = [(HERE / file).read_text(encoding="utf-8") for file in (*_SOURCES, *_HEADERS)]
+    parts = [importlib.metadata.version("torch"), *_FLAGS, *texts]
+    library = folder / f"{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:16]}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with ThreadPoolExecutor(2) as pool:
+                objects = list(pool.map(lambda file: _object(folder, file), _SOURCES))
+            torchs = _torch() / "lib"
+            link = [_COMPILER, "-shared", "-Wl,--no-undefined", *objects, f"-L{torchs}", "-ltorch_cpu", "-lc10"]
+            _run(*link, f"-Wl,-rpath,{torchs}", "-o", f"{library}.new")
+            Path(f"{library}.new").rename(library)
+    return library
+
+
+def _object(folder: Path, file: str) -> str:
+    made = folder / f"{Path(file).stem}.o"
+    includes = [f"-isystem{_torch() / 'include' / name}" for name in ("", "torch/csrc/api/include")]
+    _run(_COMPILER, *_FLAGS, *includes, "-c", str(HERE / file), "-o", str(made))
+    return str(made)
+
+
+def _torch() -> Path:
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-5000:]}")

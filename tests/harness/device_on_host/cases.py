@@ -1,0 +1,229 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on the simulated device, beside the same on the host; all of this runs inside rank processes."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.harness import snapshots, stream_cases, training
+from tests.harness.device_on_host.accelerator import device_on_host
+from tests.harness.device_on_host.backend import register
+from tests.harness.stream_order import device_with_streams
+from tests.harness.training import SMALL, Job, placed
+
+PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+PAGEABLE = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+_LOCO = {"zeropp_loco_param": {"hadamard": True, "reset_T": 2}}
+_FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
+_JOB = Job(zero=SMALL, empty=False, accumulation=2, groups=2, optimizer="Adam")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is trained on both.
+
+    Attributes:
+        strategies: that have a case.
+        zero: further keys of zero_optimization.
+        job: without these keys.
+        stock: the stage of DeepSpeed's that trains on the device as well; none where gradients are rounded.
+    """
+
+    strategies: Sequence[str]
+    zero: dict[str, Any] = field(default_factory=dict)
+    job: Job = _JOB
+    stock: bool = True
+
+
+OPTIONS = {
+    "on the device": Options(("NNG", "NIG", "ING", "GGG")),
+    "pinned": Options(("NII", "NIG", "IIG", "IGG"), PINNED),
+    "pageable": Options(("NGG", "III"), {**PAGEABLE, "overlap_comm": False}),
+    "overflow": Options(("NIG", "IIG"), PINNED, replace(_JOB, dtype="fp16", overflow=((3, 1),)), stock=False),
+    "LoCo": Options(("NIG", "IIG"), {**_LOCO, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
+    "LoCo, pageable": Options(("NGG", "III"), {**_LOCO, **PAGEABLE}, stock=False),
+    "in few bits": Options(("NIG", "ING"), {**_FEW_BITS, **PINNED}, replace(_JOB, accumulation=1), stock=False),
+    "Muon": Options(("NIG", "IIG"), {}, replace(_JOB, optimizer="Muon"), stock=False),
+    "Muon, pinned": Options(("NII", "GNG"), PINNED, replace(_JOB, optimizer="Muon"), stock=False),
+}
+
+
+class Beside(NamedTuple):
+    """How a run on the device compares.
+
+    Attributes:
+        strategy: which.
+        as_on_host: whether losses, norms, decisions and weights are those of the same run on the host, to the bit.
+        from_stock: of weights, how far they are from those of stock DeepSpeed on the device, relative to the largest.
+        places: of parameters, and of what the optimizer steps with: the types of devices.
+    """
+
+    strategy: str
+    as_on_host: bool
+    from_stock: float
+    places: tuple[str, str]
+
+
+def beside(library: str, options: str) -> list[Beside]:
+    """Train each strategy of a set of options on the device, on the host, and what stock DeepSpeed does of it."""
+    register(library)
+    given = OPTIONS[options]
+    rows = []
+    for name in given.strategies:
+        zero = placed(name, **given.zero)
+        places: list[tuple[str, str]] = []
+        with device_with_streams():  # with buckets as on NCCL
+            host = training.train(given.job, zero)
+        with device_on_host(library):
+            ours = training.train(given.job, zero, look=partial(_look, places))
+            stock = ours
+            if given.stock:
+                stock = training.train(given.job, {"stage": 2 if name[0] == "N" else 3, **given.zero})
+        same = torch.equal(ours.weights.cpu(), host.weights) and ours[:1] + ours[2:] == host[:1] + host[2:]
+        apart = (ours.weights - stock.weights).abs().max() / stock.weights.abs().max()
+        rows.append(Beside(name, same, apart.item(), places[0]))
+    return rows
+
+
+def _look(places: list[tuple[str, str]], engine: Any) -> None:
+    places.append(_places(engine))
+
+
+def _places(engine: Any) -> tuple[str, str]:
+    weights = {tensor.device.type for tensor in _weights(engine)}
+    return _only({p.device.type for p in engine.module.parameters()}), _only(weights)
+
+
+def _only(values: set[str]) -> str:
+    return " ".join(sorted(values))
+
+
+def watched(library: str, options: str, names: Sequence[str], folder: str) -> dict[str, list[str]]:
+    """Train strategies with a set of ``stream_cases``; of each, what has no order between streams and the host."""
+    register(library)
+    found = {}
+    for name in names:
+        with device_on_host(library) as order:
+            stream_cases.run_case(order, name, options, folder)
+        assert order.accesses > 800, (name, order.accesses)
+        found[name] = [str(finding) for finding in order.findings]
+    return found
+
+
+class Resumed(NamedTuple):
+    """What differs from the run that was saved.
+
+    Attributes:
+        strategy: which.
+        loaded, resumed: after a load, and after going on: on the device, to the bit.
+        elsewhere: after a load on the host of what the device has saved, or the other way round.
+    """
+
+    strategy: str
+    loaded: dict[str, float]
+    resumed: dict[str, float]
+    elsewhere: dict[str, float]
+
+
+def resume(
+    library: str, folder: str, names: Sequence[str], optimizer: str, zero: dict[str, Any], from_device: bool
+) -> list[Resumed]:
+    """Save on the device or on the host; load on both, and go on where it was saved."""
+    register(library)
+    places: list[Callable[[], Any]] = [lambda: device_on_host(library), device_with_streams]
+    here, there = places if from_device else reversed(places)
+    job = snapshots.job_of("bf16", zero, optimizer)
+    return [_resume(job, f"{folder}/{name}", name, here, there) for name in names]
+
+
+def _resume(job: Job, folder: str, name: str, here: Callable[[], Any], there: Callable[[], Any]) -> Resumed:
+    with here(), _engine(job, name) as (engine, model):
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        engine.save_checkpoint(folder)
+        saved = _seen(engine, model, job)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+        whole = _seen(engine, model, job)
+    with here(), _engine(job, name) as (engine, model):
+        snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=7))  # something to be overwritten
+        engine.load_checkpoint(folder)
+        loaded = snapshots.difference(saved, _seen(engine, model, job))
+        snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+        resumed = snapshots.difference(whole, _seen(engine, model, job))
+    with there(), _engine(job, name) as (engine, model):
+        engine.load_checkpoint(folder)
+        elsewhere = snapshots.difference(saved, _seen(engine, model, job))
+        snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+        elsewhere |= snapshots.difference(whole, _seen(engine, model, job))
+    return Resumed(name, loaded, resumed, elsewhere)
+
+
+@contextlib.contextmanager
+def _engine(job: Job, name: str) -> Iterator[tuple[Any, Any]]:
+    engine, model = training.make_engine(job, placed(name))
+    yield engine, model
+    engine.destroy()
+
+
+def _seen(engine: Any, model: Any, job: Job) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in snapshots.snapshot(engine, model, job).items()}
+
+
+class Offloaded(NamedTuple):
+    """What became of states that were offloaded and reloaded after each backward.
+
+    Attributes:
+        strategy: which.
+        same: whether the weights are those of a run without.
+        away: devices of states in between; whether those that are held for long were pinned.
+        back: devices afterwards.
+    """
+
+    strategy: str
+    same: bool
+    away: tuple[str, bool]
+    back: str
+
+
+def offload_states(library: str, names: Sequence[str], optimizer: str, pinned: bool) -> list[Offloaded]:
+    """Offload and reload all states after each backward, on the device."""
+    register(library)
+    job = replace(_JOB, steps=2, optimizer=optimizer, zero={**SMALL, "zeropp_loco_param": {}})
+    rows = []
+    for name in names:
+        with device_on_host(library):
+            plain = training.train(job, placed(name)).weights
+            with _engine(job, name) as (engine, model):
+                away, back = set(), set()
+                pins = True
+                for number, batch in zip(range(4), training.batches(job), strict=False):
+                    training.micro_step(engine, job, number, *batch)
+                    engine.offload_states(pin_memory=pinned)
+                    held = _held(engine)
+                    away |= {tensor.device.type for tensor in held}
+                    pins &= all(tensor.is_pinned() == pinned for tensor in held if tensor.device.type == "cpu")
+                    engine.reload_states()
+                    back |= {tensor.device.type for tensor in _held(engine)}
+                    engine.step()
+                same = torch.equal(plain, training.whole_weights(model))
+        rows.append(Offloaded(name, same, (_only(away), pins), _only(back)))
+    return rows
+
+
+def _weights(engine: Any) -> list[Tensor]:
+    """Return what the optimizer steps with."""
+    optimizer = engine.optimizer
+    flat = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3, whose groups are filled in a step
+    held = flat or [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    return [p.data for p in held if p.numel()]
+
+
+def _held(engine: Any) -> list[Tensor]:
+    """Return weights and states of the optimizer, but step counts."""
+    states = [one for state in engine.optimizer.optimizer.state.values() for one in state.values()]
+    return [*_weights(engine), *(one for one in states if torch.is_tensor(one) and one.dim())]

@@ -1,0 +1,50 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where the device is not the host, training is what it is on the host, and things are where they should be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.device_on_host import cases
+from tests.harness.tiers import deep
+
+
+@pytest.mark.parametrize("options", cases.OPTIONS)
+def test_training_is_that_on_the_host_to_the_bit(run_on_device: Any, options: str) -> None:
+    given = cases.OPTIONS[options]
+    optimizers = "cpu" if "offload_optimizer" in given.zero else "sim"
+    for rows in run_on_device(cases.beside, options):
+        assert [row.strategy for row in rows] == list(given.strategies)
+        for row in rows:
+            assert row.as_on_host and row.from_stock < 1e-5 and row.places == ("sim", optimizers), row
+
+
+WATCHED = [
+    ("offload", ("NIG", "IGG")),
+    ("pageable", ("NGG",)),
+    ("offload, LoCo", ("NIG", "IIG")),
+    ("in few bits", ("NIG",)),
+    ("in few bits, offload", ("ING",)),
+    ("Muon, offload", ("NIG", "III")),
+    ("every micro-step", ("NIG",)),
+    ("windows", ("IIG",)),
+]
+
+
+@pytest.mark.parametrize(
+    "options, names", [*WATCHED, *deep(("units", ("ING", "GGG")), ("pipeline, offload", ("NGG", "IIG")))]
+)
+def test_the_host_waits_for_what_it_reads(
+    run_on_device: Any, tmp_path: Path, options: str, names: tuple[str, ...]
+) -> None:
+    for found in run_on_device(cases.watched, options, names, str(tmp_path)):
+        assert found == {name: [] for name in names}
+
+
+@pytest.mark.parametrize("optimizer, pinned", [("Muon", True), ("Muon", False)])
+def test_states_are_on_the_host_between_offload_and_reload(run_on_device: Any, optimizer: str, pinned: bool) -> None:
+    names = ("NIG", "NNI", "IIG", "GGG")
+    for rows in run_on_device(cases.offload_states, names, optimizer, pinned):
+        assert rows == [(name, True, ("cpu", True), "sim") for name in names]
