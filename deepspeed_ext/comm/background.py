@@ -8,6 +8,7 @@ gloo's messages can't be asked whether they have arrived: a second hop starts wh
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ _all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a thread that runs ke
 _failed: "set[Background]" = set()  # those whose failure nobody knows of yet
 _CHANNELS = 2**15 - 1  # schedules, and jobs of each, that tags tell from one another
 _JOBS = 2**16
+_LOOKS = 0.001  # seconds
 
 
 class Job:
@@ -109,10 +111,18 @@ class Background:
             self._jobs.append(job)
             self._last = job
             if not self._busy:
-                self._busy = True
-                self._thread = threading.Thread(target=self._do_all, name="deepspeed_ext transfers", daemon=True)
-                self._thread.start()
+                self._begin()
         return job
+
+    def _begin(self) -> None:
+        self._busy = True
+        self._thread = threading.Thread(target=self._do_all, name="deepspeed_ext transfers", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no more of them; nobody must wait for what nobody does
+            self._jobs.clear()
+            self._busy, self._last, self._thread = False, None, None
+            raise
 
     def wait(self) -> None:
         """Wait until all is done; raises what a job has raised."""
@@ -135,9 +145,15 @@ class Background:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the thread has ended, for at most so many seconds; return whether it has."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self._thread is None or not self._thread.is_alive()
+        thread, ends = self._thread, float("inf") if timeout is None else time.monotonic() + timeout
+        if thread is None:
+            return True
+        while _is_coming(thread):
+            if time.monotonic() >= ends:
+                return False
+            time.sleep(_LOOKS)
+        thread.join(None if timeout is None else max(0.0, ends - time.monotonic()))
+        return not thread.is_alive()
 
     @torch.no_grad()
     def _do_all(self) -> None:
@@ -151,6 +167,11 @@ class Background:
                 job.do()
             else:
                 job.give_up(self._failure)
+
+
+def _is_coming(thread: threading.Thread) -> bool:
+    """Whether a thread has not begun yet: a signal may interrupt ``start``, which waits for that."""
+    return not thread.is_alive() and thread in threading.enumerate()
 
 
 def _channel() -> int:

@@ -3,6 +3,7 @@
 """What is on the wire together, and who waits."""
 
 import threading
+import time
 from typing import Any
 from unittest import mock
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from deepspeed_ext.comm import endings
+from deepspeed_ext.comm.background import Background
 from deepspeed_ext.comm.schedule import Schedule, Started
 from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
@@ -28,6 +30,36 @@ def transfer(log: list[str], name: str) -> Any:
 
 def ignore(result: torch.Tensor) -> None:
     """Deliver it nowhere."""
+
+
+class Slow(threading.Thread):
+    """A thread that begins late, and a signal in between."""
+
+    def start(self) -> None:
+        with mock.patch.object(self._started, "wait", side_effect=KeyboardInterrupt):  # type: ignore[attr-defined]
+            super().start()
+
+    def _bootstrap(self) -> None:
+        time.sleep(0.2)
+        super()._bootstrap()  # type: ignore[misc]
+
+
+def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
+    background, done = Background(), threading.Event()
+    with mock.patch.object(threading, "Thread", Slow), pytest.raises(KeyboardInterrupt):
+        background.add(done.set)
+    assert not background.join(0)
+    assert background.join() and done.is_set()
+
+
+def test_a_thread_that_the_system_refuses_is_not_waited_for() -> None:
+    background = Background()
+    refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with refused, pytest.raises(RuntimeError, match="can't start"):
+        background.add(lambda: None)
+    background.wait()
+    assert background.join()
+    background.add(lambda: None).wait()
 
 
 def test_overlapped_transfers_are_one_hop_apart() -> None:
