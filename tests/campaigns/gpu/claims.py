@@ -13,7 +13,7 @@ from tests.campaigns.gpu.runs import FAILED, PASSED, Outcome
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not settled"
 TABLE = Path("tests", "campaigns", "gpu", "status.csv")  # of all verdicts; rows are appended
 COLUMNS = ("date", "device", "versions", "commit", "claim", "verdict", "experiments")
-_LINE = re.compile(r"(?m)^(\*\*Status:\*\* .*; )(?:nothing has run on a GPU yet|on a GPU .*)\.$")
+_LINE = re.compile(r"(?m)^(\*\*Status:\*\* [^;]*; )(?:nothing has run on a GPU yet|on a GPU .*)\.$")
 
 # A claim, and the experiments that all must pass.
 CLAIMS = (

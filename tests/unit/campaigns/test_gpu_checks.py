@@ -162,10 +162,11 @@ def test_verdicts_are_written(tmp_path: Path) -> None:
     assert (
         rows[1] == f'2027-01-02T03:04:05Z,"a GPU, 80 GiB",torch 3,abc,{found[0].claim},holds,"T0 passed, T8A passed"'
     )
-    [line] = [text for text in (tmp_path / "README.md").read_text().splitlines() if text.startswith("**Status:**")]
+    parts = (tmp_path / "README.md").read_text().split("\n\n")
+    [status] = [part for part in parts if part.startswith("**Status:**")]
     count = len(found)
     wanted = f"; on a GPU (a GPU, 80 GiB, 2027-01-02) {count} of {count} claims hold, [a table]({claims.TABLE})."
-    assert line.endswith(wanted) and "nothing has run" not in line
+    assert status.endswith(wanted) and "nothing has run" not in status
     (tmp_path / "README.md").write_text("no status")
     with pytest.raises(ValueError, match="expected one line of the status"):
         claims.write(tmp_path, about, found)
