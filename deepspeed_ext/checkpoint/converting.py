@@ -91,7 +91,6 @@ def _begin(staging: Path) -> None:
     if staging.exists():  # of a conversion that was killed
         shutil.rmtree(staging)
     staging.mkdir()
-    (staging / _AT_WORK).touch()
 
 
 def _find(staging: Path) -> None:
