@@ -24,6 +24,7 @@ from tests.harness.cuda_on_cpu.rewriting import HEADERS, SOURCES, rewritten
 HERE = Path(__file__).resolve().parent
 LIBRARIES = ROOT / "build" / "cuda_on_cpu"  # where objects and libraries are kept
 _EMULATOR = ("accesses.cpp", "blocks.cpp", "fibers.cpp", "host.cpp", "traffic.cpp")
+_PROGRAM = "numbers.cpp"
 _OWN_HEADERS = ("running.h", "shim.h")
 _COMPILER = "g++"
 # As the package builds its kernels for the CPU: each operation is rounded once, torch's stable ABI.
@@ -91,6 +92,17 @@ def built(sources: Path, folder: Path, name: str) -> Path:
         ValueError: a source has something that is not rewritten.
         RuntimeError: it does not compile.
     """
+    sanitizers = [flag for flag in BUILDS[name].emulator if flag.startswith("-fsanitize")]
+    checks = sanitizers or ["-Wl,--no-undefined"]  # sanitizers' functions come from what is preloaded
+    return _built(sources, folder, name, SOURCES + _EMULATOR, ["-shared", "-Wl,-Bsymbolic", *checks])
+
+
+def program(sources: Path, folder: Path) -> Path:
+    """Build the program that tries all numbers, and return it; arguments and exceptions as of ``built``."""
+    return _built(sources, folder, "plain", (_PROGRAM, *_EMULATOR), [])
+
+
+def _built(sources: Path, folder: Path, name: str, files: Sequence[str], flags: Sequence[str]) -> Path:
     texts = {file: rewritten(file, (sources / file).read_text(encoding="utf-8")) for file in SOURCES + HEADERS}
     if others := {path.name for path in sources.glob("*cuda*")} - texts.keys():
         raise ValueError(f"expected the CUDA sources {sorted(texts)}, got also {sorted(others)}")
@@ -98,19 +110,19 @@ def built(sources: Path, folder: Path, name: str) -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with ThreadPoolExecutor(2) as pool:
-            objects = list(pool.map(lambda file: _object(folder, name, file, texts), SOURCES + _EMULATOR))
-        return _linked(folder, name, objects)
+            objects = list(pool.map(lambda file: _object(folder, name, file, texts), files))
+        return _linked(folder, name, objects, flags)
 
 
 def _object(folder: Path, name: str, file: str, texts: Mapping[str, str]) -> Path:
     """Compile one file, unless the same texts and flags have been."""
-    build, of_kernels = BUILDS[name], file in SOURCES
+    build, of_kernels = BUILDS[name], file in (*SOURCES, _PROGRAM)
     flags = [*_FLAGS, *_includes(), *(build.kernels if of_kernels else build.emulator)]
     own = {header: (HERE / header).read_text(encoding="utf-8") for header in _OWN_HEADERS}
     if of_kernels:
         own |= {header: texts[header] for header in HEADERS}
         flags += ["-x", "c++", "-include", str(HERE / "shim.h")]
-    text = texts[file] if of_kernels else (HERE / file).read_text(encoding="utf-8")
+    text = texts[file] if file in texts else (HERE / file).read_text(encoding="utf-8")
     place = folder / _key(*flags, text, *own.values())
     made = place / f"{Path(file).stem}.o"
     if not made.exists():
@@ -122,16 +134,14 @@ def _object(folder: Path, name: str, file: str, texts: Mapping[str, str]) -> Pat
     return made
 
 
-def _linked(folder: Path, name: str, objects: Sequence[Path]) -> Path:
-    library = folder / f"{name}-{_key(*map(str, objects))}.so"
-    if not library.exists():
+def _linked(folder: Path, name: str, objects: Sequence[Path], flags: Sequence[str]) -> Path:
+    made = folder / f"{name}-{_key(*map(str, objects), *flags)}{'.so' if '-shared' in flags else ''}"
+    if not made.exists():
         torch_libraries = Path(torch.__file__).parent / "lib"
-        sanitizers = [flag for flag in BUILDS[name].emulator if flag.startswith("-fsanitize")]
-        checks = sanitizers or ["-Wl,--no-undefined"]  # sanitizers' functions come from what is preloaded
-        link = [_COMPILER, "-shared", "-Wl,-Bsymbolic", *checks, *map(str, objects), f"-L{torch_libraries}"]
-        _run([*link, "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch_libraries}", "-o", f"{library}.new"])
-        Path(f"{library}.new").rename(library)
-    return library
+        link = [_COMPILER, *flags, *map(str, objects), f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
+        _run([*link, f"-Wl,-rpath,{torch_libraries}", "-o", f"{made}.new"])
+        Path(f"{made}.new").rename(made)
+    return made
 
 
 def _includes() -> list[str]:

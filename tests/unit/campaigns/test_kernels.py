@@ -40,6 +40,14 @@ def test_all_bits_are_equal(build: str, amount: float) -> None:
 
 
 @needs_a_compiler
+@pytest.mark.parametrize("step", [10007, *deep(1)])
+def test_arithmetic_is_right_for_every_number(step: int) -> None:
+    command = [sys.executable, "-m", "tests.campaigns.kernels.numbers", "--step", str(step)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count(": 0 wrong\n") == 4, done.stdout + done.stderr
+
+
+@needs_a_compiler
 def test_kernels_pass_over_memory_once() -> None:
     """Bytes are those of the page; sectors, which depend on the compiler a little, nearly."""
     command = [sys.executable, "-m", "tests.campaigns.kernels.traffic"]
