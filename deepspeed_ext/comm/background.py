@@ -23,6 +23,7 @@ _all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a thread that runs ke
 _failed: "set[Background]" = set()  # those whose failure nobody knows of yet
 _CHANNELS = 2**15 - 1  # schedules, and jobs of each, that tags tell from one another
 _JOBS = 2**16
+_COMES = 10.0  # seconds that a thread may take to begin on a loaded machine
 _LOOKS = 0.001  # seconds
 
 
@@ -115,13 +116,14 @@ class Background:
         return job
 
     def _begin(self) -> None:
-        self._busy = True
-        self._thread = threading.Thread(target=self._do_all, name="deepspeed_ext transfers", daemon=True)
+        thread = threading.Thread(target=self._do_all, name="deepspeed_ext transfers", daemon=True)
         try:
-            self._thread.start()
-        except RuntimeError:  # the system has no more of them; nobody must wait for what nobody does
-            self._jobs.clear()
-            self._busy, self._last, self._thread = False, None, None
+            self._busy, self._thread = True, thread
+            thread.start()
+        except BaseException:  # the system has no more of them; or a signal, as ``start`` waits for it to begin
+            if not _has_begun(thread):  # nobody must wait for what nobody does
+                self._jobs.clear()
+                self._busy, self._last, self._thread = False, None, None
             raise
 
     def wait(self) -> None:
@@ -145,15 +147,9 @@ class Background:
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until the thread has ended, for at most so many seconds; return whether it has."""
-        thread, ends = self._thread, float("inf") if timeout is None else time.monotonic() + timeout
-        if thread is None:
-            return True
-        while _is_coming(thread):
-            if time.monotonic() >= ends:
-                return False
-            time.sleep(_LOOKS)
-        thread.join(None if timeout is None else max(0.0, ends - time.monotonic()))
-        return not thread.is_alive()
+        if self._thread is not None:
+            self._thread.join(timeout)
+        return self._thread is None or not self._thread.is_alive()
 
     @torch.no_grad()
     def _do_all(self) -> None:
@@ -169,9 +165,12 @@ class Background:
                 job.give_up(self._failure)
 
 
-def _is_coming(thread: threading.Thread) -> bool:
-    """Whether a thread has not begun yet: a signal may interrupt ``start``, which waits for that."""
-    return not thread.is_alive() and thread in threading.enumerate()
+def _has_begun(thread: threading.Thread) -> bool:
+    """Whether a thread whose ``start`` has raised runs all the same: a listed one begins in a moment, or never."""
+    ends = time.monotonic() + _COMES
+    while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < ends:
+        time.sleep(_LOOKS)
+    return thread.is_alive() or (thread.ident is not None and thread not in threading.enumerate())
 
 
 def _channel() -> int:

@@ -16,7 +16,16 @@ Span = tuple[int, int]  # bytes of a storage, from and to
 
 _MOST_SPANS = 256  # of one tensor; more are taken as one that holds them all
 _FRAMES = 3  # of a place that is named
-_SIMULATION = ("/stream_order.py", "/streams.py", "/memory_accesses.py", "/accelerator.py", "/backend.py")
+_SIMULATION = tuple(
+    f"/harness/{name}.py"
+    for name in (
+        "stream_order",
+        "streams",
+        "memory_accesses",
+        "device_on_host/accelerator",
+        "device_on_host/backend",
+    )
+)
 
 
 class Access(NamedTuple):

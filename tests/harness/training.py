@@ -228,12 +228,9 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
 def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's micro-batches."""
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
-    device = get_accelerator().current_device_name()
+    device, ends = get_accelerator().current_device_name(), (job.sizes[0], job.sizes[-1])
     while True:
-        x, y = (
-            torch.randn(2, size, generator=generator).to(device, DTYPES[job.dtype])
-            for size in (job.sizes[0], job.sizes[-1])
-        )
+        x, y = (torch.randn(2, size, generator=generator).to(device, DTYPES[job.dtype]) for size in ends)
         yield x, y
 
 

@@ -109,7 +109,7 @@ def _with_streams(case: Case, ours: Trained) -> Iterator[str]:
 def _without_events(case: Case) -> Case | None:
     """A case without the events that must not change a bit; None if there are none, or others that do."""
     names = {event.name for event in case.events()}
-    # A save sends parameters as they are, which updates in few bits have left for later.
+    # A save sends whole parameters, so what updates in few bits have not sent yet arrives earlier than without it.
     quiet = QUIET - SAVES if "paro_quantized_updates" in case.zero and not case.exact else QUIET
     if not names & quiet or names & {"universal", "elsewhere", "write nothing"}:
         return None

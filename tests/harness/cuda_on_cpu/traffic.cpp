@@ -5,6 +5,7 @@
 // warp make together are one request, which moves whole sectors. Lanes run one after another here, so an access belongs
 // to the request of its warp that is at the same place of the code for the same time.
 
+#include <algorithm>
 #include <bit>
 #include <map>
 #include <set>

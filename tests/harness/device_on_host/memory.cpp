@@ -15,7 +15,7 @@
 namespace device_on_host {
 namespace {
 
-constexpr int GARBAGE = 0xff;  // NaN in each dtype of numbers
+constexpr int GARBAGE = 0xff;  // NaN in each dtype of floating point, -1 in each of integers
 constexpr size_t FILLED = 1 << 20;  // bytes; by default DeepSpeed allocates buckets of gigabytes and touches little
 
 // Of pinned memory, where it begins and how long it is.
@@ -93,8 +93,9 @@ c10::Allocator* pinned_allocator() {
 c10::Allocator* device_allocator() { return &of_device; }
 
 void resize(const c10::Storage& storage, size_t bytes) {
+    const c10::DeviceGuard guard(storage.device());
     c10::DataPtr data = of_device.allocate(bytes);
-    std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    if (const size_t kept = std::min(bytes, storage.nbytes())) std::memcpy(data.get(), storage.data(), kept);
     storage.set_data_ptr_noswap(std::move(data));
     storage.set_nbytes(bytes);
 }

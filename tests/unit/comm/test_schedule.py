@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed_ext.comm import endings
+from deepspeed_ext.comm import background, endings
 from deepspeed_ext.comm.background import Background
 from deepspeed_ext.comm.schedule import Schedule, Started
 from tests.harness.stream_order import Order, Stream, device_with_streams
@@ -32,7 +32,7 @@ def ignore(result: torch.Tensor) -> None:
     """Deliver it nowhere."""
 
 
-class Slow(threading.Thread):
+class Late(threading.Thread):
     """A thread that begins late, and a signal in between."""
 
     def start(self) -> None:
@@ -40,26 +40,56 @@ class Slow(threading.Thread):
             super().start()
 
     def _bootstrap(self) -> None:
-        time.sleep(0.2)
+        time.sleep(0.1)
         super()._bootstrap()  # type: ignore[misc]
 
 
+class Before(threading.Thread):
+    """A signal before the system is asked for a thread."""
+
+    def start(self) -> None:
+        raise KeyboardInterrupt
+
+
+class Listed(threading.Thread):
+    """A signal when the thread is listed, and the system has not been asked."""
+
+    def start(self) -> None:
+        listed = mock.patch.object(threading, "enumerate", lambda: [self])
+        listed.start()
+        raise KeyboardInterrupt
+
+
+class Refused(threading.Thread):
+    """The system has no more threads."""
+
+    def start(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
 def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
-    background, done = Background(), threading.Event()
-    with mock.patch.object(threading, "Thread", Slow), pytest.raises(KeyboardInterrupt):
-        background.add(done.set)
-    assert not background.join(0)
-    assert background.join() and done.is_set()
+    jobs, done = Background(), threading.Event()
+    with mock.patch.object(threading, "Thread", Late), pytest.raises(KeyboardInterrupt):
+        jobs.add(done.set)
+    assert jobs.join() and done.is_set()
+    jobs.add(done.clear).wait()
+    assert not done.is_set()
 
 
-def test_a_thread_that_the_system_refuses_is_not_waited_for() -> None:
-    background = Background()
-    refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-    with refused, pytest.raises(RuntimeError, match="can't start"):
-        background.add(lambda: None)
-    background.wait()
-    assert background.join()
-    background.add(lambda: None).wait()
+@pytest.mark.parametrize("kind", [Before, Listed, Refused])
+def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
+    jobs, done = Background(), threading.Event()
+    with (
+        mock.patch.object(background, "_COMES", 0.05),
+        mock.patch.object(threading, "Thread", kind),
+        pytest.raises((KeyboardInterrupt, RuntimeError)),
+    ):
+        jobs.add(done.set)
+    mock.patch.stopall()
+    jobs.wait()
+    assert jobs.join() and not done.is_set()
+    jobs.add(done.set).wait()
+    assert done.is_set()
 
 
 def test_overlapped_transfers_are_one_hop_apart() -> None:
