@@ -135,7 +135,7 @@ template <bool kInPairs>
 LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int64_t room) {
   __shared__ int picked_of[kSegments], escaped_of[kSegments];
   __shared__ uint32_t nibbles[kNibbleUnits / 2];
-  __shared__ uint16_t codes[kBaseUnits<kInPairs>], far[kTile];
+  __shared__ uint16_t codes[kBaseUnits<kInPairs>], escape_units[kTile];
   if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;  // seen by all behind the barriers of the ranks
   bool picked[kEach], escaped[kEach];
   int place[kEach], escape[kEach];
@@ -153,7 +153,7 @@ LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int
     if (picked[i]) {
       atomicOr(&nibbles[place[i] / 8], static_cast<uint32_t>(nibble_of<kInPairs>(d[i])) << (place[i] % 8 * 4));
     }
-    if (escaped[i]) far[escape[i]] = static_cast<uint16_t>(d[i]);
+    if (escaped[i]) escape_units[escape[i]] = static_cast<uint16_t>(d[i]);
   }
   __syncthreads();
   for (int unit = threadIdx.x; unit < behind + escapes; unit += kThreads) {
@@ -163,7 +163,7 @@ LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int
     } else if (unit < behind) {
       section[unit] = static_cast<uint16_t>(nibbles[nibble / 2] >> (nibble % 2 * 16));
     } else {
-      section[unit] = far[unit - behind];
+      section[unit] = escape_units[unit - behind];
     }
   }
 }

@@ -58,10 +58,9 @@ def test_kernels_pass_over_memory_once() -> None:
     assert found.keys() == written.keys() and len(found) == 27
     version = subprocess.run(["g++", "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
     for case, (moved, *sectors) in found.items():
-        assert moved == pytest.approx(written[case][0], abs=0.02) and moved <= 1.5, case
-        assert f"g++ {version.split('.')[0]}." not in page or sectors == pytest.approx(written[case][1:], abs=0.05), (
-            case
-        )
+        assert moved == pytest.approx(written[case][0], abs=0.02) and moved <= 1.6, case
+        if f"g++ {version.split('.')[0]}." in page:
+            assert sectors == pytest.approx(written[case][1:], abs=0.05), case
 
 
 def figures_of(text: str) -> dict[tuple[str, str], list[float]]:
