@@ -101,6 +101,13 @@ def taken(source: str, said: str) -> Iterator[Taken]:
         )
 
 
+def knows(capability: str) -> bool:
+    """Return whether this nvcc compiles for an architecture: "10.0". An older one does not know the newest."""
+    assert NVCC is not None
+    said = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    return f"compute_{capability.replace('.', '')}" in said.split()
+
+
 def version() -> str:
     """Return nvcc's version: 13.0."""
     assert NVCC is not None

@@ -3,10 +3,12 @@
 """Experiments on one GPU: that nothing is read before it is complete, and what the kernels and the overlap come to.
 
 Runs them by itself, within an hour, and writes a dated result: build/gpu/DATE.json, and DATE.txt to be read. It ends
-with a verdict for each claim of claims.py; a run of all of them on a GPU appends these to status.csv beside this file,
-and says in the README how many hold.
+with a verdict for each claim of claims.py and, where all of them ran on a GPU, with what the README would say of it.
+--write-status writes that sentence into the README, and appends the verdicts to status.csv beside this file; it needs
+a clean working tree, since the table names the commit.
 
   python -m tests.campaigns.gpu                  all of them
+  python -m tests.campaigns.gpu --write-status   all of them, to be committed
   python -m tests.campaigns.gpu --only T1,T2     two of them
   python -m tests.campaigns.gpu --device cpu --small   the same code without a GPU: a test of this script
 
@@ -14,7 +16,7 @@ Each runs in a process of its own and within a limit; one that crashes or hangs 
 budget leaves no time for is listed as not run. Needs the development dependencies (pip install -e .[dev]), and nvcc
 where the kernels are to be built.
 
-THIS HAS NOT RUN ON A GPU YET: the code paths were tested on a CPU only.
+The status in the README says whether this has run on a GPU, and what it found.
 
 Exit status: 0 if all have passed; 1 if one has not, or did not fit; 2 for wrong arguments; 3 without a GPU.
 """
@@ -34,9 +36,9 @@ from pathlib import Path
 
 from scripts import ROOT
 from tests.campaigns.gpu import claims
-from tests.campaigns.gpu.runs import Experiment, Outcome, run_all, select, status_of, table, write_results
+from tests.campaigns.gpu.device import NO_GPU, SAID, has_gpu
+from tests.campaigns.gpu.runs import NOT_RUN, Experiment, Outcome, run_all, select, status_of, table, write_results
 
-NO_GPU = 3
 BUDGET = 60 * 60.0
 # Name, title, limit in seconds, variables; in the order of their worth, should the budget not suffice for all. The
 # first builds the kernels.
@@ -94,13 +96,6 @@ def environment(device: str) -> dict[str, str]:
     }
 
 
-def has_gpu() -> bool:
-    """Return whether torch sees a GPU of NVIDIA's."""
-    import torch
-
-    return bool(torch.version.cuda) and torch.cuda.is_available()
-
-
 def circumstances(device: str) -> dict[str, str]:
     """Return what a result depends on and does not say by itself."""
     import torch
@@ -148,13 +143,39 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="fewer strategies and smaller sizes")
     parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help="for all (%(default)s)")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="where results go")
+    parser.add_argument("--write-status", action="store_true", help="write the verdicts into README.md and status.csv")
     parser.add_argument("--list", action="store_true", help="name the experiments, and run none")
     args = parser.parse_args(arguments)
     try:
         args.chosen = select(experiments(args.device, args.small), args.only.split(","))
+        if args.write_status:
+            check_writable(args)
     except ValueError as error:
         parser.error(str(error))
     return args
+
+
+def check_writable(args: argparse.Namespace) -> None:
+    """Check, before an hour is spent, that a run's verdicts may be written down.
+
+    Raises:
+        ValueError: the run is not of all experiments, in full and on a GPU; or not of a commit.
+    """
+    if narrowed(args):
+        raise ValueError(f"--write-status: expected a whole run on a GPU, got {', '.join(narrowed(args))}")
+    if changes():
+        raise ValueError(f"--write-status: expected a clean working tree, got changes of it:\n{changes()}")
+
+
+def narrowed(args: argparse.Namespace) -> list[str]:
+    """Return the options without which a run would be of all experiments, in full and on a GPU."""
+    given = {"--only": args.only, "--small": args.small, "--device cpu": args.device == "cpu"}
+    return [name for name, value in given.items() if value]
+
+
+def changes() -> str:
+    """Return what git says has changed in the working tree since the last commit."""
+    return _output("git", "-C", str(ROOT), "status", "--porcelain")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -164,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"{one.name:4} {one.limit:4.0f} s  {one.title}" for one in args.chosen))
         return 0
     if args.device == "cuda" and not has_gpu():
-        print("No GPU: nothing was run. torch sees none of NVIDIA's.", file=sys.stderr)
+        print(SAID, file=sys.stderr)
         return NO_GPU
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))  # and what it runs
     args.results.mkdir(parents=True, exist_ok=True)
@@ -182,10 +203,19 @@ def main(arguments: list[str] | None = None) -> int:
     print("\n" + table(about, outcomes) + f"\nwritten to {stem}.json and {stem}.txt")
     found = claims.verdicts(outcomes)
     print("\n" + claims.told(found))
-    if args.device == "cuda" and not args.small and len(args.chosen) == len(TABLE):
-        claims.write(ROOT, about, found)
-        print(f"written to {claims.TABLE} and README.md")
+    if not narrowed(args):
+        print("\n" + settled(args.write_status, about, outcomes, found))
     return status_of(outcomes)
+
+
+def settled(write: bool, about: dict[str, str], outcomes: list[Outcome], found: list[claims.Verdict]) -> str:
+    """Write the verdicts of a whole run down if they are wanted and complete; return what the README says of them."""
+    missing = ", ".join(one.name for one in outcomes if one.kind == NOT_RUN)
+    if not write or missing:
+        why = f"{missing} did not run" if missing else "without --write-status"
+        return f"not written ({why}): {claims.sentence(about, found)}."
+    claims.write(ROOT, about, found)
+    return f"written to {claims.TABLE} and README.md: {claims.sentence(about, found)}."
 
 
 if __name__ == "__main__":

@@ -94,7 +94,6 @@ def memory(place: Any) -> None:
     for title, name, more, config in cases:
         wanted = dataclasses.replace(job, config={**JOB.config, **config})
         place.report.figure(title, memory_of(place, wanted, name, more))
-    place.report.check("all cases have run", True)
 
 
 def memory_of(place: Any, job: Any, name: str, more: dict[str, Any]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from scripts import ROOT
-from tests.campaigns.gpu.__main__ import NO_GPU, has_gpu
+from tests.campaigns.gpu.device import NO_GPU, SAID, has_gpu
 from tests.harness.cuda_on_cpu import building
 
 _FAILURES = 20  # after which nothing else runs
@@ -37,7 +37,7 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     arguments = parsed()
     if arguments.device == "cuda" and not has_gpu():
-        print("No GPU: nothing was run. torch sees none of NVIDIA's.", file=sys.stderr)
+        print(SAID, file=sys.stderr)
         return NO_GPU
     emulated = arguments.device == "emulated"
     library = building.built(arguments.sources, arguments.libraries, arguments.build) if emulated else None

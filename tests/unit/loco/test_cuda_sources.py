@@ -20,6 +20,8 @@ needs_nvcc = pytest.mark.skipif(nvcc.NVCC is None, reason="needs nvcc, of the CU
 @pytest.mark.parametrize("capability", ["8.0", *deep("9.0", "10.0", "12.0")])
 @pytest.mark.parametrize("source", nvcc.SOURCES)
 def test_the_cuda_kernels_compile_without_local_memory(tmp_path: Path, source: str, capability: str) -> None:
+    if not nvcc.knows(capability):
+        pytest.skip(f"nvcc {nvcc.version()} does not know the architecture {capability}")
     arguments = nvcc.arguments([capability])
     assert any(argument.endswith(f"code=sm_{capability.replace('.', '')}") for argument in arguments), arguments
     assert "-fmad=false" in arguments and "--use_fast_math" not in arguments
@@ -40,6 +42,18 @@ def test_the_page_has_the_table_of_resources() -> None:
     if f"nvcc {nvcc.version()}" not in page:
         pytest.skip(f"the page has the figures of another nvcc than {nvcc.version()}")
     assert resources.table(resources.all_taken(resources.CAPABILITIES)) in page
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("capability, known", [("9.0", True), ("10.0", False), ("1.0", False)])
+def test_an_older_nvcc_does_not_know_the_newest_architectures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, known: bool
+) -> None:
+    older = tmp_path / "nvcc"
+    older.write_text("#!/bin/sh\nprintf 'compute_80\\ncompute_90\\ncompute_100a\\n'\n")
+    older.chmod(0o755)
+    monkeypatch.setattr(nvcc, "NVCC", str(older))
+    assert nvcc.knows(capability) is known
 
 
 SAID = """ptxas info    : 28 bytes gmem

@@ -1,0 +1,50 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How often the host may wait for the device in experiment T5. Knows neither torch nor a GPU."""
+
+from typing import Any, NamedTuple
+
+ELSEWHERE = "elsewhere"  # of a wait: the experiment itself, which moves its batches to the device
+EVENT = "event at "  # begins the place of a wait for an event
+
+
+class Waits(NamedTuple):
+    """How often the host waits: apart, since on a GPU an event may have come before it is waited for."""
+
+    events: int  # DeepSpeed's brakes: the host must not be far ahead of gathers and reductions
+    others: int  # answers that decide a step
+
+
+# In micro-steps 5 to 10 of each case, as counted on the simulated device; `--only T5 --device cpu` shows where.
+# tests/unit/zero/test_device_waits.py compares them with stock DeepSpeed's.
+WAITS = {
+    "NNN": Waits(0, 6),
+    "NNI": Waits(0, 6),
+    "NNG": Waits(0, 6),
+    "NII": Waits(0, 6),
+    "NIG": Waits(0, 6),
+    "NGG": Waits(0, 6),
+    "INI": Waits(90, 3),
+    "ING": Waits(90, 3),
+    "III": Waits(156, 3),
+    "IIG": Waits(156, 3),
+    "IGG": Waits(156, 3),
+    "GNG": Waits(90, 3),
+    "GIG": Waits(156, 3),
+    "GGG": Waits(156, 3),
+    "IIG in four bits": Waits(156, 3),
+    "IIG without the timer": Waits(156, 3),
+    "IIG in four bits, monitored": Waits(156, 6),
+    "NIG in fp16": Waits(0, 9),
+    "IIG in fp16": Waits(156, 6),
+}
+
+
+def check(place: Any, title: str, counts: dict[str, int]) -> None:
+    """Note where the host has waited, and check that it was no more often than ``WAITS`` has of this case."""
+    place.report.figure(title, counts)
+    own = {where: count for where, count in counts.items() if not where.endswith(ELSEWHERE)}
+    events = sum(count for where, count in own.items() if where.startswith(EVENT))
+    found, most = Waits(events, sum(own.values()) - events), WAITS[title]
+    place.report.check(f"{title}: at most {most.events} waits for events", found.events <= most.events)
+    place.report.check(f"{title}: at most {most.others} other waits", found.others <= most.others)
