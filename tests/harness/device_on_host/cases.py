@@ -42,8 +42,8 @@ class Options:
 
 
 OPTIONS = {
-    "on the device": Options(("NNG", "NIG", "ING", "GGG")),
-    "pinned": Options(("NII", "NIG", "IIG", "IGG"), PINNED),
+    "on the device": Options(("NIG", "ING", "GGG")),
+    "pinned": Options(("NIG", "IIG"), PINNED),
     "pageable": Options(("NGG", "III"), {**PAGEABLE, "overlap_comm": False}),
     "overflow": Options(("NIG", "IIG"), PINNED, replace(_JOB, dtype="fp16", overflow=((3, 1),)), stock=False),
     "LoCo": Options(("NIG", "IIG"), {**_LOCO, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),

@@ -26,8 +26,7 @@ needs_a_compiler = pytest.mark.skipif(bool(building.missing()), reason=f"needs {
     [
         ("plain", 0.02),
         ("checked", 0.01),
-        ("address", 0.01),
-        *deep(("plain", 1.0), ("checked", 0.1), ("address", 0.05)),
+        *deep(("plain", 1.0), ("checked", 0.1), ("address", 0.01), ("address", 0.05)),
     ],
 )
 def test_all_bits_are_equal(build: str, amount: float) -> None:

@@ -115,7 +115,7 @@ def few_bits_case(kind: str, names: tuple[str, ...]) -> list[Difference]:
     return rows
 
 
-@pytest.mark.parametrize("frozen", ["experts", "others"])
+@pytest.mark.parametrize("frozen", ["experts", *deep("others")])
 def test_a_family_without_anything_trained(ranks: Any, frozen: str) -> None:
     for rows in ranks(4).run(frozen_case, frozen):
         check(rows, optimizer="Stage3Optimizer")
@@ -142,10 +142,16 @@ def frozen_case(frozen: str) -> list[Difference]:
 FP16 = {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}
 
 
-def test_sixteen_bits(ranks: Any) -> None:
-    check(run(ranks, 2, {"dtype": "bf16", "accumulation": 2, "steps": 3}), **BF16)
-    job = {"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}
-    check(run(ranks, 2, job), **FP16)
+@pytest.mark.parametrize(
+    "job, bounds",
+    [
+        ({"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}, FP16),
+        *deep(({"dtype": "bf16", "accumulation": 2, "steps": 3}, BF16)),
+    ],
+    ids=["fp16", "bf16"],
+)
+def test_sixteen_bits(ranks: Any, job: dict[str, Any], bounds: dict[str, float]) -> None:
+    check(run(ranks, 2, job), **bounds)
 
 
 @pytest.mark.parametrize(
