@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from scripts import ROOT
+from tests.harness.compiler import COMPILER, run
 from tests.harness.cuda_on_cpu.rewriting import HEADERS, SOURCES, rewritten
 
 HERE = Path(__file__).resolve().parent
@@ -26,7 +27,6 @@ LIBRARIES = ROOT / "build" / "cuda_on_cpu"  # where objects and libraries are ke
 _EMULATOR = ("accesses.cpp", "blocks.cpp", "fibers.cpp", "host.cpp", "traffic.cpp")
 _PROGRAM = "numbers.cpp"
 _OWN_HEADERS = ("running.h", "shim.h")
-_COMPILER = "g++"
 # As the package builds its kernels for the CPU: each operation is rounded once, torch's stable ABI.
 _FLAGS = ("-std=c++20", "-g1", "-fPIC", "-ffp-contract=off", "-mfma", "-mf16c", "-fno-strict-aliasing")
 _FLAGS += ("-fvisibility=hidden", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-DUSE_CUDA", "-Wall", "-Werror")
@@ -73,7 +73,7 @@ def missing() -> str:
     """Return what lacks to build them; nothing if nothing does."""
     if os.uname().machine != "x86_64":
         return "x86-64, whose registers the fibers know"
-    if shutil.which(_COMPILER) is None:
+    if shutil.which(COMPILER) is None:
         return "g++"
     if cuda_headers() is None:
         return "NVIDIA's headers, of the CUDA toolkit or of the wheel nvidia-cuda-runtime"
@@ -129,7 +129,7 @@ def _object(folder: Path, name: str, file: str, texts: Mapping[str, str]) -> Pat
         place.mkdir(exist_ok=True)
         for header, content in {**own, file: text}.items():
             (place / header).write_text(content, encoding="utf-8")
-        _run([_COMPILER, *flags, "-c", str(place / file), "-o", f"{made}.new"])
+        run(COMPILER, *flags, "-c", str(place / file), "-o", f"{made}.new")
         Path(f"{made}.new").rename(made)
     return made
 
@@ -138,8 +138,8 @@ def _linked(folder: Path, name: str, objects: Sequence[Path], flags: Sequence[st
     made = folder / f"{name}-{_key(*map(str, objects), *flags)}{'.so' if '-shared' in flags else ''}"
     if not made.exists():
         torch_libraries = Path(torch.__file__).parent / "lib"
-        link = [_COMPILER, *flags, *map(str, objects), f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
-        _run([*link, f"-Wl,-rpath,{torch_libraries}", "-o", f"{made}.new"])
+        link = [COMPILER, *flags, *map(str, objects), f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
+        run(*link, f"-Wl,-rpath,{torch_libraries}", "-o", f"{made}.new")
         Path(f"{made}.new").rename(made)
     return made
 
@@ -154,12 +154,6 @@ def _key(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-5000:]}")
-
-
 def sanitizers() -> dict[str, str]:
     """Return the environment of a process that loads the build ``address``."""
     return {
@@ -170,7 +164,7 @@ def sanitizers() -> dict[str, str]:
 
 
 def _library_of_compiler(name: str) -> str:
-    command = [_COMPILER, f"-print-file-name={name}"]
+    command = [COMPILER, f"-print-file-name={name}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 

@@ -7,23 +7,22 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts import ROOT
+from tests.harness.compiler import COMPILER, run
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = ROOT / "build" / "device_on_host"  # where libraries are kept
 _SOURCES = ("device.cpp", "memory.cpp", "operators.cpp")
 _HEADERS = ("memory.h",)
-_COMPILER = "g++"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas")
 
 
 def missing() -> str:
     """Return what lacks to build it; nothing if nothing does."""
-    return "" if shutil.which(_COMPILER) else _COMPILER
+    return "" if shutil.which(COMPILER) else COMPILER
 
 
 def built(folder: Path = LIBRARIES) -> Path:
@@ -42,8 +41,8 @@ def built(folder: Path = LIBRARIES) -> Path:
             with ThreadPoolExecutor(2) as pool:
                 objects = list(pool.map(lambda file: _object(folder, file), _SOURCES))
             torchs = _torch() / "lib"
-            link = [_COMPILER, "-shared", "-Wl,--no-undefined", *objects, f"-L{torchs}", "-ltorch_cpu", "-lc10"]
-            _run(*link, f"-Wl,-rpath,{torchs}", "-o", f"{library}.new")
+            link = [COMPILER, "-shared", "-Wl,--no-undefined", *objects, f"-L{torchs}", "-ltorch_cpu", "-lc10"]
+            run(*link, f"-Wl,-rpath,{torchs}", "-o", f"{library}.new")
             Path(f"{library}.new").rename(library)
     return library
 
@@ -51,7 +50,7 @@ def built(folder: Path = LIBRARIES) -> Path:
 def _object(folder: Path, file: str) -> str:
     made = folder / f"{Path(file).stem}.o"
     includes = [f"-isystem{_torch() / 'include' / name}" for name in ("", "torch/csrc/api/include")]
-    _run(_COMPILER, *_FLAGS, *includes, "-c", str(HERE / file), "-o", str(made))
+    run(COMPILER, *_FLAGS, *includes, "-c", str(HERE / file), "-o", str(made))
     return str(made)
 
 
@@ -59,9 +58,3 @@ def _torch() -> Path:
     found = importlib.util.find_spec("torch")
     assert found is not None and found.origin is not None
     return Path(found.origin).parent
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-5000:]}")

@@ -27,6 +27,15 @@ Tensor at_storage(const Tensor& like, c10::Storage storage, c10::DispatchKey key
     return made;
 }
 
+// A tensor of the device as one of the host.
+Tensor alias_of(const Tensor& tensor, Aliases& aliases) {
+    if (tensor.device().type() != DEVICE) return tensor;
+    Tensor host = at_storage(tensor, aliases.on_host(tensor.storage()), c10::DispatchKey::CPU);
+    if (tensor.is_conj()) host._set_conj(true);
+    if (tensor.is_neg()) host._set_neg(true);
+    return host;
+}
+
 // One call of an operator.
 class Call {
    public:
@@ -94,9 +103,7 @@ class Call {
 
     Tensor on_host(const Tensor& tensor) {
         if (!tensor.defined() || tensor.device().type() != DEVICE) return tensor;
-        Tensor host = at_storage(tensor, aliases_.on_host(tensor.storage()), c10::DispatchKey::CPU);
-        if (tensor.is_conj()) host._set_conj(true);
-        if (tensor.is_neg()) host._set_neg(true);
+        Tensor host = alias_of(tensor, aliases_);
         originals_.emplace(host.unsafeGetTensorImpl(), std::pair(host, tensor));
         return host;
     }
@@ -145,14 +152,6 @@ class Call {
 void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op).run(stack); }
 
 // Copies go between devices. In a call of its own each tensor is alone, so none is refused.
-Tensor alias_of(const Tensor& tensor, Aliases& aliases) {
-    if (tensor.device().type() != DEVICE) return tensor;
-    Tensor host = at_storage(tensor, aliases.on_host(tensor.storage()), c10::DispatchKey::CPU);
-    if (tensor.is_conj()) host._set_conj(true);
-    if (tensor.is_neg()) host._set_neg(true);
-    return host;
-}
-
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     Aliases aliases;
     alias_of(self, aliases).copy_(alias_of(source, aliases), non_blocking);
