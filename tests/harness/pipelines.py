@@ -276,7 +276,7 @@ def everybodys_weights(module: PipelineModule) -> tuple[dict[str, Tensor], bool]
     same = True
     for one in everybody:
         for name, weight in one.items():
-            same = same and torch.equal(weights.setdefault(name, weight), weight)
+            same &= torch.equal(weights.setdefault(name, weight), weight)
     return {name: weight.float() for name, weight in sorted(weights.items())}, same
 
 

@@ -304,6 +304,8 @@ def prepare_environment() -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # In what Muon iterates depends on whether a CPU has instructions for 16 bits: it is the same on all machines.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     # The default directory is shared by all environments of a user, whose builds then undo each other.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 

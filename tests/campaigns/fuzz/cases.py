@@ -101,6 +101,7 @@ class Case(Plain):
         network: name of a class of ``tests.harness.networks`` in place of blocks.
         steps: optimizer steps.
         streams: whether it is also run on a simulated device with streams.
+        reference: whether it is also run without kernels, where something crosses compressed.
         links: what ``"paro_strategy": "fastest"`` is told of the cluster: seconds of a message, and bytes per second,
             that a rank receives inside its group, from others, and at which it works in its memory; none for a
             strategy by its name.
@@ -129,6 +130,7 @@ class Case(Plain):
     tensor_parallel: int = 1
     zero_init: str | None = None
     streams: bool = True
+    reference: bool = False
     links: tuple[float, ...] = ()
     steps: tuple[Step, ...] = (Step(), Step())
 

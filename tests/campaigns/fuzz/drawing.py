@@ -68,6 +68,7 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
         Event("look", draw(some.integers(0, 7))),
         Event("save and load"),
         Event("resume"),
+        Event("broken load", (draw(some.integers(0, 7)), draw(one_of("gone", "cut")))),
         Event("rate", draw(one_of(0.5, 2.0))),
         Event("states", draw(some.integers(0, 7))),
         Event("export"),
@@ -351,5 +352,6 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         convertible = []  # stage 3 has it with reduce_scatter false alone, which goes with the other keys
     case["steps"] = steps(draw, case, convertible, lossy)
     case["streams"] = draw(some.booleans())
+    case["reference"] = (lossy or "paro_quantized_updates" in zero) and draw(some.booleans())
     named_otherwise(draw, case, stage)
     return Case(**case)

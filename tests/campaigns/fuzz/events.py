@@ -25,9 +25,11 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
 )
 
+from deepspeed_ext.checkpoint.folder import CheckpointError
 from tests.campaigns.fuzz.run import Run
 from tests.harness import snapshots, training
 
+OF_USER, OF_MORE_RANKS = "notes.txt", "zero_pp_rank_99_mp_rank_00_optim_states.pt"
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 SHARED = ("evaluate", "frozen", "weights", "rate", "restart")
 
@@ -60,13 +62,42 @@ def evaluate(run: Run, value: Any) -> None:
 def save_and_load(run: Run, value: Any) -> None:
     """Bring back what has just been saved, into the same engine; it has replaced another of the same tag."""
     with shared_folder() as folder:
-        for number in (1, 2):
-            run.engine.save_checkpoint(str(folder), client_state={"number": number})
+        run.engine.save_checkpoint(str(folder), client_state={"number": 1})
+        if dist.get_rank() == 0:
+            tag = folder / (folder / "latest").read_text()
+            for name in (OF_USER, OF_MORE_RANKS):
+                (tag / name).write_text("")
+        dist.barrier()
+        run.engine.save_checkpoint(str(folder), client_state={"number": 2})
         dist.barrier()  # the first rank removes what was replaced
         tags = [entry for entry in folder.iterdir() if entry.is_dir()]
         assert len(tags) == 1, f"a save leaves {tags}"
+        kept = [(tags[0] / name).exists() for name in (OF_USER, OF_MORE_RANKS)]
+        assert kept == [True, False], f"a save keeps a user's file, and one of an older save: {kept}"
         path, client_state = run.engine.load_checkpoint(str(folder))
         assert path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}"
+
+
+def load_broken(run: Run, value: tuple[int, str]) -> None:
+    """Be refused a checkpoint that lacks a file, or the rest of one, and go on."""
+    number, how = value
+    with shared_folder() as folder:
+        run.engine.save_checkpoint(str(folder))
+        dist.barrier()
+        files = sorted(folder.rglob("*_states.pt"))
+        file = files[number % len(files)]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with file.open("r+b") as opened:
+                opened.truncate(file.stat().st_size // 2)
+            if how == "gone":
+                file.unlink()
+        dist.barrier()
+        try:
+            run.engine.load_checkpoint(str(folder))
+        except CheckpointError:
+            return
+        raise AssertionError(f"loaded without {file.name}, which was {how}")
 
 
 def resume(run: Run, value: Any) -> None:
@@ -215,6 +246,7 @@ EVENTS: dict[str, Callable[[Run, Any], None]] = {
     "restart": restart,
     "save and load": save_and_load,
     "resume": resume,
+    "broken load": load_broken,
     "universal": partial(go_on_elsewhere, universal=True),
     "elsewhere": partial(go_on_elsewhere, universal=False),
     "look": look,

@@ -4,8 +4,8 @@
 
 Note [What a case is compared with]
     A case is trained by us and by stock DeepSpeed at the stage that is nearest to the strategy, with the keys that are
-    not ours; if it says so by us on a simulated device with streams, too; and where events must change nothing, by us
-    without these, to the bit. What the planner is to choose is chosen first (``planned``). Where a stage has a known
+    not ours; if it says so by us on a simulated device with streams, too, and without the kernels of what is
+    compressed, to the bit; and where events must change nothing, by us without these, to the bit. What the planner is to choose is chosen first (``planned``). Where a stage has a known
     fault (``oracles.FAULTS``) stock is another stage. What we run with streams must be what we run without, and what
     stock runs, to rounding. Where gradients or updates cross in few bits, the way from the first weights to the last
     must be stock's, but for a part; and where updates cross without loss, the oracle is also our own run without that
@@ -27,6 +27,7 @@ from tests.campaigns.fuzz.formulas import bytes_apart
 from tests.campaigns.fuzz.pipes import judge_pipe
 from tests.campaigns.fuzz.runs import Trained
 from tests.campaigns.fuzz.verdicts import LOSSES, MOMENTS, WEIGHTS, Verdict, everybody
+from tests.harness.reference_codecs import reference_codecs
 from tests.harness.stream_order import device_with_streams
 from tests.harness.training import DTYPES
 
@@ -34,7 +35,7 @@ from tests.harness.training import DTYPES
 # another way.
 LOSSY = 0.5
 # Events after which every bit must be what it would have been.
-SAVES = {"save and load", "resume"}
+SAVES = {"save and load", "resume", "broken load"}
 QUIET = {*SAVES, "look", "states", "offload", "export", "second engine"}
 HELD = 4096  # bytes more than before: losses and norms are kept
 # Muon makes rounding several hundred times larger where a gradient has a rank below its sizes, as here most have.
@@ -69,6 +70,10 @@ def _judge(case: Case) -> Verdict:
     if case.streams:
         problems += _with_streams(case, ours)
         happened.append("ordered on streams")
+    if case.reference:
+        with reference_codecs():
+            problems += _bits(ours, runs.train(case, case.zero, True), "without kernels")
+        happened.append("without kernels")
     if undisturbed := _without_events(case):
         problems += _bits(ours, runs.train(undisturbed, case.zero, True), "without what changes nothing")
         happened.append("undisturbed")

@@ -9,20 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.loco import lossless, ops, reference
+from deepspeed_ext.loco import ops
 from tests.harness.cuda_on_cpu.arguments import Placed
 from tests.harness.cuda_on_cpu.emulator import OPERATORS, Emulator, Order, Variant, bits_of
+from tests.harness.reference_codecs import REFERENCE
 
 Operator = Callable[..., None]
-REFERENCE: dict[str, Operator] = {
-    "loco_compress": reference.compress,
-    "loco_decompress": reference.decompress,
-    "loco_difference": reference.difference,
-    "loco_apply": reference.apply,
-    "lossless_measure": lossless.measure,
-    "lossless_pack": lossless.pack,
-    "lossless_apply": lossless.apply,
-}
 # Each order of threads, each of blocks, each reciprocal.
 VARIANTS = (
     Variant(),
