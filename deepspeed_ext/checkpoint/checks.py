@@ -18,9 +18,11 @@ from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import raise_together, smallest, together
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.updates import BeforeUse
 
 _LARGEST = 2**62
 _MODULE = "module"
+_MODEL_PARALLEL = "mp_world_size"  # in the file of a model: of how many ranks there is one
 
 
 class Check:
@@ -55,6 +57,11 @@ class Check:
         if not names:
             expected = self._engine._get_ckpt_name(self._load_dir, self._tag)
             raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
+        saved = int(self._files.inspect(names[0], _MODULE).get(_MODEL_PARALLEL, len(names)))
+        if len(names) != saved:  # DeepSpeed would take it for a checkpoint of fewer model-parallel ranks
+            raise CheckpointError(
+                f"{self._folder} has {len(names)} of {saved} files of model-parallel ranks, the first is {names[0]}."
+            )
         if len(names) == self._engine.mp_world_size:  # otherwise DeepSpeed merges or splits them, or refuses to
             file = names[self._engine.checkpoint_mp_rank]
             module = self._files.inspect(file, _MODULE)
@@ -79,6 +86,10 @@ class Check:
         Modules that load in their own way are left to it.
         """
         module, saved = self._engine.module, state[_MODULE]
+        experts = {
+            path: (self._files.inspect(path), wanted)
+            for path, wanted in expert_files(self._engine, self._load_dir, self._tag)
+        }
         if saved is None or any(_loads_itself(part) for part in module.modules()):
             return
         if self._engine.zero_optimization_partition_weights():  # the module shows no shapes
@@ -88,8 +99,8 @@ class Check:
             shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
         own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
-        for path, wanted in expert_files(self._engine, self._load_dir, self._tag):
-            found = {name: tuple(value.shape) for name, value in self._files.inspect(path).items()}
+        for path, (values, wanted) in experts.items():
+            found = {name: tuple(value.shape) for name, value in values.items()}
             differing = sorted(name for name in wanted.keys() | found if wanted.get(name) != found.get(name))
             if differing:
                 raise CheckpointError(
@@ -256,4 +267,5 @@ class UniversalCheck(Check):
 def _loads_itself(module: nn.Module) -> bool:
     """Whether a module may rename, drop or resize what it is given."""
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    return own or bool(module._load_state_dict_pre_hooks)
+    hooks = (getattr(one, "hook", one) for one in module._load_state_dict_pre_hooks.values())
+    return own or not all(isinstance(hook, BeforeUse) for hook in hooks)

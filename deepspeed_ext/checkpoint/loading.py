@@ -17,7 +17,7 @@ from deepspeed_ext.checkpoint.converting import converted, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.residuals import Residuals
-from deepspeed_ext.comm.agreement import require_same, together
+from deepspeed_ext.comm.agreement import raise_together, require_same, together
 from deepspeed_ext.deepspeed_types import Engine
 
 
@@ -95,7 +95,7 @@ def load_checkpoint(
         if from_universal:
             universal.load_untrained(engine, check.untrained)
         with _weights_of(engine, present, from_universal), engine.optimizer.filing.numbered(engine):
-            loaded = load(engine, load_dir, present, **rest)
+            loaded = _loaded(lambda: load(engine, load_dir, present, **rest), folder)
         together(
             engine.optimizer.error_state.forget if found is None else found.load,
             f"{folder} was loaded but in part",
@@ -105,6 +105,26 @@ def load_checkpoint(
         return loaded
     finally:
         files.forget()
+
+
+def _loaded(load: Callable[[], Any], folder: Path) -> Any:
+    """Return what DeepSpeed's load returns. It may raise on one rank, for which the others would wait.
+
+    Raises:
+        CheckpointError: it has raised on another rank.
+    """
+    failed: Exception | None = None
+    try:
+        loaded = load()
+    except Exception as error:
+        failed = error
+    try:
+        raise_together(failed and CheckpointError(f"{folder} was loaded but in part: {failed}"), CheckpointError)
+    except CheckpointError:
+        if failed is not None:  # where scripts expect it
+            raise failed from None
+        raise
+    return loaded
 
 
 @contextmanager

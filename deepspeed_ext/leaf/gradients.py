@@ -311,12 +311,16 @@ class LeafGradients:
         """Return the ds_ids of parameters whose gradients have been handed over, and not moved yet."""
         return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
 
-    def end_of_backward(self) -> None:
-        """Reduce all that waits: the same modules on all ranks, in one order."""
+    def leave_modules(self) -> None:
+        """Leave the modules that the backward has not: whose inputs need no gradient."""
         for block in self._blocks:
             block.finish()
         for one in self._windowed:
             one.end_of_backward(one)
+
+    def end_of_backward(self) -> None:
+        """Reduce all that waits: the same modules on all ranks, in one order."""
+        self.leave_modules()
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
         in_buckets = self._in_buckets()
@@ -343,6 +347,14 @@ def end_of_backward(optimizer: LeafOptimizer) -> None:
     watcher = getattr(optimizer, _ATTRIBUTE, None)
     if watcher is not None:
         watcher.end_of_backward()
+
+
+def leave_modules(optimizer: LeafOptimizer) -> None:
+    """Leave what a backward has not left, before DeepSpeed forgets which modules it was in. In
+    ``coalesce_grad_reduction`` a backward has no epilogue that reduces."""
+    watcher = getattr(optimizer, _ATTRIBUTE, None)
+    if watcher is not None:
+        watcher.leave_modules()
 
 
 def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.deepspeed_types import ZeroParameter
-from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, zero_gradients
+from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, leave_modules, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.expert_windows import WindowGradients
@@ -271,6 +271,11 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             if param.grad is not None and not get_accelerator().is_synchronized_device():
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
+
+    def backward_epilogue(self) -> None:
+        """End of a backward, also where nothing is reduced at it."""
+        leave_modules(self)
+        super().backward_epilogue()
 
     # The accumulation boundary: g -> os ###############################################################
 

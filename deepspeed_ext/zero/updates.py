@@ -66,7 +66,7 @@ def wait_for_whole_parameters() -> None:
             updates.wait()
 
 
-class _BeforeUse:
+class BeforeUse:
     """A hook of a module: waits for windows. A copy of the module, or a pickled one, needs none.
 
     Some modules read parameters of their parts without calling these, as torch's MultiheadAttention and the gate of
@@ -79,7 +79,7 @@ class _BeforeUse:
         parts: hooks of the modules in it.
     """
 
-    def __init__(self, updates: "Updates | None" = None, number: int = -1, parts: Sequence["_BeforeUse"] = ()) -> None:
+    def __init__(self, updates: "Updates | None" = None, number: int = -1, parts: Sequence["BeforeUse"] = ()) -> None:
         self._updates = None if updates is None else weakref.ref(updates)
         self._number = number
         self._parts = parts
@@ -101,9 +101,9 @@ class _BeforeUse:
         """Return the number of the last window to wait for in a mode; with None, of the last one of all parts."""
         return max([self._number, *(part.last(training) for part in self._parts if training not in part._called)])
 
-    def __reduce__(self) -> tuple[type["_BeforeUse"], tuple[()]]:
+    def __reduce__(self) -> tuple[type["BeforeUse"], tuple[()]]:
         self._wait(None)  # the module's parameters are copied next
-        return _BeforeUse, ()
+        return BeforeUse, ()
 
 
 class _WaitingParameters(dict[str, Any]):
@@ -294,9 +294,9 @@ class Updates:
             places: of its trained parameters, by their ids.
         """
         last = {place: number for number, window in enumerate(self._windows) for place in window.members}
-        everything = _BeforeUse(self, len(self._windows))
+        everything = BeforeUse(self, len(self._windows))
         parents = Counter(part for used in module.modules() for part in used.children())
-        hooks: dict[int, _BeforeUse] = {}
+        hooks: dict[int, BeforeUse] = {}
         for used in _parts_first(module, set()):
             own = list(used.parameters(recurse=False))
             # A layer that has been called may still be read uncalled: by a module that has parameters of its own, so
@@ -305,7 +305,7 @@ class Updates:
             numbers = [last[places[id(p)]] for p in own if places.get(id(p)) in last]
             number = max([-1, *numbers, *(hooks[id(part)].last() for part in read)])
             parts = [hooks[id(part)] for part in used.children()]
-            hook = hooks[id(used)] = _BeforeUse(self, number, parts)
+            hook = hooks[id(used)] = BeforeUse(self, number, parts)
             if numbers or parts:
                 self._hooks.append(used.register_forward_pre_hook(hook, prepend=True))
             self._hooks.append(used.register_state_dict_pre_hook(everything))

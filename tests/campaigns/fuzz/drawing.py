@@ -83,7 +83,9 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
         possible.append(Event("offload", draw(one_of(("lp_params",), ("lp_params", "lp_grads")))))
     if convertible:
         possible += [Event(kind, draw(one_of(*convertible))) for kind in ("universal", "elsewhere")]
-    return tuple(draw(one_of(*possible)) for _ in range(draw(one_of(0, 0, 0, 1, 1, 2))))
+    drawn = [draw(one_of(*possible)) for _ in range(draw(one_of(0, 0, 0, 1, 1, 2)))]
+    # A load would bring the optimizer's weights into the model, as the next step does.
+    return tuple(sorted(drawn, key=lambda event: event.name == "weights"))
 
 
 def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:

@@ -165,6 +165,13 @@ FAULTS: tuple[Fault, ...] = (
         smallest=Case(zero={"stage": 1}, optimizer="Muon", clipping=0.05),
     ),
     Fault(
+        "In a step in which the loss scale grows, gradients and their norm are divided by the next one, also at "
+        "strategies with p = I and G.",
+        (3,),
+        _never,
+        smallest=Case(zero={"stage": 3}, config={"fp16": {"loss_scale_window": 1}}, dtype="fp16"),
+    ),
+    Fault(
         "All ranks must use the same parameters; else it aborts, or hangs.",
         (1, 2),
         lambda case: case.routed and any(block.kind == "experts" for block in case.blocks),
@@ -208,6 +215,8 @@ def stage_for(case: Case) -> int | None:
     # A model that is made in 16 bits has other weights.
     made_in_16_bits = case.zero_init is not None and case.dtype != "fp32"
     others = [] if made_in_16_bits else [stage for stage in (2, 1, 3, 0) if stage != nearest]
+    if "loss_scale_window" in case.config.get("fp16", {}):  # of stage 3, ours has the fault as well
+        others = [] if nearest == 3 else [stage for stage in others if stage != 3]
     able = (stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
     return next(able, None)
 

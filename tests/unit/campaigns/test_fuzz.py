@@ -83,6 +83,27 @@ FOUND: dict[str, Case | PipeCase] = {
         steps=(Step(), Step((Event("resume"),))),
         **ADAM,
     ),
+    "a backward in coalesce_grad_reduction did not leave a unit whose input needs no gradient": Case(
+        zero={"paro_strategy": "GGG", "paro_group_size": 1, "stage3_leaf_bytes": 10368},
+        inputs=13,
+        blocks=(Block("unit", 13), Block()),
+        accumulation=2,
+        boundary="coalesce",
+        streams=False,
+        steps=(Step(skipped=((1, 0),)), Step()),
+    ),
+    "a load waited forever where the file of one tensor-parallel rank was missing": Case(
+        world=4,
+        tensor_parallel=2,
+        zero={"paro_strategy": "NIG", "paro_group_size": 1},
+        steps=(Step(), Step((Event("broken load", (1, "gone")),))),
+    ),
+    "a load waited forever where the file of one rank's expert was cut": Case(
+        network="RoutedOverTwo",
+        zero={"paro_strategy": "NIG", **TWO, "paro_overlap_updates": True},
+        blocks=(Block(), Block(), Block()),
+        steps=(Step(), Step((Event("broken load", (1, "cut")),))),
+    ),
     "LoCo reported every None steps": Case(
         zero={"paro_strategy": "NIG", **TWO, "zeropp_loco_param": {}}, config={"wall_clock_breakdown": True}
     ),
