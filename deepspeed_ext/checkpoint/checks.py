@@ -17,6 +17,7 @@ from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import raise_together, smallest, together
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.zero.families import experts_of
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.updates import BeforeUse
 
@@ -250,7 +251,7 @@ class UniversalCheck(Check):
     """The checks of a load from a universal checkpoint: each parameter's files, shared out among the ranks."""
 
     def _check(self, strict: bool | None) -> None:
-        experts = self._optimizer.families.experts
+        experts = experts_of(self._optimizer.families)
         if experts:
             raise CheckpointError(
                 f"{self._folder} is a universal checkpoint, from which experts of expert parallelism "

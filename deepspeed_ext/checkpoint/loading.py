@@ -19,6 +19,7 @@ from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, Checkpoint
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import raise_together, require_same, together
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.zero.families import experts_of
 
 
 def load_checkpoint(
@@ -77,7 +78,7 @@ def load_checkpoint(
             why = _misfit(engine, check, strict)
             if not why:
                 return load_checkpoint(load, engine, load_dir, tag, **rest)
-        if experts := engine.optimizer.families.experts:
+        if experts := experts_of(engine.optimizer.families):
             raise CheckpointError(
                 f"{why}\nIt is not converted either, since experts of expert parallelism ({', '.join(experts)}) are "
                 f"not divided among ranks with a strategy from a universal checkpoint."

@@ -174,7 +174,7 @@ class Residuals:
                         totals[run.buffer, run.row][at : at + end - begin] += values[begin - start : end - start]
         optimizer = self._optimizer
         groups = {
-            buffer: optimizer.families.topology(optimizer.family_of_buffer(buffer)).sizes.groups
+            buffer: optimizer.families[optimizer.family_of_buffer(buffer)].topology.sizes.groups
             for buffer, _ in totals
         }
         return {Span(buffer, row, 0, total.numel()): total / groups[buffer] for (buffer, row), total in totals.items()}

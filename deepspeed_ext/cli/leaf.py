@@ -66,7 +66,9 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
         engine.step()
     offload = engine.optimizer.parameter_offload
     measured = {"hooks": len(offload.forward_hooks) + len(offload.backward_hooks)}
-    measured["parameters gathered at a time at most"] = engine.optimizer.parameters.most_live
+    measured["parameters gathered at a time at most"] = sum(
+        parameters.most_live for parameters in engine.optimizer.parameters.values()
+    )
     engine.destroy()
     return measured
 

@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
+from torch import Tensor
+
 from deepspeed_ext.comm.hops import Contents, Span
 from deepspeed_ext.comm.layout import FlatLayout
 
@@ -24,6 +26,15 @@ class Range(NamedTuple):
     buffer: int
     start: int
     numel: int
+
+
+def parts_of(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Iterator[Tensor]:
+    """Yield of each range of a bucket its part, 1D. ``tensors``: the bucket, 1D, or one tensor for each range."""
+    if len(tensors) == len(ranges):
+        yield from tensors
+        return
+    (bucket,) = tensors
+    yield from bucket.split([one.numel for one in ranges])
 
 
 class Cut(NamedTuple):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Hops: how bytes travel over one process group. Reductions of gradients and gathers of parameters are two slots.
+"""Hops: how bytes travel over one process group: reductions of gradients, and gathers of parameters.
 
 Note [Hops and transfers]
     A hop is a reduction or a gather over one process group. Its methods are generators: they start one communication,
@@ -8,8 +8,8 @@ Note [Hops and transfers]
     them into a reshard (``reshard.py``). ``Schedule`` runs transfers, one after the other or overlapped: the first hop
     of a transfer is on the wire while the one before it is in its second hop.
 
-    Gradients travel by a ``ReduceHop``, parameters by a ``GatherHop``. Whoever fills one of these two slots, between
-    groups or inside them, changes nothing else: who calls a hop neither knows what it sends nor in which form.
+    Gradients travel by a ``ReduceHop``, parameters by a ``GatherHop``. Whoever has another one travel, between groups
+    or inside them, changes nothing else: who calls a hop neither knows what it sends nor in which form.
 """
 
 from abc import ABC, abstractmethod
@@ -104,51 +104,86 @@ class ErrorState:
         """Be in host memory until the next reduction."""
 
 
-class TwoErrorStates(ErrorState):
-    """What both halves of an all-reduce keep: the reduction, and the gather of sums."""
+class JointErrorState(ErrorState):
+    """Several states as one: of both halves of an all-reduce, and of the hops of several families of parameters.
 
-    def __init__(self, reduced: ErrorState, gathered: ErrorState) -> None:
-        self._reduced, self._gathered = reduced, gathered
-        self.keeps_errors = reduced.keeps_errors or gathered.keeps_errors
+    Args:
+        parts: by their places in what is saved: keys of dictionaries, from the outermost on. A place that ends in
+            ``GATHERED`` is that of a gather of sums.
+        place_of: gives the place of the part that takes errors of a flat buffer, by its number.
+    """
+
+    GATHERED = "gathered"
+
+    def __init__(
+        self, parts: Mapping[tuple[str, ...], ErrorState], place_of: Callable[[int], tuple[str, ...]]
+    ) -> None:
+        self._parts = dict(parts)
+        self._place_of = place_of
+        self.keeps_errors = any(part.keeps_errors for part in self._parts.values())
 
     @property
     def halves(self) -> set[str]:
         """See ``ErrorState``."""
-        return self._reduced.halves | ({"sums"} if self._gathered.keeps_errors else set())
+        keeping = {place for place, part in self._parts.items() if part.keeps_errors}
+        return {"sums" if self._is_gathered(place) else "reductions" for place in keeping}
+
+    def _is_gathered(self, place: tuple[str, ...]) -> bool:
+        return place[-1:] == (self.GATHERED,)
 
     def finish_step(self, applied: bool) -> None:
         """See ``ErrorState``."""
-        self._reduced.finish_step(applied)
-        self._gathered.finish_step(applied)
+        for part in self._parts.values():
+            part.finish_step(applied)
 
     def states(self) -> dict[str, Any]:
-        """See ``ErrorState``."""
-        return {**self._reduced.states(), "gathered": self._gathered.states()}
+        """See ``ErrorState``; those of each part in its place."""
+        saved: dict[str, Any] = {}
+        steps = 0
+        for place, part in self._parts.items():
+            states = part.states()
+            steps = max(steps, states.get("steps", 0))
+            found = saved
+            for key in place:
+                found = found.setdefault(key, {})
+            found.update(states)
+        return saved if () in self._parts else {**saved, "steps": steps}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Take over what each has kept, which may have been saved by the reduction alone; see ``ErrorState``."""
-        self._reduced.load_states(states)
-        self._gathered.load_states(states.get("gathered", {}))
+        """Load what each part has kept, which may have been saved by some of them alone; see ``ErrorState``."""
+        for place, part in self._parts.items():
+            part.load_states(_at(states, place))
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[Span, Tensor]]:
-        """Return those of both: what a sum lacks may as well come with a summand."""
-        yield from self._reduced.errors_in(states)
-        yield from self._gathered.errors_in(states.get("gathered", {}))
+        """Return those of all parts: what a sum lacks may as well come with a summand."""
+        for place, part in self._parts.items():
+            yield from part.errors_in(_at(states, place))
 
     def load_errors(self, errors: Mapping[Span, Tensor], steps: int) -> None:
-        """Have the reduction take them over."""
-        self._reduced.load_errors(errors, steps)
-        self._gathered.forget()
+        """Have the reductions take them over; see ``ErrorState``."""
+        for place, part in self._parts.items():
+            if self._is_gathered(place):
+                part.forget()
+            else:
+                mine = {span: kept for span, kept in errors.items() if self._place_of(span.buffer) == place}
+                part.load_errors(mine, steps)
 
     def forget(self) -> None:
         """See ``ErrorState``."""
-        self._reduced.forget()
-        self._gathered.forget()
+        for part in self._parts.values():
+            part.forget()
 
     def offload(self) -> None:
         """See ``ErrorState``."""
-        self._reduced.offload()
-        self._gathered.offload()
+        for part in self._parts.values():
+            part.offload()
+
+
+def _at(states: Mapping[str, Any], place: Sequence[str]) -> Mapping[str, Any]:
+    """Return what is saved in a place; nothing if there is none."""
+    for key in place:
+        states = states.get(key, {})
+    return states
 
 
 class Hop:
@@ -183,7 +218,7 @@ class Hop:
 
 
 class GatherHop(Hop):
-    """The slot for parameters: an all-gather.
+    """A hop of parameters: an all-gather.
 
     Attributes:
         exact: whether what arrives is what was sent, so that any other all-gather would do as well.
@@ -262,7 +297,7 @@ class SumsGather:
 
 
 class ReduceHop(Hop, ABC):
-    """The slot for gradients: a reduction.
+    """A hop of gradients: a reduction.
 
     ``reduce_scatter`` is the one to implement; ``all_reduce`` is made of it. Sums are taken in rank order in fp32, or
     as the backend does; every rank of the group gets the same bits.
@@ -285,9 +320,16 @@ class ReduceHop(Hop, ABC):
         self.scale: Callable[[], float] = lambda: 1.0
 
     @property
-    def kept(self) -> ErrorState:
-        """All that is kept, of both halves of an all-reduce."""
-        return TwoErrorStates(self.errors, self.sums.errors) if self.sums.errors.keeps_errors else self.errors
+    def keeps_errors(self) -> bool:
+        """Whether something is kept, of either half of an all-reduce."""
+        return self.errors.keeps_errors or self.sums.errors.keeps_errors
+
+    def error_states(self) -> dict[tuple[str, ...], ErrorState]:
+        """Return what is kept, of both halves of an all-reduce, as parts of a ``JointErrorState``."""
+        kept: dict[tuple[str, ...], ErrorState] = {(): self.errors}
+        if self.sums.errors.keeps_errors:
+            kept[(JointErrorState.GATHERED,)] = self.sums.errors
+        return kept
 
     def lengths(self, splits: Sequence[int]) -> list[int]:
         """Return to what lengths parts are best filled up, so that nothing is copied; empty ones may stay so."""

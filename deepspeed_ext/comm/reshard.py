@@ -222,7 +222,7 @@ class GradientReshard(_Reshard):
             1D: the sums of this rank's ``bucket_rows(plan, target)``; what is behind them is padding.
         """
         _, splits, rows = self._bucket_parts(plan, target)
-        told = rows is not None and self.inter.kept.keeps_errors
+        told = rows is not None and self.inter.keeps_errors
         return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if told else ())
 
     def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[Rows]:
@@ -344,7 +344,7 @@ class GradientReshard(_Reshard):
 
         It takes rows x spans objects for each bucket: nothing is made for hops that keep no errors.
         """
-        if not self.inter.kept.keeps_errors:
+        if not self.inter.keeps_errors:
             return ()
         return tuple(tuple(Span(buffer, row, *span) for span in spans) for row in range(rows))
 

@@ -28,6 +28,7 @@ from deepspeed_ext.comm.packing import joined_and_aligned
 from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.slices import Slices
 
@@ -245,7 +246,7 @@ class WindowGradients:
         params = [param for param in module.params if param.requires_grad]
         flats = [grad for param, grad in zip(module.params, gradients, strict=True) if param.requires_grad]
         key = id(module), number
-        layouts = [optimizer.parameters.layout(param) for param in params]
+        layouts = [optimizer.parameters[DENSE].layout(param) for param in params]
         if key not in self._plans:
             experts = sum(len(window) for window in module.windows)
             self._plans[key] = _pieces(layouts, experts, module.windows[number])

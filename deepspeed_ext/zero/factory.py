@@ -3,7 +3,6 @@
 """Have the engine make our optimizer in the place of DeepSpeed's."""
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
 from torch import nn
 
+from deepspeed_ext.comm.backends import MakeGather, MakeReduce
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.process_groups import get_topology, ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
@@ -28,16 +28,28 @@ from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.coordinator import coordinator_of
-from deepspeed_ext.zero.families import DENSE, Families, families_of, family_of
+from deepspeed_ext.zero.families import (
+    DENSE,
+    Families,
+    Topologies,
+    experts_of,
+    families_of,
+    family_of,
+    topologies_of,
+)
 from deepspeed_ext.zero.parameters import partition
-from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from deepspeed_ext.zero.updates import wait_for_whole_parameters
 
 
 def configure_with(
-    strategy: Strategy, slots: Slots, configure: Callable[..., Any], engine: Engine, optimizer: object
+    strategy: Strategy,
+    gather: MakeGather,
+    reduce: MakeReduce,
+    configure: Callable[..., Any],
+    engine: Engine,
+    optimizer: object,
 ) -> Any:
     """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
 
@@ -46,7 +58,7 @@ def configure_with(
 
     Args:
         strategy: how model states are placed.
-        slots: make the hops between groups.
+        gather, reduce: make the hops between groups.
         configure: DeepSpeed's method.
         engine, optimizer: its arguments.
 
@@ -58,10 +70,10 @@ def configure_with(
     wait_for_whole_parameters()  # of an engine before this one
     group_size = engine._config.zero_config.paro_group_size
     topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
-    families = families_of(engine, topology, alone=strategy.os == Placement.N)
-    announce(strategy, families, engine, use_streams(engine._config, strategy))
+    topologies = topologies_of(engine, topology, alone=strategy.os == Placement.N)
+    announce(strategy, topologies, engine, use_streams(engine._config, strategy))
     by_budget(engine._config.zero_config, engine.module)
-    warn_if_too_large(strategy, families, engine)
+    warn_if_too_large(strategy, topologies, engine)
     if strategy.p != Placement.N and strategy.os == Placement.I:
         # Every group holds all states: the first one writes them to checkpoints.
         engine.is_first_weights_partition_group = lambda: topology.rank < topology.sizes.group_size
@@ -69,8 +81,10 @@ def configure_with(
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
             stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
-        reductions = _families_of_reductions(strategy, families, engine._config.zero_config)
-        for module, name, make in _replacements(strategy, families, reductions, slots, engine._config.zero_config):
+        reductions = _topologies_of_reductions(strategy, topologies, engine._config.zero_config)
+        for module, name, make in _replacements(
+            strategy, topologies, reductions, gather, reduce, engine._config.zero_config
+        ):
 
             def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
                 stack.close()  # found: nothing below needs to see our names
@@ -93,61 +107,57 @@ def configure_with(
     return configured
 
 
-def _families_of_reductions(strategy: Strategy, families: Families, config: ZeroConfig) -> Families:
+def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config: ZeroConfig) -> Topologies:
     """Return the process groups over which gradients travel: where ranks may reduce at other times than they gather,
     their own, for collectives of one group have one order. Collective over all ranks."""
     at_any_time = config.overlap_comm and Placement.N not in (strategy.p, strategy.os) and strategy.g != Placement.G
     beside_gathers = strategy.p == Placement.G or strategy.g == Placement.N
-    if not (at_any_time and beside_gathers) or is_pairwise(families.dense.world):
-        return families
-    seconds = {
-        name: get_topology(families.topology(name).world, families.topology(name).sizes.group_size, second=True)
-        for name in families.names
-    }
-    return Families(seconds.pop(DENSE), seconds)
+    if not (at_any_time and beside_gathers) or is_pairwise(topologies[DENSE].world):
+        return topologies
+    return {name: get_topology(one.world, one.sizes.group_size, second=True) for name, one in topologies.items()}
 
 
 def _replacements(
-    strategy: Strategy, families: Families, reductions: Families, slots: Slots, config: ZeroConfig
+    strategy: Strategy,
+    topologies: Topologies,
+    reductions: Topologies,
+    gather: MakeGather,
+    reduce: MakeReduce,
+    config: ZeroConfig,
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
-    placed: dict[str, Any] = {"strategy": strategy, "families": families, "slots": slots}
+
+    def families() -> Families:
+        return families_of(topologies, reductions, gather, reduce, config.reduce_scatter)
+
+    def make_stage12(*args: Any, **kwargs: Any) -> Stage12Optimizer:
+        kwargs["overlap_comm"] = config.overlap_comm
+        ahead = config.paro_overlap_updates
+        return Stage12Optimizer(*args, **kwargs, strategy=strategy, families=families(), overlap_updates=ahead)
+
     if strategy.p == Placement.N:
-
-        def make(*args: Any, **kwargs: Any) -> Stage12Optimizer:
-            return Stage12Optimizer(
-                *args,
-                **kwargs | placed | {"overlap_comm": config.overlap_comm},
-                overlap_updates=config.paro_overlap_updates,
-            )
-
-        return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make)]
+        return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make_stage12)]
     gathers: dict[str, Any] = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
+
+    def make_stage3(*args: Any, **kwargs: Any) -> Stage3Optimizer:
+        return Stage3Optimizer(*args, **kwargs, strategy=strategy, families=families(), **gathers)
+
+    def make_inference(module: nn.Module, **kwargs: Any) -> DeepSpeedZeRoOffload:
+        return _inference(module, strategy, families_of(topologies, topologies, gather), gathers, kwargs)
+
     return [
-        (
-            deepspeed.runtime.zero.stage3,
-            "DeepSpeedZeroOptimizer_Stage3",
-            functools.partial(Stage3Optimizer, **placed, **gathers, reductions=reductions),
-        ),
-        (deepspeed.runtime.engine, "DeepSpeedZeRoOffload", functools.partial(_inference, **placed, **gathers)),
+        (deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", make_stage3),
+        (deepspeed.runtime.engine, "DeepSpeedZeRoOffload", make_inference),
     ]
 
 
 def _inference(
-    module: nn.Module,
-    *,
-    strategy: Strategy,
-    families: Families,
-    slots: Slots,
-    bucket: int,
-    sequential: bool,
-    **kwargs: Any,
+    module: nn.Module, strategy: Strategy, families: Families, gathers: dict[str, Any], arguments: dict[str, Any]
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
-    with coordinator_of(families.dense.shard_group(strategy.p)):
-        offload = DeepSpeedZeRoOffload(module, **kwargs)
-    gathers = {"bucket": bucket, "sequential": sequential}
-    partition(module, offload, strategy, families, families.reshards(slots.parameter_reshard), gathers)
+    with coordinator_of(families[DENSE].topology.shard_group(strategy.p)):
+        offload = DeepSpeedZeRoOffload(module, **arguments)
+    partition(module, offload, strategy, families, gathers)
     return offload
 
 
@@ -176,7 +186,7 @@ def use_streams(config: Config, strategy: Strategy) -> list[str]:
     return changed
 
 
-def announce(strategy: Strategy, families: Families, engine: Engine, changed: Sequence[str]) -> None:
+def announce(strategy: Strategy, topologies: Topologies, engine: Engine, changed: Sequence[str]) -> None:
     """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
 
     At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
@@ -185,7 +195,7 @@ def announce(strategy: Strategy, families: Families, engine: Engine, changed: Se
     Args:
         changed: what else was, of DeepSpeed's defaults.
     """
-    topology = families.dense
+    topology = topologies[DENSE]
     chosen = getattr(engine._config, "strategy_was_chosen", False)
     n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
@@ -197,7 +207,7 @@ def announce(strategy: Strategy, families: Families, engine: Engine, changed: Se
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
         f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}"
-        f"{''.join(_of_experts(name, one.sizes) for name, one in families.experts.items())}{hint}"
+        f"{''.join(_of_experts(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
         f"{defaults}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
@@ -224,16 +234,16 @@ def _of_experts(name: str, sizes: GroupSizes) -> str:
     return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
 
 
-def warn_if_too_large(strategy: Strategy, families: Families, engine: Engine) -> None:
+def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
     """Warn on rank 0 if the model states of a rank exceed its device's memory by the formula."""
     available = get_accelerator().total_memory()
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
-    topology = families.dense
+    topology = topologies[DENSE]
     of_families = {
-        name: [param for param in engine.module.parameters() if family_of(param) == name] for name in families.names
+        name: [param for param in engine.module.parameters() if family_of(param) == name] for name in topologies
     }
-    parts = [(families.topology(name).sizes, on_device(engine, some)) for name, some in of_families.items()]
+    parts = [(topologies[name].sizes, on_device(engine, some)) for name, some in of_families.items()]
 
     def total(row: Strategy) -> float:
         return sum(row.memory(sizes, held).total for sizes, held in parts)

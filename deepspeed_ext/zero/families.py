@@ -8,30 +8,58 @@ Note [Families]
     ep-th rank. Parameters with one set of such ranks are a family: dense ones, and the experts of one
     expert-parallel size. A family has its own topology, hops and schedules; a strategy means the same for each. Its
     groups are what it has of the dense family's: where a group of 8 ranks has 8 / ep of a family, these are a group,
-    and with one of them I means N for this family.
+    and with one of them I means N for this family. All ranks have all families, and start what each needs in one
+    order, dense parameters first.
 
     Means are taken over the dense ranks whatever the family, for each of them has had tokens for each expert.
     A flat buffer, a sub-group and a bucket on the wire are of one family.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import groups
 from torch import nn
 
+from deepspeed_ext.comm.backends import MakeGather, MakeReduce, make_reduce
+from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.process_groups import Topology, get_subtopology
+from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
 from deepspeed_ext.deepspeed_types import Engine
 
 DENSE = "dense"
-_Reshard = TypeVar("_Reshard")
+Topologies = Mapping[str, Topology]  # of all families by name, the dense one's first
+
+
+@dataclass(frozen=True)
+class Family:
+    """Parameters with the same data-parallel ranks, and how they travel between these. See Note [Families].
+
+    Attributes:
+        name: ``dense``, or that of DeepSpeed's group of experts, ``ep_size_2`` for one.
+        topology: the process groups of its ranks.
+        gather: of its parameters.
+        reduce: of its gradients; perhaps over other process groups of the same ranks.
+    """
+
+    name: str
+    topology: Topology
+    gather: ParameterReshard
+    reduce: GradientReshard
+
+
+Families = Mapping[str, Family]  # all, by name, the dense one first
 
 
 def family_of(param: nn.Parameter) -> str:
     """Return the name of a parameter's family: ``dense``, or that of DeepSpeed's group of its experts."""
     return str(getattr(param, "group_name")) if is_moe_param(param) else DENSE  # noqa: B009 # DeepSpeed sets it
+
+
+def experts_of(families: Iterable[str]) -> list[str]:
+    """Return the names of families of experts, of those of all."""
+    return [name for name in families if name != DENSE]
 
 
 def name_in_all(param: nn.Parameter, name: str) -> str:
@@ -41,38 +69,8 @@ def name_in_all(param: nn.Parameter, name: str) -> str:
     return f"{name} (expert-parallel rank {groups._get_expert_parallel_rank(family_of(param))})"
 
 
-@dataclass(frozen=True)
-class Families:
-    """The topologies of all families. See Note [Families].
-
-    Attributes:
-        dense: of all data-parallel ranks.
-        experts: of experts, by the name of DeepSpeed's group, ``ep_size_2`` for one.
-    """
-
-    dense: Topology
-    experts: Mapping[str, Topology] = field(default_factory=dict)
-
-    @property
-    def names(self) -> list[str]:
-        """All names, the dense family's first."""
-        return [DENSE, *self.experts]
-
-    def reshards(self, make: Callable[[Topology, str], _Reshard]) -> dict[str, _Reshard]:
-        """Make one reshard for each family.
-
-        Args:
-            make: from a topology, and a prefix of the names of hops.
-        """
-        return {name: make(self.topology(name), "" if name == DENSE else f"{name}_") for name in self.names}
-
-    def topology(self, name: str) -> Topology:
-        """Return the topology of the family of this name."""
-        return self.dense if name == DENSE else self.experts[name]
-
-
-def families_of(engine: Engine, dense: Topology, alone: bool) -> Families:
-    """Return the families of an engine's model.
+def topologies_of(engine: Engine, dense: Topology, alone: bool) -> Topologies:
+    """Return the topologies of the families of an engine's model.
 
     Collective over all ranks.
 
@@ -85,4 +83,33 @@ def families_of(engine: Engine, dense: Topology, alone: bool) -> Families:
     """
     used = {family_of(param) for param in engine.module.parameters() if engine.has_moe_layers} - {DENSE}
     ranks = {name: engine.expert_data_parallel_group[name] for name in sorted(used)}
-    return Families(dense, {name: get_subtopology(group, dense, alone) for name, group in ranks.items()})
+    return {DENSE: dense, **{name: get_subtopology(group, dense, alone) for name, group in ranks.items()}}
+
+
+def families_of(
+    topologies: Topologies,
+    reductions: Topologies,
+    gather: MakeGather = GatherHop,
+    reduce: MakeReduce = make_reduce,
+    reduce_scatter: bool = True,
+) -> dict[str, Family]:
+    """Return the families with their hops. Inside a group links are fast, and everything is sent as it is.
+
+    Args:
+        topologies: of all families.
+        reductions: the same, or other process groups of the same ranks: those over which gradients travel.
+        gather: makes the hops of parameters between groups.
+        reduce: makes the hops of gradients between groups.
+        reduce_scatter: DeepSpeed's key of that name.
+    """
+    found = {}
+    for name, topology in topologies.items():
+        over, prefix = reductions[name], "" if name == DENSE else f"{name}_"  # in records and traces
+        intra, inter = f"{prefix}intra", f"{prefix}inter"
+        found[name] = Family(
+            name,
+            topology,
+            ParameterReshard(GatherHop(topology.intra, intra), gather(topology.inter, inter)),
+            GradientReshard(make_reduce(over.intra, intra, reduce_scatter), reduce(over.inter, inter, reduce_scatter)),
+        )
+    return found

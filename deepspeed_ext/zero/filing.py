@@ -21,29 +21,30 @@ from deepspeed_ext.comm.agreement import gathered
 from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import Families
+from deepspeed_ext.zero.families import DENSE, Families, experts_of
 
 
 class Filing:
     """The ranks of one optimizer.
 
     Args:
-        families: process groups.
+        families: of parameters.
         strategy: where states are.
         shards: this rank's numbers among those that share states, of each flat shard.
     """
 
     def __init__(self, families: Families, strategy: Strategy, shards: Sequence[int]) -> None:
-        self._world_rank = families.dense.rank
-        self._world = families.dense.world
+        dense, experts = families[DENSE].topology, experts_of(families)
+        self._world_rank = dense.rank
+        self._world = dense.world
         self._group: ProcessGroup | None = None
-        if not families.experts or strategy.os == Placement.G:
+        if not experts or strategy.os == Placement.G:
             return
-        held = [*shards, *(groups._get_expert_parallel_rank(name) for name in families.experts)]
-        rows = gathered(held, families.dense.world)
+        held = [*shards, *(groups._get_expert_parallel_rank(name) for name in experts)]
+        rows = gathered(held, dense.world)
         divisors = (count for count in range(1, len(rows) + 1) if len(rows) % count == 0)
         count = next(n for n in divisors if all(row == rows[rank % n] for rank, row in enumerate(rows)))
-        self._group = get_topology(families.dense.world, count).intra
+        self._group = get_topology(dense.world, count).intra
 
     @property
     def writes(self) -> bool | None:

@@ -8,7 +8,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from unittest import mock
 
@@ -21,12 +21,10 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
-from deepspeed_ext.comm.hops import ErrorState
-from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
+from deepspeed_ext.comm.hops import ErrorState, JointErrorState
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families
-from deepspeed_ext.zero.family_errors import FamilyErrorStates
 from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.flat_shards import FlatShards
 from deepspeed_ext.zero.muon import Muon
@@ -38,8 +36,8 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
 
     Attributes:
         strategy: where model states are.
-        families: process groups of each family of parameters; see Note [Families] in ``families.py``.
-        gradients: on their way to the optimizer's shard.
+        families: of parameters, with their process groups and hops; see Note [Families] in ``families.py``.
+        gradients: on their way to the optimizer's shard: of each family, by its name.
         filing: which ranks write files of optimizer states.
         complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
             adds what else belongs to them.
@@ -53,9 +51,7 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     flush_follows = False
 
     families: Families
-    gradients: Any  # on their way to the optimizer's shard; a stage says of which kind
-    _gradient_reshards: Mapping[str, GradientReshard]  # by family
-    _parameter_reshards: Mapping[str, ParameterReshard]
+    gradients: Mapping[str, Any]  # a stage says of which kind
     whole: WholeUpdates
     filing: Filing
     _bucket: int  # elements of a full one
@@ -124,8 +120,20 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     def _finish_buckets(self) -> None:
         """Wait for the buckets that are on the wire, in order on the current stream."""
         with self._reduction_stream():
-            self.gradients.drain()
+            for gradients in self.gradients.values():
+                gradients.drain()
         self._wait_for_reductions()
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether gradients of this accumulation are on their way as if they were complete."""
+        return any(gradients.has_left for gradients in self.gradients.values())
+
+    def _learn_from_first_step(self) -> None:
+        """Learn which parameters rest, once the last micro-batch of an accumulation was known. Collective, once."""
+        if self._last_was_known:
+            for gradients in self.gradients.values():
+                gradients.learn(partial(largest, group=self.topology.world))
 
     @abstractmethod
     def send_whole(self) -> None:
@@ -170,8 +178,8 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
             self._autocast_scale = None
             self.gradient_scale()
         self.error_state.finish_step(not self.overflow)
-        for reshard in self._parameter_reshards.values():
-            reshard.finish_step()
+        for family in self.families.values():
+            family.gather.finish_step()
         return done
 
     def gradients_dropped(self) -> None:
@@ -201,18 +209,28 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     @property
     def error_state(self) -> ErrorState:
         """What the hops between groups keep."""
-        kept = {name: reshard.inter.kept for name, reshard in self._gradient_reshards.items()}
-        return kept[DENSE] if len(kept) == 1 else FamilyErrorStates(kept, self.family_of_buffer)
+        several = len(self.families) > 1
+        kept = {
+            (("families", name) if several else ()) + place: state
+            for name, family in self.families.items()
+            for place, state in family.reduce.inter.error_states().items()
+        }
+        if kept.keys() == {()}:
+            return kept[()]
+        return JointErrorState(kept, lambda buffer: ("families", self.family_of_buffer(buffer)) if several else ())
 
     @abstractmethod
     def family_of_buffer(self, buffer: int) -> str:
         """Return the family of what a hop between groups is told to be of flat buffer number ``buffer``."""
 
-    def _reduce_by(self, reshards: Mapping[str, GradientReshard]) -> None:
-        """Take the reductions of this optimizer, by family, once it is made."""
-        self._gradient_reshards = reshards
-        for reshard in reshards.values():
-            reshard.inter.scale = self.gradient_scale
+    def _take_families(self, families: Families) -> None:
+        """Take the families, whose hops are this optimizer's from now on."""
+        self.families = families
+        self.topology = families[DENSE].topology
+        gathers = [family.gather for family in families.values()]
+        self.whole = WholeUpdates(self.strategy, self.topology, gathers)
+        for family in families.values():
+            family.reduce.inter.scale = self.gradient_scale
 
     def gradient_scale(self) -> float:
         """Return what gradients are multiplied with in this step: by DeepSpeed's loss scale, and by torch's."""
@@ -229,8 +247,8 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
 
     def destroy(self) -> None:
         """Destroy DeepSpeed's optimizer, and forget errors."""
-        for reshard in self._gradient_reshards.values():
-            reshard.inter.errors = reshard.inter.sums.errors = ErrorState()
+        for family in self.families.values():
+            family.reduce.inter.errors = family.reduce.inter.sums.errors = ErrorState()
         super().destroy()
 
     # Norm and overflow: decided alike by all that must act alike ######################################

@@ -295,7 +295,6 @@ def partition(
     offload: DeepSpeedZeRoOffload,
     strategy: Strategy,
     families: Families,
-    reshards: Mapping[str, ParameterReshard],
     gathers: Mapping[str, Any],
 ) -> dict[str, PartitionedParameters]:
     """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says; those of each family.
@@ -317,13 +316,13 @@ def partition(
         name: PartitionedParameters(
             [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
             strategy,
-            families.topology(name),
-            reshards[name],
+            family.topology,
+            family.gather,
             leaves=[*leaves, *chunks],
             written=coordinator.follow,
             **gathers,
         )
-        for name in families.names
+        for name, family in families.items()
     }
     members[DENSE].fetch_windows(windowed)
     return members

@@ -107,26 +107,18 @@ class PartitionedGradients(Gradients):
         self._finished = False  # ... which is complete in the placement of os
 
     def place(self, held: Tensor) -> dict[int, Tensor]:
-        """Hold gradients in this tensor, (rows, numel).
+        """Hold gradients in this tensor, 1D of ``rows * numel`` elements.
 
         Returns:
             For each ds_id the optimizer's chunk of the gradient, 1D, a view.
         """
-        self.held = held
+        self.held = held.view(self.rows, self.numel)
         chunks = self.shard.split([param.ds_tensor.ds_numel for param in self._params])
         return dict(zip(self._starts, chunks, strict=True))
 
-    def make(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """Return a tensor for ``place``, of zeros."""
-        return torch.zeros(self.rows, self.numel, dtype=dtype, device=device)
-
-    def make_placeholder(self, dtype: torch.dtype, device: str | torch.device) -> Tensor:
-        """One that takes no memory and can be read only."""
-        return torch.zeros(1, 1, dtype=dtype, device=device).expand(self.rows, self.numel)
-
     @property
     def is_placeholder(self) -> bool:
-        """Whether nothing can be added."""
+        """Whether nothing can be added: ``held`` is one element that is repeated."""
         return self.numel > 1 and self.held.stride(1) == 0
 
     @property

@@ -155,46 +155,35 @@ class Slices:
 
     # Blocks: the optimizer's side #####################################################################
 
-    def partitions(self, sub_groups: Sequence[Sequence[ZeroParameter]]) -> list[Tensor]:
-        """Return all that is held of the parameters, block after block, for a flat buffer that takes it over.
+    def partitions(self, sub_group: Sequence[ZeroParameter]) -> list[Tensor]:
+        """Return all that is held of the parameters of a sub-group, for a flat buffer that takes it over.
 
-        A slice is a part of its block from now on, and nowhere until ``make_blocks`` says where that is.
+        A slice is a part of its block from now on, and nowhere until ``make_block`` says where that is.
         """
-        partitions: list[Tensor] = []
-        for sub_group in sub_groups:
-            if not self.sliced:
-                partitions += [param.ds_tensor for param in sub_group]
-                continue
-            width, filled = self._block_width(sub_group)
-            slices = [self._slices.pop(param.ds_id) for param in sub_group]
-            block = slices[0].new_zeros(self._row_count * filled)
-            torch.cat(slices, dim=1, out=block.view(-1, filled)[:, :width])
-            partitions.append(block)
-            for param in sub_group:
-                param.ds_tensor.data = block.new_empty(0)
-        return partitions
+        if not self.sliced:
+            return [param.ds_tensor for param in sub_group]
+        width, filled = self._block_width(sub_group)
+        slices = [self._slices.pop(param.ds_id) for param in sub_group]
+        block = slices[0].new_zeros(self._row_count * filled)
+        torch.cat(slices, dim=1, out=block.view(-1, filled)[:, :width])
+        for param in sub_group:
+            param.ds_tensor.data = block.new_empty(0)
+        return [block]
 
     def _block_width(self, sub_group: Sequence[ZeroParameter]) -> tuple[int, int]:
         """Return the elements of a row of its block, and with padding: where rows begin hops like best."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
         return width, fill_up(width, self._reshard.multiple if self.sliced else 1)
 
-    def make_blocks(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]) -> list[Tensor]:
-        """Take the flat buffer of ``partitions(sub_groups)`` as blocks.
-
-        Returns:
-            For each sub-group the flat partition, 1D, which an optimizer step changes: row j of its block.
-        """
-        self._blocks, offset, flats = {}, 0, []
-        for number, sub_group in enumerate(sub_groups):
-            flat, offset = self.make_block(number, buffer, offset, sub_group)
-            flats.append(flat)
-        return flats
-
     def make_block(
         self, number: int, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]
     ) -> tuple[Tensor, int]:
-        """Take a part of a flat buffer as the block of a sub-group; return its flat partition, and where it ends."""
+        """Take a part of the flat buffer of ``partitions`` as the block of a sub-group.
+
+        Returns:
+            The sub-group's flat partition, 1D, which an optimizer step changes: row j of the block; and where the
+            block ends.
+        """
         block = self._place(buffer, offset, sub_group)
         self._blocks[number] = block
         column = 0
@@ -205,12 +194,10 @@ class Slices:
         width, _ = self._block_width(sub_group)
         return block[self._reshard.row if self.sliced else 0, :width], offset + block.numel()
 
-    def place(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]], offset: int = 0) -> int:
-        """Hold parameters in a flat buffer from ``offset`` on, as ``make_blocks`` does, wherever it is; return where
+    def place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> int:
+        """Hold parameters in a flat buffer from ``offset`` on, as ``make_block`` does, wherever it is; return where
         they end. Nothing is gathered into it."""
-        for sub_group in sub_groups:
-            offset += self._place(buffer, offset, sub_group).numel()
-        return offset
+        return offset + self._place(buffer, offset, sub_group).numel()
 
     def _place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> Tensor:
         """Hold the parameters of a sub-group in a part of a flat buffer; return it, (rows, elements and padding)."""
@@ -227,12 +214,13 @@ class Slices:
             column += numel
         return block
 
-    def is_whole(self, number: int) -> bool:
-        """Whether a sub-group always travels as it is, because its updates are sent so, or none are."""
+    @property
+    def always_whole(self) -> bool:
+        """Whether updates always travel as they are, or none do."""
         return self._reshard.differences is None
 
     def forget_blocks(self) -> None:
-        """Let go of the buffer of ``make_blocks``."""
+        """Let go of the buffer of ``make_block``."""
         self._blocks, self._columns = {}, {}
         self._windows.clear()
         self.forget_changes()

@@ -19,7 +19,6 @@ Note [What runs when]
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,18 +26,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_norm_dtype
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.agreement import largest
-from deepspeed_ext.comm.bucket_plan import Range
+from deepspeed_ext.comm.bucket_plan import Range, parts_of
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import Families
-from deepspeed_ext.zero.family_gradients import FamilyGradients
+from deepspeed_ext.zero.families import Families, experts_of
 from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
 from deepspeed_ext.zero.flat_shards import FlatShard
 from deepspeed_ext.zero.optimizer import ordered_by_streams
-from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage12_norms import Stage12Norms
-from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -56,8 +51,7 @@ class Stage12Optimizer(Stage12Norms):
 
     Args:
         strategy: one with p = N.
-        families: process groups of the data-parallel group, and of those of experts.
-        slots: make the hops.
+        families: of parameters, with their process groups and hops.
         overlap_updates: whether a step may end before the parameters have arrived that it has changed.
         dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
         The others are the parent's.
@@ -72,24 +66,17 @@ class Stage12Optimizer(Stage12Norms):
         *args: Any,
         strategy: Strategy,
         families: Families,
-        slots: Slots,
         overlap_updates: bool = False,
         dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
         self.strategy = strategy
-        self.families = families
-        self.topology = topology = families.dense
-        self._parameter_reshards = families.reshards(slots.parameter_reshard)
-        self.whole = WholeUpdates(strategy, topology, self._parameter_reshards.values())
-        if families.experts:
+        self._take_families(families)
+        if experts := experts_of(families):
             kwargs["expert_data_parallel_group"] = {
-                name: experts.shard_group(strategy.os) for name, experts in families.experts.items()
+                name: families[name].topology.shard_group(strategy.os) for name in experts
             }
-        super().__init__(*args, dp_process_group=topology.shard_group(strategy.os), **kwargs)
-        self._reduce_by(
-            families.reshards(lambda ranks, prefix: slots.gradient_reshard(ranks, self.reduce_scatter, prefix))
-        )
+        super().__init__(*args, dp_process_group=self.topology.shard_group(strategy.os), **kwargs)
         self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         self._offsets = {
@@ -99,9 +86,7 @@ class Stage12Optimizer(Stage12Norms):
         }
         if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-        self.gradients = FamilyGradients(
-            {name: self._gradients_of(name) for name in families.names}, self.family_names
-        )
+        self.gradients = {name: self._gradients_of(name) for name in families}
         self._make_updates(overlap_updates)
         shards = [self._shard_number(group) for group in range(len(self.layouts))]
         self.filing = Filing(families, strategy, shards)
@@ -110,7 +95,7 @@ class Stage12Optimizer(Stage12Norms):
         buffers = [buffer for buffer, name in enumerate(self.family_names) if name == family]
         windows = self._windows([layout.rows for layout in self.layouts], self.reduce_bucket_size)
         return FlatGradients(
-            self._gradient_reshards[family],
+            self.families[family].reduce,
             self.strategy,
             self.layouts,
             buffers,
@@ -174,11 +159,19 @@ class Stage12Optimizer(Stage12Norms):
         complete: list[int] = []
         if self._is_last_backward:
             complete += [self._places[id(self.bit16_groups[group][index])] for group, index, _ in params]
-            self.gradients.prepare_crossing()
+            for gradients in self.gradients.values():
+                gradients.prepare_crossing()
         for group in {entry[0] for entry in params}:
-            self.gradients.prepare(group)
+            self.gradients[self.family_names[group]].prepare(group)
         with self._reduction_stream(self.ipg_buckets[dtype], freed):
-            self.gradients.reduce(tensors, ranges, self._wire_dtype(dtype), complete)
+            for name, gradients in self.gradients.items():
+                mine = [number for number, one in enumerate(ranges) if self.family_names[one.buffer] == name]
+                if len(mine) == len(ranges):
+                    gradients.reduce(tensors, ranges, self._wire_dtype(dtype), complete)
+                elif mine:
+                    parts, places = list(parts_of(tensors, ranges)), [complete[n] for n in mine] if complete else []
+                    of_family = [parts[n] for n in mine], tuple(ranges[n] for n in mine)
+                    gradients.reduce(*of_family, self._wire_dtype(dtype), places)
 
     def _shard(self, group: int) -> Tensor:
         """Return the gradients of the optimizer's shard of a parameter group, 1D."""
@@ -238,7 +231,7 @@ class Stage12Optimizer(Stage12Norms):
                     self._fill_other_buffer(bucket)
                 self._reduce_left_over()
             self._sync_gradients()
-        elif self.gradients.has_left and not self.flush_follows:
+        elif self._has_left and not self.flush_follows:
             raise self._boundary_taken_back()
         elif not self.overlaps_micro_steps:
             self._finish_buckets()
@@ -269,19 +262,21 @@ class Stage12Optimizer(Stage12Norms):
         All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
         """
         self._finish_buckets()
-        self.gradients.prepare_all()
+        for gradients in self.gradients.values():
+            gradients.prepare_all()
         with self._reduction_stream():
-            self.gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
+            for gradients in self.gradients.values():
+                gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
         self._wait_for_reductions()
-        self.gradients.drop_slices()
+        for gradients in self.gradients.values():
+            gradients.slices.clear()  # which have been moved on
         if self.cpu_offload:
             self._wait_for_offload_copies()
         for group, family in enumerate(self.family_names):
-            if not self._gradient_reshards[family].inter.keeps_zeros:
+            if not self.families[family].reduce.inter.keeps_zeros:
                 for start, length in self.padding(group):
                     self._shard(group)[start : start + length].zero_()
-        if self._last_was_known:
-            self.gradients.learn(partial(largest, group=self.topology.world))
+        self._learn_from_first_step()
         self.complete_gradients()
         if self.cpu_offload:
             self._measure_host_shards(range(len(self.layouts)))
@@ -321,7 +316,8 @@ class Stage12Optimizer(Stage12Norms):
 
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished."""
-        self.gradients.drop()
+        for gradients in self.gradients.values():
+            gradients.drop()
         self.updates.drop()
         super().destroy()
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.redistribution import Redistribution
-from deepspeed_ext.zero.family_gradients import FamilyGradients
+from deepspeed_ext.zero.flat_gradients import FlatGradients
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, Touched, of_partition, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.regroup import sharded_otherwise
@@ -41,7 +41,7 @@ from deepspeed_ext.zero.updates import Updates
 class Stage12States(StripedPartitions):
     """Such an optimizer, ``Stage12Optimizer``."""
 
-    gradients: FamilyGradients
+    gradients: Mapping[str, FlatGradients]
     updates: Updates
 
     # Of parameters ################################################################################
@@ -266,14 +266,16 @@ class Stage12States(StripedPartitions):
         self._finish_buckets()
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self.gradients.to("cpu")
+            for gradients in self.gradients.values():
+                gradients.to("cpu")
 
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Bring back what ``offload_states`` has moved."""
         super().reload_states(*args, **kwargs)
         # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
         self._link_states()
-        self.gradients.to(get_accelerator().current_device_name())
+        for gradients in self.gradients.values():
+            gradients.to(get_accelerator().current_device_name())
 
 
 def _require_one_value_per_element(states: Mapping[str, Any], whole: Container[int]) -> None:

@@ -108,7 +108,7 @@ class StripedPartitions(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     def topology_of(self, group: int) -> Topology:
         """Return the process groups of the ranks that hold what is in a flat buffer."""
-        return self.families.topology(self.family_names[group])
+        return self.families[self.family_names[group]].topology
 
     def family_of_buffer(self, buffer: int) -> str:
         """Return the family of what is in a flat buffer; see ``ParoOptimizer``."""

@@ -13,6 +13,7 @@ from deepspeed_ext.comm.hops import Transfer, Update
 from deepspeed_ext.comm.packing import aligned, read_here
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.families import Family
 from deepspeed_ext.zero.stage12_states import Stage12States
 from deepspeed_ext.zero.updates import Updates
 from deepspeed_ext.zero.whole_updates import Asking
@@ -56,7 +57,7 @@ class Stage12Updates(Stage12States):
             self._place_window,
             self.overlap_comm,
             overlap and self.strategy.os != Placement.N,
-            all(reshard.pairwise for reshard in self._parameter_reshards.values()),
+            all(family.gather.pairwise for family in self.families.values()),
         )
         self._watching: list[Any] = []  # hooks that hear of parameters that somebody has written
         self._give_partitions_up()
@@ -124,27 +125,28 @@ class Stage12Updates(Stage12States):
         """
         if self.strategy.os == Placement.N:
             return False
-        as_parent = self.strategy.os != Placement.G or all(map(self._in_one_hop, self.families.names))
+        as_parent = self.strategy.os != Placement.G or all(map(self._in_one_hop, self.families.values()))
         if as_parent and not self.updates.ahead and not any(map(self.is_striped, range(len(self.layouts)))):
             return False
         self.updates.drain()
         self.whole.begin(self._stepping)
-        for name, reshard in self._parameter_reshards.items():
+        for name, family in self.families.items():
             windows = [window for window in self._update_windows if self.family_names[window.buffer] == name]
             if windows and not self._is_whole(windows[0]):
-                codes = reshard.encode([self._update(window) for window in windows], self.strategy.p)
+                codes = family.gather.encode([self._update(window) for window in windows], self.strategy.p)
                 self._codes.update(zip(windows, codes, strict=True))
                 del codes
         self.updates.start()
         return True
 
-    def _in_one_hop(self, family: str) -> bool:
+    @staticmethod
+    def _in_one_hop(family: Family) -> bool:
         """Whether an all-gather over all ranks of a family is one hop, and exact."""
-        sizes = self.families.topology(family).sizes
-        return sizes.groups == 1 or (sizes.group_size == 1 and self._parameter_reshards[family].exact)
+        sizes = family.topology.sizes
+        return sizes.groups == 1 or (sizes.group_size == 1 and family.gather.exact)
 
     def _reshard_of(self, window: Window) -> ParameterReshard:
-        return self._parameter_reshards[self.family_names[window.buffer]]
+        return self.families[self.family_names[window.buffer]].gather
 
     def _is_whole(self, window: Window) -> bool:
         """Whether a window travels as it is: in this step, or always, where nothing crosses of its family."""

@@ -18,7 +18,6 @@ Note [What runs when, parameters sharded]
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,21 +29,17 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor
 
-from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, leave_modules, zero_gradients
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.expert_windows import WindowGradients
 from deepspeed_ext.zero.families import DENSE, Families, family_of
-from deepspeed_ext.zero.family_parameters import gradients_of, parameters_of
 from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.optimizer import is_replica, ordered_by_streams
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
-from deepspeed_ext.zero.slots import Slots
 from deepspeed_ext.zero.stage3_states import Stage3States
-from deepspeed_ext.zero.whole_updates import WholeUpdates
 
 
 class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
@@ -52,11 +47,9 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
 
     Args:
         strategy: one with p = I or G.
-        families: process groups of the data-parallel group, and of those of experts.
-        reductions: those over which gradients travel.
+        families: of parameters, with their process groups and hops.
         bucket: elements (of whole parameters) gathered at a time after the step.
         sequential: whether parameters are gathered one by one.
-        slots: make the hops.
         dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
         The others are the parent's.
     """
@@ -73,8 +66,6 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         *args: Any,
         strategy: Strategy,
         families: Families,
-        reductions: Families,
-        slots: Slots,
         bucket: int,
         sequential: bool = False,
         dp_process_group: object = None,
@@ -83,19 +74,13 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         **kwargs: Any,
     ) -> None:
         self.strategy = strategy
-        self.families = families
-        self.topology = topology = families.dense
+        self._take_families(families)
         self._gathers = {"bucket": bucket, "sequential": sequential}
-        self._parameter_reshards = families.reshards(slots.parameter_reshard)
-        self.whole = WholeUpdates(strategy, topology, self._parameter_reshards.values())
-        self._reduce_by(
-            reductions.reshards(lambda ranks, prefix: slots.gradient_reshard(ranks, reduce_scatter, prefix))
-        )
         self._overlap = overlap_comm
         self._waiting = False
         super().__init__(
             *args,
-            dp_process_group=topology.shard_group(strategy.os),
+            dp_process_group=self.topology.shard_group(strategy.os),
             reduce_scatter=reduce_scatter,
             overlap_comm=overlap_comm,
             **kwargs,
@@ -111,28 +96,31 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         """Have DeepSpeed shard the model's parameters and watch its modules; then hold the parameters as p says."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
-        members = partition(
-            kwargs["module"], offload, self.strategy, self.families, self._parameter_reshards, self._gathers
-        )
-        self.parameters = parameters_of(members)
-        self.parameters.on_change(self.whole.ask)
+        self.parameters = partition(kwargs["module"], offload, self.strategy, self.families, self._gathers)
+        for parameters in self.parameters.values():
+            parameters.on_change(self.whole.ask)
         return offload
 
     def _get_parameter_partitions(self) -> list[Tensor]:
         """Return what goes into the flat parameter buffer: all rows of slices."""
-        return self.parameters.partitions(self.fp16_groups)
+        return [part for group in self.fp16_groups for part in self._parameters_of(group).partitions(group)]
 
     def _set_fp16_partitioned_groups_flat(self) -> None:
-        self.fp16_partitioned_groups_flat.extend(self.parameters.make_blocks(self.lp_param_buffer, self.fp16_groups))
+        for parameters in self.parameters.values():
+            parameters.forget_blocks()
+        offset = 0
+        for number, group in enumerate(self.fp16_groups):
+            flat, offset = self._parameters_of(group).make_block(number, self.lp_param_buffer, offset, group)
+            self.fp16_partitioned_groups_flat.append(flat)
 
     def _pre_step(self) -> None:
-        self.parameters.drain()
-        self.parameters.forget_changes()
+        self.drain_parameters()
+        for parameters in self.parameters.values():
+            parameters.forget_changes()
         if self._waiting:  # the caller has declared the boundary after the last backward only
             self._sync_gradients()
-        if self._last_was_known:
-            self.gradients.learn(partial(largest, group=self.topology.world))
-        self.gradients.forget()
+        self._learn_from_first_step()
+        self._forget_gradients()
         super()._pre_step()
 
     # Gradients: N -> g ################################################################################
@@ -144,11 +132,11 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
         self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
-        members = {name: self._gradients_of(name) for name in self.families.names}
-        self.gradients = gradients_of(members)
-        self._windows = WindowGradients(self, members[DENSE])
-        if self.gradients.rows == 1 and (self.strategy.g != Placement.N or self.offload_optimizer):
-            self._place_gradients(self.grad_partitions_flat_buffer.view(1, -1))
+        self.gradients = {name: self._make_gradients(name) for name in self.families}
+        self._windows = WindowGradients(self, self.gradients[DENSE])
+        one_row = all(gradients.rows == 1 for gradients in self.gradients.values())
+        if one_row and (self.strategy.g != Placement.N or self.offload_optimizer):
+            self._place_gradients(self.grad_partitions_flat_buffer.view(-1))
             return
         if self.offload_optimizer_pin_memory:
             get_accelerator().unpin_memory(self.grad_partitions_flat_buffer)
@@ -158,17 +146,17 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             self._drop_shard()
         else:
             device = get_accelerator().current_device_name()
-            self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, device))
+            self._place_gradients(self._new_gradients(device))
             self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
 
-    def _gradients_of(self, family: str) -> PartitionedGradients:
+    def _make_gradients(self, family: str) -> PartitionedGradients:
         dtypes = list(self.ipg_buckets)
         return PartitionedGradients(
             [param for group in self.fp16_groups for param in group if family_of(param) == family],
-            self.parameters.layout,
+            self.parameters[family].layout,
             self.strategy,
             self.topology.sizes.ranks,
-            self._gradient_reshards[family],
+            self.families[family].reduce,
             self._bucket,
             self._overlap,
             not self.offload_optimizer or self.offload_optimizer_pin_memory,
@@ -176,18 +164,31 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             dtype=dtypes[0] if len(dtypes) == 1 else torch.float32,  # several with torch.autocast
             by_host=bool(self.offload_optimizer) and self._gradient_stream is not None,
             name=lambda param: self.param_names[param],
-            number=self.families.names.index(family),
+            number=list(self.families).index(family),
         )
 
     def _drop_shard(self) -> None:
         """Drop the shard: with g = N there is none beside whole gradients."""
         self.averaged_gradients = {}
-        self._place_gradients(self.gradients.make_placeholder(self.gradient_accumulation_dtype, self.device))
+        placeholder = torch.zeros(1, dtype=self.gradient_accumulation_dtype, device=self.device)
+        self._place_gradients(placeholder.expand(sum(self._held_numels)))
+
+    @property
+    def _held_numels(self) -> list[int]:
+        """Elements that are held of each family's gradients."""
+        return [gradients.rows * gradients.numel for gradients in self.gradients.values()]
+
+    def _new_gradients(self, device: str | torch.device) -> Tensor:
+        """Return zeros for ``_place_gradients``."""
+        return torch.zeros(sum(self._held_numels), dtype=self.gradient_accumulation_dtype, device=device)
 
     def _place_gradients(self, held: Tensor) -> None:
-        """Hold gradients in this tensor, (rows, elements of the shard), and have the parent see its row."""
-        self._gradient_shards.update(self.gradients.place(held))
-        self.grad_partitions_flat_buffer = self.gradients.shard
+        """Hold gradients in this tensor, 1D: all rows of one family after the other. The parent sees the optimizer's
+        row; of several families all rows, of whose sum an overflow is one where it is one of theirs."""
+        self._held = held
+        for gradients, part in zip(self.gradients.values(), held.split(self._held_numels), strict=True):
+            self._gradient_shards.update(gradients.place(part))
+        self.grad_partitions_flat_buffer = held if len(self.gradients) > 1 else self.gradients[DENSE].shard
 
     @property
     def _gradient_shards(self) -> dict[int, Tensor]:
@@ -200,22 +201,29 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             super().reduce_ready_partitions_and_remove_grads(param)
             self._reduce_if_full(self.get_param_comm_dtype(param))
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
-            if not (self.gradients.begun or self.gradients.is_placeholder or self.offload_optimizer):
+            begun = any(gradients.begun for gradients in self.gradients.values())
+            if not (begun or self._is_placeholder or self.offload_optimizer):
                 self._drop_shard()
             last = self._is_last_backward
             if last and self._gradient_stream is not None:  # which packs it; a model may compute on several streams
                 self._gradient_stream.wait_stream(get_accelerator().current_stream())
-            left = self.gradients.keep(param, param.grad, self.gradient_accumulation_dtype, last)
+            gradients = self._gradients_of(param)
+            left = gradients.keep(param, param.grad, self.gradient_accumulation_dtype, last)
             param.grad = None
             if left:
                 with self._reduction_stream():
                     self._make_shard()
-                    self.gradients.reduce_units(left)
+                    gradients.reduce_units(left)
+
+    @property
+    def _is_placeholder(self) -> bool:
+        """Whether there is no shard beside whole gradients."""
+        return any(gradients.is_placeholder for gradients in self.gradients.values())
 
     def _make_shard(self) -> None:
         """Make the shard, if there is none beside whole gradients."""
-        if self.gradients.is_placeholder:
-            self._place_gradients(self.gradients.make(self.gradient_accumulation_dtype, self.device))
+        if self._is_placeholder:
+            self._place_gradients(self._new_gradients(self.device))
 
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
@@ -252,8 +260,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[Tensor]:
         """Move a bucket from N to g. It arrives later: the parent gets no partitions here."""
-        gradients = [(param, param.grad) for param in params_to_reduce]
-        self.gradients.reduce(gradients, communication_data_type, last=self._is_last_backward)
+        self._reduce(params_to_reduce, communication_data_type)
         return []
 
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
@@ -261,9 +268,15 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     ) -> list[Tensor]:
         """Do the same with ``reduce_scatter`` false. Only here ZeRO-3 counts sequence parallelism."""
         params = self.ipg_buckets[communication_data_type].params
-        gradients = [(param, param.grad) for param in params]
-        self.gradients.reduce(gradients, communication_data_type, self.sequence_parallel_size, self._is_last_backward)
+        self._reduce(params, communication_data_type, self.sequence_parallel_size)
         return []
+
+    def _reduce(self, params: Sequence[ZeroParameter], dtype: torch.dtype, sequence_parallel_size: int = 1) -> None:
+        """Move a bucket to where it arrives: what it has of each family by itself."""
+        for name, gradients in self.gradients.items():
+            mine = [(param, param.grad) for param in params if family_of(param) == name]
+            if mine:
+                gradients.reduce(mine, dtype, sequence_parallel_size, self._is_last_backward)
 
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]) -> None:
         """Release the gradients of a bucket, which are packed by now."""
@@ -287,13 +300,14 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         with ordered_by_streams():
             super().independent_gradient_partition_epilogue()
         with self._reduction_stream():
-            self.gradients.end_backward()
+            for gradients in self.gradients.values():
+                gradients.end_backward()
         self._waiting = True
         boundary = self.is_gradient_accumulation_boundary()
         self._last_was_known = boundary or self.flush_follows
         if boundary:
             self._sync_gradients()
-        elif self.gradients.has_left and not self.flush_follows:
+        elif self._has_left and not self.flush_follows:
             raise self._boundary_taken_back()
         elif not self.overlaps_micro_steps:
             self._finish_buckets()
@@ -303,10 +317,12 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         with self._reduction_stream():
             if self.strategy.g == Placement.N:
                 self._make_shard()
-                self.gradients.reduce_kept()
+                for gradients in self.gradients.values():
+                    gradients.reduce_kept()
         self._finish_for_host()
         with self._reduction_stream():
-            self.gradients.finish()
+            for gradients in self.gradients.values():
+                gradients.finish()
         self._waiting = False
         self._wait_for_reductions()
         if self._gradient_stream is not None and self.offload_optimizer:
@@ -338,7 +354,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         super().zero_grad(set_to_none)
         self._finish_buckets()
         self._finish_for_host()
-        self.gradients.forget()
+        self._forget_gradients()
         self.gradients_dropped()
         self._waiting = False
 
@@ -365,8 +381,10 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
 
     def destroy(self) -> None:
         """Also give the parameters back to DeepSpeed, and drop gradients of an unfinished accumulation."""
-        self.parameters.release()
-        self.gradients.drop()
+        for parameters in self.parameters.values():
+            parameters.release()
+        for gradients in self.gradients.values():
+            gradients.drop()
         super().destroy()
 
     # Streams ##########################################################################################
@@ -389,7 +407,8 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
         """Have the host wait for all buckets; see ``Stage3States``."""
         if self._gradient_stream is not None and self.offload_optimizer:
             with self._reduction_stream():
-                self.gradients.drain()
+                for gradients in self.gradients.values():
+                    gradients.drain()
             self._gradient_stream.synchronize()
 
     def _wait_for_reductions(self) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
-from deepspeed_ext.zero.families import name_in_all
-from deepspeed_ext.zero.family_parameters import Parameters, ShardedGradients
+from deepspeed_ext.zero.families import family_of, name_in_all
 from deepspeed_ext.zero.flat_shards import FlatShard, Member
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, saved_scale, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.parameters import PartitionedParameters
+from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
 from deepspeed_ext.zero.regroup import check_groups, regroup, sharded_otherwise
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
@@ -34,8 +35,9 @@ class Stage3States(ParoOptimizer):
 
     sub_group_size: int  # the parent's
     _gathers: dict[str, Any]  # bucket, sequential: as of ``PartitionedParameters``
-    parameters: Parameters
-    gradients: ShardedGradients
+    parameters: Mapping[str, PartitionedParameters]  # of each family, by its name
+    gradients: Mapping[str, PartitionedGradients]
+    _held: Tensor  # what is held of all families' gradients, 1D
     averaged_gradients: dict[int, list[Tensor]]  # the parent's, by sub-group
     _waiting: bool  # whether a micro-step has ended since gradients moved to os; the same on all ranks
 
@@ -51,10 +53,33 @@ class Stage3States(ParoOptimizer):
     def _finish_for_host(self) -> None:
         """Have the host wait for all buckets if it will read, or write, where they are added."""
 
+    def _parameters_of(self, sub_group: Sequence[ZeroParameter]) -> PartitionedParameters:
+        """The parameters of the family of a sub-group, which is of one family."""
+        return self.parameters[family_of(sub_group[0])]
+
+    def _gradients_of(self, param: ZeroParameter) -> PartitionedGradients:
+        """The gradients of the family of a parameter."""
+        return self.gradients[family_of(param)]
+
+    def drain_parameters(self) -> None:
+        """Wait for the gathers of all updated parameters."""
+        for parameters in self.parameters.values():
+            parameters.drain()
+
+    def _forget_gradients(self) -> None:
+        """Drop what has been accumulated."""
+        for gradients in self.gradients.values():
+            gradients.forget()
+
+    @property
+    def _sliced(self) -> bool:
+        """Whether parameters of a family are held as slices of several rows."""
+        return any(parameters.sliced for parameters in self.parameters.values())
+
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
         configured = self.sub_group_size
-        if self.parameters.sliced:
+        if self._sliced:
             self.sub_group_size = min(configured, max(1, self._gathers["bucket"] // self.topology.sizes.ranks))
         try:
             return super()._create_fp16_sub_groups(params_group)
@@ -69,7 +94,7 @@ class Stage3States(ParoOptimizer):
 
     def family_of_buffer(self, buffer: int) -> str:
         """Return the family of what a hop is told to be of a flat buffer; see ``ParoOptimizer``."""
-        return self.families.names[buffer]
+        return list(self.families)[buffer]
 
     def crossing_spans(self) -> list[CrossingSpan]:
         """Return them; see ``ParoOptimizer``."""
@@ -77,7 +102,7 @@ class Stage3States(ParoOptimizer):
             span
             for group in self.fp16_groups
             for param in group
-            for span in self.gradients.crossing_spans(param, name_in_all(param, self.param_names[param]))
+            for span in self._gradients_of(param).crossing_spans(param, name_in_all(param, self.param_names[param]))
         ]
 
     def owned_span(self, param: Any) -> tuple[int, int]:
@@ -114,7 +139,8 @@ class Stage3States(ParoOptimizer):
         if self.offload_optimizer:
             gradient: Tensor = self.fp32_partitioned_groups_flat[number].grad
             return gradient
-        return self.gradients.shard_of(self.fp16_groups[number])
+        params = self.fp16_groups[number]
+        return self._gradients_of(params[0]).shard_of(params)
 
     # What takes the place of gradients ################################################################
 
@@ -200,12 +226,13 @@ class Stage3States(ParoOptimizer):
 
     def checkpoint_event_prologue(self) -> None:
         """Prepare for a checkpoint that is saved or loaded."""
-        self.parameters.drain()
+        self.drain_parameters()
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
         """Complete slices after it: what was loaded is in this rank's rows only."""
-        self.parameters.complete()
+        for parameters in self.parameters.values():
+            parameters.complete()
         super().checkpoint_event_epilogue()
 
     # Parameters: os -> p ##############################################################################
@@ -217,9 +244,9 @@ class Stage3States(ParoOptimizer):
         between groups: where there are any, the modules of the next forward gather them, which then persist.
         """
         if not self._starts_updates_early:
-            self.parameters.gather_updates()
+            self._gather_updates()
         persistent = self.persistent_parameters
-        if self.parameters.sliced:
+        if self._sliced:
             self.persistent_parameters = []
         try:
             super()._post_step(timer_names)
@@ -230,14 +257,20 @@ class Stage3States(ParoOptimizer):
         """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
         if self._stepping and sub_group_id == 0:  # not before the step is known to be applied
             self.whole.begin(stepping=True)
-        if self.whole.now or self.parameters.is_whole(sub_group_id):
+        parameters = self._parameters_of(self.fp16_groups[sub_group_id])
+        if self.whole.now or parameters.always_whole:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             held = self.fp16_partitioned_groups_flat[sub_group_id]
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            self.parameters.change(sub_group_id, weights, held)
+            parameters.change(sub_group_id, weights, held)
         if self._starts_updates_early:
-            self.parameters.gather_updates_of(sub_group_id)
+            parameters.gather_updates_of(sub_group_id)
+
+    def _gather_updates(self) -> None:
+        """Start to move updated parameters os -> p: those of one family after the other, on all ranks."""
+        for parameters in self.parameters.values():
+            parameters.gather_updates()
 
     @property
     def _starts_updates_early(self) -> bool:
@@ -248,13 +281,14 @@ class Stage3States(ParoOptimizer):
         if self.whole.always:
             return
         self._require_parameters()
-        self.parameters.drain()  # what the last step has sent is written to the rows that are written here
-        self.parameters.forget_changes()
+        self.drain_parameters()  # what the last step has sent is written to the rows that are written here
+        for parameters in self.parameters.values():
+            parameters.forget_changes()
         self.whole.begin(stepping=False)
         for sub_group in range(len(self.fp16_partitioned_groups_flat)):
             self._reassign_or_swap_out_partitioned_parameters(sub_group)
-        self.parameters.gather_updates()
-        self.parameters.drain()
+        self._gather_updates()
+        self.drain_parameters()
 
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Serve DeepSpeed's safe_set_full_fp32_param and its like.
@@ -285,7 +319,7 @@ class Stage3States(ParoOptimizer):
         **kwargs: Any,
     ) -> None:
         """Offload DeepSpeed's states, with parameters and gradients as we hold them."""
-        self.parameters.drain()
+        self.drain_parameters()
         self._finish_buckets()
         wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
         held = _HELD_BY_US | (_OF_OPTIMIZER if uses_muon(self.optimizer) else set())
@@ -298,9 +332,10 @@ class Stage3States(ParoOptimizer):
         if OffloadStateTypeEnum.lp_params in wanted:
             self._hold_parameters(move(self.lp_param_buffer))
             self.fp16_partitioned_groups_flat.clear()
-            self.parameters.forget_blocks()
+            for parameters in self.parameters.values():
+                parameters.forget_blocks()
         if OffloadStateTypeEnum.lp_grads in wanted:
-            self._place_gradients(move(self.gradients.held))
+            self._place_gradients(move(self._held))
             self.averaged_gradients = {}
         self._move_optimizer(wanted & held, move)
         self.offloaded_states |= wanted & held
@@ -312,7 +347,7 @@ class Stage3States(ParoOptimizer):
             self._hold_parameters(self.lp_param_buffer.to(device))
             self._set_fp16_partitioned_groups_flat()
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self._place_gradients(self.gradients.held.to(device))
+            self._place_gradients(self._held.to(device))
             self._show_gradients()
         self.offloaded_states -= _HELD_BY_US
         if uses_muon(self.optimizer):  # DeepSpeed moves no others
@@ -332,8 +367,9 @@ class Stage3States(ParoOptimizer):
                 states.update({key: move(one) for key, one in held.items()})
 
     def _hold_parameters(self, buffer: Tensor) -> None:
-        self.lp_param_buffer = buffer
-        self.parameters.place(buffer, self.fp16_groups)
+        self.lp_param_buffer, offset = buffer, 0
+        for group in self.fp16_groups:
+            offset = self._parameters_of(group).place(buffer, offset, group)
 
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         """Serve DeepSpeed's safe_get_full_grad and its like."""

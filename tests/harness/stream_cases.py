@@ -7,7 +7,7 @@ order is checked] in ``stream_order.py``.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -206,10 +206,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
                 engine.train_batch(data)
         engine.destroy()
         return
-    job = replace(given.job, steps=steps or given.job.steps)
-    if name.startswith("N") and job.network is not networks.RoutedOverTwo:
-        # Ranks must use the same parameters there; not all of them.
-        job = replace(job, network=None, skipped=((1, 1), (2, 0)))
+    job = job_of(options, name, steps)
     zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
     engine, model = training.make_engine(job, placed(name, **zero, **more))
     data = training.batches(job)
@@ -228,6 +225,16 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
             if last and given.gathering and name[0] == name[2] != "N":
                 next(model.parameters()).ds_tensor.mul_(0.9)  # the user writes what this rank holds of a parameter
     engine.destroy()
+
+
+def job_of(options: str, name: str, steps: int = 0) -> Job:
+    """What a strategy trains with a set of options that is no pipeline; 0 steps for as many as these say."""
+    job = OPTIONS[options].job
+    job = replace(job, steps=steps or job.steps)
+    if name.startswith("N") and job.network is not networks.RoutedOverTwo:
+        # Ranks must use the same parameters there; not all of them.
+        job = replace(job, network=None, skipped=((1, 1), (2, 0)))
+    return job
 
 
 def micro_step(engine: Any, model: Any, job: Job, number: int, batch: tuple[Tensor, Tensor], gathering: bool) -> None:
@@ -285,11 +292,12 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         return
     optimizer = engine.optimizer
     parts = [(optimizer.optimizer, "step"), (optimizer, "unscale_and_clip_grads"), (optimizer, "complete_gradients")]
-    gradients = getattr(optimizer, "gradients", None)  # stock's have none
-    if gradients is not None:
+    families = getattr(optimizer, "gradients", {}).values()  # stock's have none
+    if families:
         parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
-    if isinstance(gradients, PartitionedGradients) and gradients.held.device.type == "cpu" and gradients.rows == 1:
-        parts += [(gradients, "_begin"), (gradients, "_clear_padding")]
+    on_host = [one for one in families if isinstance(one, PartitionedGradients) and one.held.device.type == "cpu"]
+    on_host = [one for one in on_host if one.rows == 1]
+    parts += [(one, name) for one in on_host for name in ("_begin", "_clear_padding")]
     aligned_rows = reshard.aligned_rows
 
     def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
@@ -302,17 +310,20 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         measure(*args)
         order.synchronize("stream", order.current.clock)  # as for copies to the device, of which the norms are taken
 
-    def taken(*args: Any) -> None:
-        take(*args)
-        order.synchronize("stream", order.current.clock)  # copies to the host block it
+    def blocking(take: Callable[..., None]) -> Callable[..., None]:
+        def taken(*args: Any) -> None:
+            take(*args)
+            order.synchronize("stream", order.current.clock)  # copies to the host block it
+
+        return taken
 
     with contextlib.ExitStack() as patches:
         measure = getattr(optimizer, "_measure_host_shards", None)
         if measure is not None and engine.optimizer_name() == "muon":
             patches.enter_context(mock.patch.object(optimizer, "_measure_host_shards", measured))
-        if (gradients, "_begin") in parts and engine.zero_cpu_offload():
-            take = gradients._take
-            patches.enter_context(mock.patch.object(gradients, "_take", taken))
+        if on_host and engine.zero_cpu_offload():
+            for one in on_host:
+                patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))
             patches.enter_context(mock.patch.object(reshard, "aligned_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))

@@ -121,7 +121,7 @@ def exposed(engine: Any, link: Link, pauses: Pauses, forward: float) -> tuple[fl
 
 def first_share(engine: Any) -> float:
     """Return the share of the model that must have arrived before the first block computes."""
-    parameters = engine.optimizer.parameters
+    parameters = engine.optimizer.parameters["dense"]
     widths = [window.stop - window.start for window in parameters._windows]
     needed = max(parameters._windows_of[param.ds_id][-1] for param in engine.module.blocks[0].parameters())
     return sum(widths[: needed + 1]) / sum(widths)

@@ -151,7 +151,7 @@ class Case:
         begin = time.perf_counter()
         self.engine.train_batch(self._data)
         if hasattr(self.engine.optimizer, "parameters"):
-            self.engine.optimizer.parameters.drain()  # or slices are completed during the next forward
+            self.engine.optimizer.drain_parameters()  # or slices are completed during the next forward
         dist.barrier()
         return time.perf_counter() - begin
 

@@ -42,11 +42,9 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
             return configure(self, optimizer)
         from deepspeed_ext.loco.setup import gather_hop, inter_hop
         from deepspeed_ext.zero.factory import configure_with
-        from deepspeed_ext.zero.slots import Slots
 
-        return configure_with(
-            strategy, Slots(inter_hop(self, strategy), gather_hop(self, strategy)), configure, self, optimizer
-        )
+        hops = gather_hop(self, strategy), inter_hop(self, strategy)
+        return configure_with(strategy, *hops, configure, self, optimizer)
 
     return _configure_zero_optimizer
 

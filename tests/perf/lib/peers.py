@@ -339,11 +339,11 @@ class Ours(Engine):
 
     def finish(self) -> None:
         if hasattr(self._engine.optimizer, "parameters"):
-            self._engine.optimizer.parameters.drain()
+            self._engine.optimizer.drain_parameters()
         wait_for_updates()
 
     def _states(self) -> StateBytes:
-        states, hop = held(self._engine), self._engine.optimizer._gradient_reshards["dense"].inter
+        states, hop = held(self._engine), self._engine.optimizer.families["dense"].reduce.inter
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
         errors = sum(getattr(kept, "nbytes", lambda: 0)() for kept in (hop.errors, hop.sums.errors))
         return replace(states, optimizer=states.optimizer + errors)

@@ -388,7 +388,7 @@ def bytes_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, int, int,
         training.micro_step(engine, job, 0, *next(training.batches(job)))
         engine.step()
         if name[0] != "N":
-            engine.optimizer.parameters.drain()  # of the step
+            engine.optimizer.drain_parameters()  # of the step
         meter = TrafficMeter()
         dist.barrier()
         meter.start()

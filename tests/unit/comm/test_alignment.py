@@ -192,14 +192,17 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         held._slices = {param.ds_id: param.ds_tensor.expand(rows, -1) for param in params}
         for some in (params, params[:3], *([param] for param in params)):
             held._start(some, dtype).wait()
-        flats = [flat.numel() for flat in held.partitions([params[:3], params[3:]])]
-        held.make_blocks(torch.empty(sum(flats), dtype=dtype, device="meta"), [params[:3], params[3:]])
+        sub_groups = params[:3], params[3:]
+        flats = [flat.numel() for some in sub_groups for flat in held.partitions(some)]
+        held._blocks, buffer, offset = {}, torch.empty(sum(flats), dtype=dtype, device="meta"), 0
+        for number, some in enumerate(sub_groups):
+            _, offset = held.make_block(number, buffer, offset, some)
         held._written = lambda: None
         held.gather_updates()
         mean = PartitionedGradients(
             params, held.layout, strategy, cluster.ranks, mine, 1 << 24, overlap=False, dtype=dtype
         )
-        mean.place(mean.make(dtype, "meta"))
+        mean.place(torch.zeros(mean.rows * mean.numel, dtype=dtype, device="meta"))
         for some in (params, params[1:4]):
             mean.reduce([(param, torch.empty(param.ds_numel, dtype=dtype, device="meta")) for param in some], dtype)
         mean.end_backward()

@@ -101,7 +101,7 @@ def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: boo
         """Two ranks; sends nothing, and notes the contents."""
 
         size, rank, multiple, errors = 2, 0, 1, SimpleNamespace(keeps_errors=keeps_errors)
-        sums = SumsGather()
+        sums = SumsGather()  # which keeps nothing
 
         def __init__(self, told: list[Contents]) -> None:
             self.told = told

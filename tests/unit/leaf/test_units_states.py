@@ -72,7 +72,11 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
 
     job = job_of(mixtures.Mixtures, zero=TIGHT, accumulation=2, steps=3)
     most: list[int] = []
-    training.train(job, {"stage": 3, **keys}, look=lambda engine: most.append(engine.optimizer.parameters.most_live))
+
+    def look(engine: Any) -> None:
+        most.append(engine.optimizer.parameters["dense"].most_live)
+
+    training.train(job, {"stage": 3, **keys}, look)
     budget = 10**9 if keys == AUTO else keys["stage3_leaf_bytes"]
     model = mixtures.Mixtures((13, 7))
     found = choose(model, Settings(budget, 0, 10**9))

@@ -248,9 +248,9 @@ def measured_case() -> list[Any]:
                 for x, y in (batch for batch, _ in zip(training.batches(job_of()), range(4), strict=False)):
                     engine.backward(((engine(x) - y) ** 2).mean())
                     engine.step()
-                engine.optimizer.parameters.drain()
+                engine.optimizer.drain_parameters()
             traffic.append(dict(counted))
-            most.append(engine.optimizer.parameters.most_live)
+            most.append(engine.optimizer.parameters["dense"].most_live)
             engine.destroy()
         plain = mixtures.Packed((13, 7))
         found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))

@@ -98,7 +98,7 @@ def run(job: Job, name: str, key: dict[str, Any], during: Callable[[Any, int], N
                 engine.step()
             deepspeed_ext.wait_for_updates()
             if hasattr(engine.optimizer, "parameters"):
-                engine.optimizer.parameters.drain()
+                engine.optimizer.drain_parameters()
         for one in sent:
             as_decoded &= torch.equal(one.held, one.expected)
             close &= bool(((one.expected.float() - one.updated.float()).abs() <= one.steps).all())
@@ -225,7 +225,7 @@ def change_case(change: str, folder: str) -> dict[str, tuple[float, float, bool]
 
     def distance(engine: Any) -> float:
         if hasattr(engine.optimizer, "parameters"):
-            engine.optimizer.parameters.drain()
+            engine.optimizer.drain_parameters()
         found = torch.tensor(distance_to_masters(engine))
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.item()
@@ -327,7 +327,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
         for _ in range(50):
             arrived = Started(hop.all_reduce(gradient.clone(), (Span(0, 0, 0, numel),))).finish()
             same &= training.replicas_equal(arrived)
-            hop.kept.finish_step(applied)
+            hop.sums.errors.finish_step(applied)
             total += arrived
             wanted = gradient * dist.get_world_size()
             squares.append((arrived - wanted).square().sum().item())

@@ -41,7 +41,7 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
         ours = training.train(
             job,
             keys,
-            look=lambda e, kind=kind: kind.append(type(e.optimizer._gradient_reshards["dense"].inter).__name__),
+            look=lambda e, kind=kind: kind.append(type(e.optimizer.families["dense"].reduce.inter).__name__),
         )
         rows.append(training.difference(name, ours, stock, kind[0]))
         assert kind == ["LocoHop"]
@@ -107,7 +107,7 @@ def feedback_case(accumulation: int, how: str, names: tuple[str, ...]) -> list[t
                     if hasattr(optimizer, "_shard"):
                         parts = [optimizer._shard(group) for group in range(2)]
                     else:
-                        parts = [optimizer.gradients.shard]
+                        parts = [optimizer.gradients["dense"].shard]
                     total = total + torch.cat(parts).float() / optimizer.loss_scale
                     applied += 1
                 engine.step()
@@ -154,7 +154,7 @@ def padding_case() -> list[tuple[str, int, float]]:
             else:
                 rank = training.dist.get_rank(optimizer.dp_process_group)
                 padding = []
-                for param in optimizer.gradients._params:
+                for param in optimizer.gradients["dense"]._params:
                     chunk = param.ds_tensor.ds_numel
                     present = min(chunk, max(0, param.ds_numel - rank * chunk))
                     padding.append(optimizer._gradient_shards[param.ds_id][present:])
@@ -232,7 +232,7 @@ def alone_case() -> tuple[dict[str, Any], bool]:
     found: list[Any] = []
 
     def look(engine: Any) -> None:
-        hop = engine.optimizer._gradient_reshards["dense"].inter
+        hop = engine.optimizer.families["dense"].reduce.inter
         found.append((hop.settings.as_dict(), bool(hop.errors._errors)))
 
     training.train(training.Job(empty=False), training.placed("NIG", zero_quantized_gradients=True), look)

@@ -83,7 +83,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
             dist.barrier()  # whoever is first must not send before others count
             engine.train_batch(data)
             if STRATEGIES[name].stage == 3:
-                engine.optimizer.parameters.drain()
+                engine.optimizer.drain_parameters()
             dist.barrier()
             meter.stop()
             dist.barrier()
@@ -175,8 +175,7 @@ def collectives_case() -> tuple[int, ...]:
             backward(engine, buffer_id)
 
         def note(engine: Any) -> None:
-            gradients = engine.optimizer.gradients
-            gradients = getattr(gradients, "members", {"dense": gradients})["dense"]
+            gradients = engine.optimizer.gradients["dense"]
             left_open = len(gradients._schedule._completed)
             gradients.drain()  # its threads may be behind
             gradients._crosses.drain()

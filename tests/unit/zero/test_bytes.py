@@ -199,7 +199,7 @@ def bytes_case(
             training.micro_step(engine, job, number, *next(data))
             engine.step()
             if STRATEGIES[name].stage == 3:
-                engine.optimizer.parameters.drain()  # or slices are completed during the next forward
+                engine.optimizer.drain_parameters()  # or slices are completed during the next forward
             dist.barrier()
             meter.stop()
             dist.barrier()
@@ -264,7 +264,7 @@ def autoep_case(group: int, names: tuple[str, ...]) -> tuple[int, int, int, list
             dist.barrier()
             training.micro_step(engine, job, number, *next(data))
             engine.step()
-            engine.optimizer.parameters.drain()
+            engine.optimizer.drain_parameters()
             dist.barrier()
         meter.stop()
         dist.barrier()

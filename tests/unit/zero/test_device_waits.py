@@ -184,7 +184,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
     start = PartitionedParameters._start
     with device_with_streams() as order:
         engine, _ = training.make_engine(job, placed("IIG", sub_group_size=300))
-        parameters = engine.optimizer.parameters
+        parameters = engine.optimizer.parameters["dense"]
 
         def complete(self: Any, rows: Any) -> Any:
             sent.append(parameters._windows[len(sent)].members[0])
@@ -304,10 +304,10 @@ def held_case(name: str) -> list[int]:
     job = Job(sizes=SQUARE, empty=False, accumulation=2, zero={**SMALL, **OFFLOADED})
     engine, _ = training.make_engine(job, placed(name))
     data = training.batches(job)
-    places = [engine.optimizer.gradients.shard.data_ptr()]
+    places = [engine.optimizer.gradients["dense"].shard.data_ptr()]
     for number in range(6):
         training.micro_step(engine, job, number, *next(data))
         if number % 2:
-            places.append(engine.optimizer.gradients.shard.data_ptr())
+            places.append(engine.optimizer.gradients["dense"].shard.data_ptr())
         engine.step()
     return places

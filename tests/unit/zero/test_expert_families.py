@@ -267,7 +267,7 @@ def resume_case(folder: str, ep: int, compressed: bool, kind: str) -> list[tuple
         def held(engine: Any, model: Any) -> list[Any]:
             optimizer, params = engine.optimizer, [getattr(p, "ds_tensor", p) for p in model.parameters()]
             if optimizer.strategy.stage == 3:
-                optimizer.parameters.drain()
+                optimizer.drain_parameters()
             states = [state[key] for state in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
             stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
             kept = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups

@@ -147,7 +147,7 @@ def full_bucket_cases(configured: int) -> dict[str, list[int]]:
     with mock.patch("deepspeed_ext.strategy._LEAST_BUCKET", 1):
         for name in ("NIG", "NGG", "III", "GGG"):
             engine, model = training.make_engine(job, training.placed(name))
-            gradients, seen = engine.optimizer.gradients, found.setdefault(name, [])
+            gradients, seen = engine.optimizer.gradients["dense"], found.setdefault(name, [])
             gradients.reduce = reduce = mock.Mock(wraps=gradients.reduce)
 
             def look(_: Any, reduce: Any = reduce, seen: Any = seen) -> None:

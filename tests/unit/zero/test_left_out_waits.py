@@ -45,9 +45,6 @@ FOUND = {
     "zero/expert_windows.py:WindowGradients._reduce:record_stream": ("GGG", "windows"),
     "zero/gathers.py:Gather.wait:finish": ("GGG", "plain"),
     "zero/gradients.py:Gradients.drain:drain": ("NIG", "plain"),
-    "zero/family_gradients.py:FamilyGradients.drain:drain": ("NIG", "plain"),
-    "zero/family_gradients.py:FamilyGradients.finish:finish": ("NIG", "offload"),
-    "zero/family_parameters.py:FamilyPartitionedGradients.finish:finish": ("III", "experts, sharded"),
     "zero/flat_gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
     "zero/flat_gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
     "zero/muon.py:Muon.apply:drain": ("IIG", "Muon"),
@@ -98,9 +95,6 @@ _HOST = "on a CPU nothing moves to the host"
 _THREAD = "for a thread of the host, where the device has no streams"
 # By call: why no case can find it.
 UNFOUND = {
-    "zero/family_parameters.py:FamilyParameters.complete:complete": "in no case experts are saved",
-    "zero/family_parameters.py:FamilyParameters.drain:drain": _LATER,
-    "zero/family_parameters.py:FamilyPartitionedGradients.drain:drain": "in no case states of experts are offloaded",
     "checkpoint/converting.py:_at_work.show:wait": "waits for time to pass",
     "comm/background.py:Background.wait:wait": _THREAD,
     "comm/background.py:Job.wait:wait": _THREAD,
@@ -120,7 +114,7 @@ UNFOUND = {
     "comm/schedule.py:Schedule.drain:wait": _THREAD,
     "comm/schedule.py:Schedule.submit:complete": _THREAD,
     "comm/schedule.py:Schedule.drop:follow": _ALONE,
-    "leaf/gradients.py:LeafGradients.end_of_backward:finish": "orders nothing: it is a block's own",
+    "leaf/gradients.py:LeafGradients.leave_modules:finish": "orders nothing: it is a block's own",
     "loco/feedback.py:ErrorFeedback._settle:synchronize": _HOST,
     "loco/qgz.py:_reduce:finish": "DeepSpeed's own optimizer, whose waits are not ours",
     "planner/probe.py:_runner:finish": _MEASURES,
@@ -139,15 +133,11 @@ UNFOUND = {
     "zero/stage3.py:Stage3Optimizer.independent_gradient_partition_epilogue:_finish_buckets": (
         "what reads gradients between micro-steps waits by itself"
     ),
-    "zero/stage3.py:Stage3Optimizer._pre_step:drain": _LATER,
+    "zero/stage3_states.py:Stage3States.drain_parameters:drain": f"{_LATER}; who reads waits by itself",
     "zero/stage3.py:Stage3Optimizer._sync_gradients:synchronize 2": "the next one waits for more",
     "zero/stage3.py:Stage3Optimizer._sync_gradients:synchronize 3": "the host asks for the norm before it steps",
     "zero/stage3.py:Stage3Optimizer.zero_grad:_finish_buckets": "what was reduced is dropped",
     "zero/stage3_states.py:Stage3States._refuse_unfinished_gradients:_finish_buckets": _READ,
-    "zero/stage3_states.py:Stage3States.checkpoint_event_prologue:drain": (
-        "what is saved is this rank's own row, or is gathered, which waits"
-    ),
-    "zero/stage3_states.py:Stage3States.offload_states:drain": _HOST,
     "zero/stage3_states.py:Stage3States.offload_states:_finish_buckets": _HOST,
     "zero/stage12_states.py:Stage12States.offload_states:drain": _BY_READING,
     "zero/stage12_updates.py:Stage12Updates._gather_parameters:drain": "a step has waited before",
@@ -156,8 +146,6 @@ UNFOUND = {
     "zero/stage12_updates.py:Stage12Updates.update_lp_params:drain": _BY_READING,
     "zero/whole_updates.py:_Vote.__init__:record": "the host reads it, in its own memory",
     "zero/whole_updates.py:_Vote.result:synchronize": "the host reads it, in its own memory",
-    "zero/stage3_states.py:Stage3States.send_whole:drain": "no case saves behind such a step; test_resuming does",
-    "zero/stage3_states.py:Stage3States.send_whole:drain 2": "who reads what was sent waits by itself",
     "zero/stage3.py:Stage3Optimizer.reduce_ready_partitions_and_remove_grads:wait_stream": (
         "for a model that computes on several streams"
     ),

@@ -67,7 +67,7 @@ def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None
         training.micro_step(engine, details, 0, *next(data))
         engine.step()
         if name in PARTITIONED:
-            engine.optimizer.parameters.drain()
+            engine.optimizer.drain_parameters()
 
     micro_step(True)
     return engine, micro_step
@@ -255,7 +255,7 @@ def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, fl
             before = bytes_of_tensors()
             zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NEVER_KEPT, **zero, **keys}
             engine, micro_step = begin(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
-            errors, within = engine.optimizer._gradient_reshards["dense"].inter.sums.errors, []
+            errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
             nbytes = getattr(errors, "nbytes", lambda: 0)
 
             def noting(*given: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:

@@ -36,7 +36,7 @@ def destroyed_case() -> list[tuple[bool, bool]]:
     for name in ("GGG", "IGG"):
         engine, _ = training.make_engine(job, placed(name))
         training.micro_step(engine, job, 0, *next(training.batches(job)))
-        gradients = engine.optimizer.gradients
+        gradients = engine.optimizer.gradients["dense"]
         before = gradients.begun
         engine.destroy()
         rows.append((before, gradients.begun))
@@ -149,7 +149,7 @@ def padding_case(group: int) -> list[tuple[str, int, float, bool, bool]]:
                 training.micro_step(engine, job, number, *next(data))
                 engine.step()
                 views &= all(is_view(engine.optimizer, p) for p in model.parameters())
-            engine.optimizer.parameters.drain()
+            engine.optimizer.drain_parameters()
             padding = []
             for param in model.parameters():
                 with_padding = whole_with_padding(param)
@@ -169,9 +169,9 @@ def padding_case(group: int) -> list[tuple[str, int, float, bool, bool]]:
 
 def is_view(optimizer: Any, param: Any) -> bool:
     """Whether ``ds_tensor`` is the row of this rank's group, in the optimizer's buffer if the parameter is trained."""
-    held = optimizer.parameters._held(param)
+    held = optimizer.parameters["dense"]._held(param)
     own = optimizer.topology.sizes.groups > 1 and len(held) > 1
-    row = held[optimizer._gradient_reshards["dense"].row if own else 0]
+    row = held[optimizer.families["dense"].reduce.row if own else 0]
     same: bool = row.data_ptr() == param.ds_tensor.data_ptr()
     if param.requires_grad:
         buffer = optimizer.lp_param_buffer.untyped_storage().data_ptr()
@@ -181,11 +181,11 @@ def is_view(optimizer: Any, param: Any) -> bool:
 
 def chunks_held(optimizer: Any, param: Any) -> list[tuple[int, Any]]:
     """(number of the chunk, its tensor) of what this rank holds of a parameter."""
-    held = optimizer.parameters._held(param)
+    held = optimizer.parameters["dense"]._held(param)
     if len(held) == 1:
         return [(param.ds_zero_partition_rank, held[0])]
     cluster = optimizer.topology.sizes
-    return [(j * cluster.group_size + optimizer._gradient_reshards["dense"].col, row) for j, row in enumerate(held)]
+    return [(j * cluster.group_size + optimizer.families["dense"].reduce.col, row) for j, row in enumerate(held)]
 
 
 def whole_with_padding(param: Any) -> Any:

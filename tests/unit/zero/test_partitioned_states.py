@@ -47,7 +47,7 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
                 if offload:
                     optimizer = engine.optimizer
                     # All is host memory here; so see that nothing is left in the memory it was in.
-                    before = [optimizer.lp_param_buffer.clone(), optimizer.gradients.held.clone()]
+                    before = [optimizer.lp_param_buffer.clone(), optimizer.gradients["dense"].held.clone()]
                     old = of_optimizer(optimizer) if states is None else []
                     with mock.patch.object(get_accelerator(), "pin_memory", torch.clone):
                         engine.offload_states(states, pin_memory=states is None)
@@ -57,7 +57,7 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
                     engine.reload_states()
                     held.fill_(torch.nan)
                     moved &= torch.equal(before[0], optimizer.lp_param_buffer)
-                    moved &= torch.equal(before[1], optimizer.gradients.held)
+                    moved &= torch.equal(before[1], optimizer.gradients["dense"].held)
                 engine.step()
             weights.append(training.whole_weights(model))
             engine.destroy()
@@ -86,7 +86,7 @@ def under_way_case() -> list[int]:
     engine, model = training.make_engine(job, {"paro_strategy": "IIG", "paro_group_size": 2})
     data = training.batches(job)
     counts: list[int] = []
-    parameters = engine.optimizer.parameters
+    parameters = engine.optimizer.parameters["dense"]
 
     def count(*_: Any) -> None:
         counts.append(len(parameters._update_of))
@@ -147,7 +147,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
 
 def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
     """Note before each layer of the next forward how many elements have been waited for."""
-    parameters = engine.optimizer.parameters
+    parameters = engine.optimizer.parameters["dense"]
     finish = parameters._updates.finish
     numbers = {id(started): number for number, started in parameters._update_of.items()}
     ranks = parameters.topology.sizes.ranks
@@ -281,7 +281,9 @@ def leave_case() -> list[tuple[str, bool]]:
     for name in PARAMETER_PATHS:
         engine, _ = training.make_engine(training.Job(), {"paro_strategy": name, "paro_group_size": 2})
         optimizer = engine.optimizer
-        buffers = [StorageWeakRef(t.untyped_storage()) for t in (optimizer.lp_param_buffer, optimizer.gradients.held)]
+        buffers = [
+            StorageWeakRef(t.untyped_storage()) for t in (optimizer.lp_param_buffer, optimizer.gradients["dense"].held)
+        ]
         held = [buffer.expired() for buffer in buffers]
         with mock.patch.object(get_accelerator(), "pin_memory", torch.clone):
             engine.offload_states([State.lp_params, State.lp_grads])

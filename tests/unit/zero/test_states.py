@@ -28,7 +28,7 @@ def in_flight_case(overlap: bool) -> list[int]:
         data = training.batches(job)
         for number in range(3):
             training.micro_step(engine, job, number, *next(data))
-            counts.append(len(engine.optimizer.gradients.members["dense"]._schedule._open))
+            counts.append(len(engine.optimizer.gradients["dense"]._schedule._open))
             engine.step()
         engine.destroy()
     return counts
@@ -126,7 +126,7 @@ def offload_states_case(name: str) -> tuple[float, int]:
         training.micro_step(engine, job, 0, *next(data))
         optimizer = engine.optimizer
         engine.destroy()
-    return (weights[0] - weights[1]).abs().max().item(), len(optimizer.gradients.slices)
+    return (weights[0] - weights[1]).abs().max().item(), len(optimizer.gradients["dense"].slices)
 
 
 @pytest.mark.parametrize("include", [None, ["optim_states"]], ids=["everything", "states only"])

@@ -33,7 +33,7 @@ def slot_case(names: tuple[str, ...]) -> tuple[int, list[tuple[str, float, bool,
 
     from deepspeed_ext.comm.hops import GatherHop, Transfer, all_gather
     from deepspeed_ext.comm.traffic import TrafficMeter
-    from deepspeed_ext.zero import slots
+    from deepspeed_ext.loco import setup
     from tests.harness import training
 
     class Bf16Gather(GatherHop):
@@ -52,7 +52,7 @@ def slot_case(names: tuple[str, ...]) -> tuple[int, list[tuple[str, float, bool,
         dist.barrier()
         meter.start()
         dist.barrier()
-        with mock.patch.object(slots, "Slots", lambda reduce, gather, make=slots.Slots: make(reduce, hop)):
+        with mock.patch.object(setup, "gather_hop", lambda engine, strategy: hop):
             weights = training.train(job, training.placed(name)).weights
         dist.barrier()
         meter.stop()
