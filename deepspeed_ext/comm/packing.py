@@ -21,6 +21,14 @@ def read_here(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def add_to(total: Tensor, part: Tensor) -> None:
+    """Add what has arrived on the device to what is held there, or of an offloaded optimizer on the host."""
+    if total.device == part.device:
+        total.add_(part)
+    else:  # adding on the host is slow
+        total.copy_(total.to(part.device, non_blocking=True).add_(part), non_blocking=True)
+
+
 def fill_up(numel: int, multiple: int) -> int:
     """Return the smallest multiple that is not below ``numel``."""
     return -(-numel // multiple) * multiple

@@ -22,7 +22,7 @@ Note [Relays]
     Without streams a thread of the host may be the relay (``background.py``): it runs one transfer after the other,
     each from packing to the result. It has its own place in the order of messages, so ranks may submit such transfers
     at different times, as long as they do so in the same order. That is what crosses while other things do:
-    Note [Leaving early] in ``zero/static_order.py``. Or the thread only completes what is submitted: first hops start
+    Note [Leaving early] in ``zero/boundary.py``. Or the thread only completes what is submitted: first hops start
     at once, and the host waits where more are under way than relays would take.
 """
 

@@ -8,7 +8,7 @@ Note [Where buckets of flat buffers arrive]
       Slices are dropped then.
 
     What crosses at the boundary are windows of slices, each a part of a stripe, and each as soon as the last
-    micro-batch's backward is done with the parameters of its stripe: Note [Leaving early] in ``static_order.py``. With
+    micro-batch's backward is done with the parameters of its stripe: Note [Leaving early] in ``boundary.py``. With
     os = N what has crossed is gathered inside the group when all of it has: there buckets of gradients are on their
     way meanwhile, and what goes over one communicator must have one order.
 """
@@ -24,11 +24,11 @@ from torch import Tensor
 from deepspeed_ext.comm.bucket_plan import BucketPlan, Range, plan_bucket
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.packing import add_to
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.gradients import Gradients, add_to
-from deepspeed_ext.zero.static_order import StaticOrder, idle
+from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.windows import Window
 
 
@@ -53,7 +53,7 @@ class Mean:
         return sums if self.after is None else sums.mul_(self.after)
 
 
-class FlatGradients(Gradients):
+class FlatGradients:
     """See Note [Where buckets of flat buffers arrive].
 
     Args:
@@ -66,7 +66,8 @@ class FlatGradients(Gradients):
         shard: gives the optimizer's gradients of a flat buffer, 1D, by its number.
         windows: what crosses at the boundary, in the order of the backward.
         crosses_in: dtype of what crosses at the boundary, on the wire.
-        overlap, relayed: see ``Gradients``.
+        overlap: whether the hops of two buckets may overlap.
+        relayed: whether they may on streams of their own, on which nothing has the host wait.
         added: called when something has been added to a shard.
     """
 
@@ -85,18 +86,19 @@ class FlatGradients(Gradients):
         relayed: bool = True,
         added: Callable[[], None] = lambda: None,
     ) -> None:
-        arrives = Placement.G if strategy.g == Placement.G else Placement.I
-        super().__init__(reshard, strategy.os, arrives, overlap, relayed, completed=reshard.pairwise)
+        self._reshard, self._os = reshard, strategy.os
+        self._arrives = Placement.G if strategy.g == Placement.G else Placement.I
+        self._schedule = Schedule(overlap, relayed, completed=reshard.pairwise)
         self.layouts = tuple(layouts)
         self._buffers = tuple(buffers)
         self._mean = mean
         self._dtype = dtype
         self._shard = shard
         self._added = added
-        self._arrange(windows)
-        self._used: set[int] | None = set()  # parameters with a gradient in the first step, until it has been seen
         self._crosses_in = crosses_in
         self._crosses = Schedule(overlap, relayed, background=reshard.pairwise)
+        early = self._arrives == Placement.I and self._crosses.unattended
+        self._boundary = Boundary(windows, lambda window: sorted(window.members), early)
         self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
 
     def reduce(
@@ -110,8 +112,6 @@ class FlatGradients(Gradients):
             dtype: on the wire.
             complete: parameters of which nothing more comes before the boundary; as in ``windows``.
         """
-        if self._used is not None:
-            self._used.update(complete)
         plan = plan_bucket(self.layouts, ranges)
         self._schedule.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
@@ -145,31 +145,21 @@ class FlatGradients(Gradients):
     @property
     def has_left(self) -> bool:
         """Whether something of this accumulation is on its way as if it were complete."""
-        return self._order.begun
+        return self._boundary.begun
 
     def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Have windows with parameters that no rank used in the first step be the last from now on: such a parameter
-        would hold back all that comes behind it. No sum depends on the order. Collective, once.
+        """Learn from the first step; see ``Boundary``. Collective, once."""
+        self._boundary.learn(largest)
 
-        Args:
-            largest: gives the largest of all ranks' values, each by itself.
-        """
-        if self._used is None or self._arrives == Placement.G or not self._crosses.unattended:
-            return
-        members = sorted({place for window in self._windows for place in window.members})
-        resting = idle(members, self._used, largest)
-        self._arrange(sorted(self._windows, key=lambda window: not resting.isdisjoint(window.members)))
-        self._used = None
-
-    def _arrange(self, windows: Sequence[Window]) -> None:
-        self._windows = windows
-        self._order = StaticOrder(window.members for window in windows)
+    def drain(self) -> None:
+        """Wait for all buckets."""
+        self._schedule.drain()
 
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
-        super().drop()
+        self._schedule.drop()
         self._crosses.drop()
-        self._order.clear()
+        self._boundary.clear()
         self.slices.clear()
 
     def to(self, device: str) -> None:
@@ -188,9 +178,7 @@ class FlatGradients(Gradients):
                 else:
                     held = self.slices[buffer][rows.first : rows.first + rows.times]
                     held[:, start : start + numel].add_(part)
-        if self._arrives == Placement.I and self._crosses.unattended:
-            for place in complete:
-                self._cross(self._order.ready(place))
+        self._cross(self._boundary.ready(complete))
 
     def finish(self, dtype: torch.dtype, bucket: int) -> None:
         """Complete the optimizer's shards at the boundary: what is left of slices crosses.
@@ -200,7 +188,7 @@ class FlatGradients(Gradients):
         """
         if self._arrives == Placement.G:
             return
-        self._cross(self._order.rest())
+        self._cross(self._boundary.rest())
         self._crosses.drain()
         if self._os == Placement.N:
             for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
@@ -214,9 +202,8 @@ class FlatGradients(Gradients):
         memory waits for them."""
         return (yield from self._reshard.gather_slice(sums.to(dtype).view(-1)))
 
-    def _cross(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            buffer, start, width, _ = self._windows[number]
+    def _cross(self, windows: Iterable[Window]) -> None:
+        for buffer, start, width, _ in windows:
             # With one row a window may be a view, which hops overwrite: slices are dropped after this.
             window = self.slices[buffer][:, start : start + width]
             target = Placement.G if self._os == Placement.G else Placement.I

@@ -11,12 +11,13 @@ Note [Rows of gradients]
 
 With p = I and g = G what arrives in the group crosses in an order of its own: Note [One order between groups].
 
-What moves at the boundary is divided into units, of which most leave under the last micro-batch's backward; see Note
-[Leaving early] in ``static_order.py``. With g = I a parameter is complete when its last gradient has been added to
-``held``: a unit is packed from its columns. With g = N it is when its last gradient has been kept; with os = I a unit
-that has arrived then crosses like those of g = I.
+What moves at the boundary is divided into buckets, of which most leave under the last micro-batch's backward; see Note
+[Leaving early] in ``boundary.py``. With g = I a parameter is complete when its last gradient has been added to
+``held``: a bucket is packed from its columns. With g = N it is when its last gradient has been kept; with os = I a
+bucket that has arrived then crosses like those of g = I.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -27,19 +28,44 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import ReduceHop, Transfer
 from deepspeed_ext.comm.layout import FlatLayout, windows
-from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.comm.packing import add_to, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.boundary_units import BoundaryUnit, BoundaryUnits, units_of
+from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.crossing import Crossing, CrossingBucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
-from deepspeed_ext.zero.gradients import Gradients, add_to
+
+Bucket = list[ZeroParameter]  # what moves together at the boundary
 
 
-class PartitionedGradients(Gradients):
+def boundary_buckets(
+    params: Iterable[ZeroParameter], most: int, dtype_of: Callable[[ZeroParameter], torch.dtype]
+) -> list[Bucket]:
+    """Divide parameters into buckets of one dtype, in the order in which they leave: the model's last ones first.
+
+    Args:
+        params: all, those of one bucket in this order.
+        most: elements (of whole parameters) of a bucket at most, unless one parameter has more.
+        dtype_of: dtype on the wire.
+    """
+    place = {param.ds_id: number for number, param in enumerate(params)}
+    buckets: list[Bucket] = []
+    filling: dict[torch.dtype, tuple[Bucket, float]] = {}
+    for param in sorted(params, key=lambda param: -param.ds_id):
+        bucket, numel = filling.get(dtype_of(param), ([], math.inf))
+        if numel + param.ds_numel > most:
+            bucket, numel = [], 0
+            buckets.append(bucket)
+        bucket.append(param)
+        filling[dtype_of(param)] = bucket, numel + param.ds_numel
+    buckets.sort(key=lambda bucket: -bucket[-1].ds_id)  # the first complete one first: gradients come last to first
+    return [sorted(bucket, key=lambda param: place[param.ds_id]) for bucket in buckets]
+
+
+class PartitionedGradients:
     """Gradients of the trainable parameters. See Note [Rows of gradients].
 
     Args:
@@ -49,7 +75,8 @@ class PartitionedGradients(Gradients):
         ranks: data-parallel ranks, over which the mean is taken.
         reshard: hops of the data-parallel group.
         bucket: elements (of whole parameters) reduced at a time.
-        overlap, relayed: see ``Gradients``.
+        overlap: whether the hops of two buckets may overlap.
+        relayed: whether they may on streams of their own, on which nothing has the host wait.
         dtype_of: dtype on the wire of a parameter, with g = N.
         dtype: on the wire of what mixes parameters: what moves on from I at the boundary.
         by_host: whether an offloaded optimizer's gradients are in memory of the host, beside a device.
@@ -74,28 +101,34 @@ class PartitionedGradients(Gradients):
         name: Callable[[ZeroParameter], str] = lambda param: str(param.ds_id),
         number: int = 0,
     ) -> None:
-        arrives = strategy.os if strategy.g == Placement.N else strategy.g
+        self._reshard, self._os = reshard, strategy.os
+        self._arrives = strategy.os if strategy.g == Placement.N else strategy.g
         self._kept = strategy.g == Placement.N
         ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
         background, completed = reshard.pairwise and self._kept, reshard.pairwise and not ordered
-        super().__init__(reshard, strategy.os, arrives, overlap, relayed, background, completed)
+        self._schedule = Schedule(overlap, relayed, background, completed)
         self._params = list(params)
         self._layout = layout
         self._ranks = ranks
         self._number = number
         self._crossing = Crossing(self._params, reshard.rows, bucket, reshard.multiple) if ordered else None
-        self._crosses = Schedule(overlap, relayed, completed)  # what ``_crossing`` gives, or units
+        self._crosses = Schedule(overlap, relayed, completed)  # what ``_crossing`` gives, or buckets of the boundary
         self._wire = dtype
         self._window = bucket
         self._dtype_of = dtype_of
-        at_boundary = [] if strategy.g == Placement.G else self._params
-        units = units_of(at_boundary, bucket, dtype_of if self._kept else lambda param: dtype)
-        self._units = BoundaryUnits(units, name)
-        self._uncrossed: list[BoundaryUnit] = []  # with g = N and os = I: units that have arrived
+        self._uncrossed: list[Bucket] = []  # with g = N and os = I: buckets that have arrived
         self.rows = reshard.rows if (self._arrives, strategy.os) == (Placement.I, Placement.G) else 1
         self._held_by_host = by_host and self.rows == 1
         self._crosses_early = self._crosses.unattended and not self._held_by_host
-        self._leaves_early = self._schedule.unattended if self._kept else self._crosses_early
+        at_boundary = [] if strategy.g == Placement.G else self._params
+        names = {param.ds_id: param for param in at_boundary}
+        self._boundary: Boundary[Bucket] = Boundary(
+            boundary_buckets(at_boundary, bucket, dtype_of if self._kept else lambda param: dtype),
+            lambda some: [param.ds_id for param in some if param.ds_numel],
+            early=self._schedule.unattended if self._kept else self._crosses_early,
+            once=False,
+            name=lambda ds_id: name(names[ds_id]),
+        )
         self._starts: dict[int, int] = {}  # ds_id: first column in ``held``
         self.numel = 0  # columns
         for param in self._params:
@@ -142,9 +175,9 @@ class PartitionedGradients(Gradients):
 
     def forget(self) -> None:
         """Drop what has been accumulated."""
-        if self._units.begun:  # a backward was given up
+        if self._boundary.begun:  # a backward was given up
             self.drain()
-        self._units.clear()
+        self._boundary.clear()
         self._uncrossed.clear()
         if self._crossing is not None:
             self._crossing.clear()
@@ -152,20 +185,17 @@ class PartitionedGradients(Gradients):
         self.begun = False
 
     def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Take the first step of which the last micro-batch was known; see ``BoundaryUnits``. Collective, once."""
-        if self._leaves_early:
-            self._units.learn(largest)
+        """Learn from the first step; see ``Boundary``. Collective, once."""
+        self._boundary.learn(largest)
 
     # In a micro-step: N -> g ##########################################################################
 
     @property
     def has_left(self) -> bool:
         """Whether something of this accumulation is on its way as if it were complete."""
-        return self._units.begun
+        return self._boundary.begun
 
-    def keep(
-        self, param: ZeroParameter, gradient: Tensor, dtype: torch.dtype, last: bool = False
-    ) -> list[BoundaryUnit]:
+    def keep(self, param: ZeroParameter, gradient: Tensor, dtype: torch.dtype, last: bool = False) -> list[Bucket]:
         """Add to what stays until the boundary with g = N, in this dtype.
 
         Args:
@@ -175,14 +205,14 @@ class PartitionedGradients(Gradients):
             last: whether it is of the last micro-batch.
 
         Returns:
-            What is for ``reduce_units`` now.
+            What is for ``reduce_buckets`` now.
         """
         gradient = gradient.detach().to(dtype)
         if param.ds_id in self._whole:
             self._whole[param.ds_id].add_(gradient)
         else:
             self._whole[param.ds_id] = gradient
-        return self._units.ready([param]) if last and self._leaves_early else []
+        return self._boundary.ready([param.ds_id]) if last else []
 
     def reduce(
         self,
@@ -209,7 +239,7 @@ class PartitionedGradients(Gradients):
     def submit(self, params: Sequence[ZeroParameter], transfer: Transfer, last: bool, adds: bool = True) -> None:
         """Start a transfer of gradients, or of a part of them, which with ``adds`` brings what is added for them."""
         self._begin()
-        deliver = partial(self._arrive, last and self._leaves_early) if self._crossing is None else self._crossing.add
+        deliver = partial(self._arrive, last) if self._crossing is None else self._crossing.add
         self._schedule.submit(transfer, partial(deliver, params) if adds else lambda _: None)
         self._cross()
 
@@ -220,10 +250,11 @@ class PartitionedGradients(Gradients):
         return sums.view(-1)
 
     def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
-        """Add what has arrived; where a backward's last bucket brings what a unit lacks, it crosses from here."""
+        """Add what has arrived; where the last backward brings what a bucket lacks, it crosses from here."""
         self._accumulate(params, arrived)
-        for unit in self._units.ready(params) if last and self._arrives == Placement.I else ():
-            self._cross_unit(unit)
+        if last and self._arrives == Placement.I:
+            for bucket in self._boundary.ready(param.ds_id for param in params):
+                self._cross_bucket(bucket)
 
     def _move(
         self, gradients: Sequence[tuple[Any, Tensor | None]], dtype: torch.dtype, sequence_parallel_size: int
@@ -267,9 +298,9 @@ class PartitionedGradients(Gradients):
 
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
-        super().drop()
+        self._schedule.drop()
         self._crosses.drop()
-        self._units.clear()
+        self._boundary.clear()
         self.forget()
 
     def _begin(self) -> None:
@@ -321,27 +352,27 @@ class PartitionedGradients(Gradients):
     def reduce_kept(self) -> None:
         """Reduce all parameters that have not left by now, with g = N, used or not: ranks may have used different
         ones."""
-        self.reduce_units(self._units.rest())
+        self.reduce_buckets(self._boundary.rest())
 
-    def reduce_units(self, units: Iterable[BoundaryUnit]) -> None:
-        """Move what was kept of units, in their order, to the placement of os, or with os = I on the way to it."""
-        for unit in units:
+    def reduce_buckets(self, buckets: Iterable[Bucket]) -> None:
+        """Move what was kept of buckets, in their order, to the placement of os, or with os = I on the way to it."""
+        for bucket in buckets:
             self._begin()
-            gradients = [(param, self._whole.pop(param.ds_id, None)) for param in unit]
-            transfer = self._move(gradients, self._dtype_of(unit[0]), 1)
-            self._schedule.submit(transfer, partial(self._arrive_whole, unit))
+            gradients = [(param, self._whole.pop(param.ds_id, None)) for param in bucket]
+            transfer = self._move(gradients, self._dtype_of(bucket[0]), 1)
+            self._schedule.submit(transfer, partial(self._arrive_whole, bucket))
             if not get_accelerator().is_synchronized_device():
                 for _, gradient in gradients:
                     if gradient is not None:  # of the stream that computes, which goes on
                         gradient.record_stream(get_accelerator().current_stream())
 
-    def _arrive_whole(self, unit: BoundaryUnit, arrived: Tensor) -> None:
-        self._accumulate(unit, arrived)
+    def _arrive_whole(self, bucket: Bucket, arrived: Tensor) -> None:
+        self._accumulate(bucket, arrived)
         if self._arrives == Placement.I:
             if self._crosses_early:
-                self._cross_unit(unit)
+                self._cross_bucket(bucket)
             else:
-                self._uncrossed.append(unit)
+                self._uncrossed.append(bucket)
 
     def finish(self) -> None:
         """Complete the optimizer's shard: what is in I moves on to os."""
@@ -350,17 +381,17 @@ class PartitionedGradients(Gradients):
         if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not self._finished:
-            for unit in self._uncrossed if self._kept else self._units.rest():
-                self._cross_unit(unit)
+            for bucket in self._uncrossed if self._kept else self._boundary.rest():
+                self._cross_bucket(bucket)
         self._uncrossed.clear()
         self.drain()
         self._finished = True
         if not self._reshard.inter.keeps_zeros:
             self._clear_padding()
 
-    def _cross_unit(self, unit: BoundaryUnit) -> None:
-        """Move a unit on from I to os, a part of a large parameter at a time."""
-        columns = self._spans(unit)
+    def _cross_bucket(self, bucket: Bucket) -> None:
+        """Move a bucket on from I to os, a part of a large parameter at a time."""
+        columns = self._spans(bucket)
         parts = [columns]
         if len(columns) == 1 or self._held_by_host:  # of which nothing is joined: it goes to the device by itself
             parts = [

@@ -12,7 +12,7 @@ Note [What runs when, parameters sharded]
       used different parameters (``partitioned_gradients.py``).
     - At the boundary what is in I moves on to ``os`` once (``_sync_gradients``).
     - What moves at the boundary leaves under the last micro-batch's backward already, as it gets complete, wherever
-      the engine knows that it is the last; see Note [Leaving early] in ``static_order.py``.
+      the engine knows that it is the last; see Note [Leaving early] in ``boundary.py``.
     - After the step, updated parameters move os -> p (``gather_updates``).
 """
 
@@ -213,7 +213,7 @@ class Stage3Optimizer(Stage3States, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
             if left:
                 with self._reduction_stream():
                     self._make_shard()
-                    gradients.reduce_units(left)
+                    gradients.reduce_buckets(left)
 
     @property
     def _is_placeholder(self) -> bool:

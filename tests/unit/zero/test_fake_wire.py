@@ -18,15 +18,15 @@ COMMON = {
     "updates.py:start": "NGG",
     "partitioned_gradients.py:submit": "GGG",
     "partitioned_gradients.py:_cross": "IGG",
-    "partitioned_gradients.py:_cross_unit": "III",
-    "partitioned_gradients.py:reduce_units": "ING",
+    "partitioned_gradients.py:_cross_bucket": "III",
+    "partitioned_gradients.py:reduce_buckets": "ING",
     "slices.py:_gather_slices": "IGG",
 }
 WAITS = {  # by whether the device has streams
     False: {
         **COMMON,
         "flat_gradients.py:finish": "NIG",
-        "gradients.py:drain": "NGG",
+        "flat_gradients.py:drain": "NGG",
         "partitioned_gradients.py:end_backward": "IGG",
         "partitioned_gradients.py:finish": "GIG",
         "partitioned_gradients.py:drain": "GGG",

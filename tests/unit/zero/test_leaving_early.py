@@ -64,20 +64,20 @@ def bits_case(names: list[str], job: Job) -> dict[str, tuple[bool, bool, int]]:
 
     import torch
 
-    from deepspeed_ext.zero.boundary_units import BoundaryUnits
+    from deepspeed_ext.zero.boundary import Boundary
 
-    found, ready = {}, BoundaryUnits.ready
+    found, ready = {}, Boundary.ready
     for name in names:
         left: list[Any] = []
 
-        def noting(units: Any, params: Any, left: list[Any] = left) -> Any:
-            now = ready(units, params)
+        def noting(boundary: Any, members: Any, left: list[Any] = left) -> Any:
+            now = ready(boundary, members)
             left += now
             return now
 
-        with mock.patch.object(BoundaryUnits, "ready", noting):
+        with mock.patch.object(Boundary, "ready", noting):
             early = training.train(job, training.placed(name))
-        with mock.patch.object(BoundaryUnits, "ready", lambda units, params: []):
+        with mock.patch.object(Boundary, "ready", lambda boundary, members: []):
             late = training.train(job, training.placed(name))
         without = training.train(job, training.placed(name, overlap_comm=False))
         equal = [

@@ -51,7 +51,7 @@ def bits_case(options: dict[str, Any], names: list[str]) -> list[tuple[str, bool
 
     import torch
 
-    from deepspeed_ext.zero.static_order import StaticOrder
+    from deepspeed_ext.zero.boundary import Boundary
     from tests.harness import networks, training
 
     network = options.get("network")
@@ -59,21 +59,21 @@ def bits_case(options: dict[str, Any], names: list[str]) -> list[tuple[str, bool
     rows = []
     for name in names:
         keys = training.placed(name, overlap_comm=True, **training.SEVERAL_BUCKETS)
-        with mock.patch.object(StaticOrder, "ready", lambda self, member: []):
+        with mock.patch.object(Boundary, "ready", lambda self, members: []):
             serial = training.train(job, keys)
-        left: list[int] = []
+        left: list[Any] = []
         ahead: list[bool] = []
-        ready = StaticOrder.ready
+        ready = Boundary.ready
 
-        def count(self: StaticOrder, member: Any, ready: Any = ready, left: list[int] = left) -> list[int]:
-            numbers = ready(self, member)
-            left += numbers
-            return numbers
+        def count(self: Any, members: Any, ready: Any = ready, left: list[Any] = left) -> Any:
+            buckets = ready(self, members)
+            left += buckets
+            return buckets
 
         def look(engine: Any, ahead: list[bool] = ahead) -> None:
             ahead.append(bool(engine.optimizer.updates._started))
 
-        with mock.patch.object(StaticOrder, "ready", count):
+        with mock.patch.object(Boundary, "ready", count):
             overlapped = training.train(job, {**keys, "paro_overlap_updates": True}, look)
         equal = torch.equal(serial.weights, overlapped.weights)
         told = (serial.losses, serial.norms) == (overlapped.losses, overlapped.norms)
