@@ -14,7 +14,7 @@ from deepspeed_ext.version import __version__
 
 if TYPE_CHECKING:
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
-    from deepspeed_ext.zero.updates import wait_for_updates
+    from deepspeed_ext.zero.arrivals import wait_for_updates
 
 __all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "wait_for_updates"]
 
@@ -22,7 +22,7 @@ __all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "wa
 def __getattr__(name: str) -> Any:
     """Late, for then it is known whose modules they are: see ``fork.py``."""
     if name == "wait_for_updates":
-        return getattr(importlib.import_module("deepspeed_ext.zero.updates"), name)
+        return getattr(importlib.import_module("deepspeed_ext.zero.arrivals"), name)
     if name in __all__:
         return getattr(importlib.import_module("deepspeed_ext.strategy"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

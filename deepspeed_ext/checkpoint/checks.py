@@ -18,8 +18,8 @@ from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import raise_together, smallest, together
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.families import experts_of
+from deepspeed_ext.zero.flat.arrivals import BeforeUse
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-from deepspeed_ext.zero.updates import BeforeUse
 
 _LARGEST = 2**62
 _MODULE = "module"

@@ -37,7 +37,7 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
 
     paro_overlap_updates: bool = False
     """
-    With p = N: a step ends before the parameters that it has changed are back. See ``zero/updates.py``.
+    With p = N: a step ends before the parameters that it has changed are back. See ``zero/flat/arrivals.py``.
     """
 
     paro_quantized_updates: dict[str, Any] | None = None

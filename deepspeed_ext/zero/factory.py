@@ -27,6 +27,7 @@ from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
+from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
 from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.families import (
     DENSE,
@@ -40,7 +41,6 @@ from deepspeed_ext.zero.families import (
 from deepspeed_ext.zero.parameters import partition
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
-from deepspeed_ext.zero.updates import wait_for_whole_parameters
 
 
 def configure_with(
@@ -101,9 +101,9 @@ def configure_with(
     if isinstance(configured, Stage3Optimizer) and configured.filing.writes is not None:
         engine.is_first_weights_partition_group = lambda: bool(configured.filing.writes)
     if isinstance(configured, Stage12Optimizer):
-        configured.watch(engine.module)
-        if configured.updates.ahead:  # HF's Trainer calls it between a step and the next forward
-            engine.zero_grad = configured.updates.unread(engine.zero_grad)
+        configured.updates.watch(engine.module)
+        if configured.updates.arrivals.ahead:  # HF's Trainer calls it between a step and the next forward
+            engine.zero_grad = configured.updates.arrivals.unread(engine.zero_grad)
     return configured
 
 

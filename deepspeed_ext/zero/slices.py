@@ -35,7 +35,7 @@ from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy, full_bucket
-from deepspeed_ext.zero.updates import announce
+from deepspeed_ext.zero.arrivals import announce
 
 
 class _Window(NamedTuple):

@@ -10,30 +10,42 @@ Note [What runs when]
     - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
       boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case). What is in I moves
       on to ``os`` at the boundary (``_sync_gradients``). See Note [Where buckets of flat buffers arrive].
-    - After the step, updated parameters move os -> N (``_gather_parameters``).
+    - After the step, updated parameters move os -> N (``FlatUpdates.gather``).
 
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
     With optimizer offload it is the gradient on the host that the optimizer reads. So the device holds nothing of the
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_norm_dtype
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup, get_norm_dtype
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from torch import Tensor, nn
 
+from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.bucket_plan import Range, parts_of
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import Families, experts_of
+from deepspeed_ext.zero.crossing_spans import CrossingSpan
+from deepspeed_ext.zero.families import DENSE, Families, experts_of
 from deepspeed_ext.zero.filing import Filing
-from deepspeed_ext.zero.flat_gradients import FlatGradients, Mean
+from deepspeed_ext.zero.flat import saved
+from deepspeed_ext.zero.flat.buffers import FlatBuffer, buffer_of
+from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean
+from deepspeed_ext.zero.flat.updates import FlatGroups, FlatUpdates, has_own_partition, tell_of_setters
+from deepspeed_ext.zero.flat.windows import windows_in_forward_order
 from deepspeed_ext.zero.flat_shards import FlatShard
-from deepspeed_ext.zero.optimizer import ordered_by_streams
-from deepspeed_ext.zero.stage12_norms import Stage12Norms
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
+from deepspeed_ext.zero.muon import uses_muon
+from deepspeed_ext.zero.optimizer import ParoOptimizer, ordered_by_streams
+from deepspeed_ext.zero.regroup import sharded_otherwise
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -46,7 +58,7 @@ class _HostShard(list[Tensor]):
         self.flat_partition = flat_partition
 
 
-class Stage12Optimizer(Stage12Norms):
+class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
@@ -55,11 +67,17 @@ class Stage12Optimizer(Stage12Norms):
         overlap_updates: whether a step may end before the parameters have arrived that it has changed.
         dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
         The others are the parent's.
+
+    Attributes:
+        buffers: the parent's flat buffers, one for each parameter group.
+        gradients: on their way to the optimizer's shards, of each family.
+        updates: parameters on their way back after a step.
     """
 
     # The parent's.
     bit16_groups_flat: list[Tensor]
     _offload_accumulated_param_ids: set[int]
+    gradients: Mapping[str, FlatGradients]
 
     def __init__(
         self,
@@ -72,6 +90,8 @@ class Stage12Optimizer(Stage12Norms):
     ) -> None:
         self.strategy = strategy
         self._take_families(families)
+        self.buffers: list[FlatBuffer] = []
+        self._stripe_bucket = int(kwargs["reduce_bucket_size"])
         if experts := experts_of(families):
             kwargs["expert_data_parallel_group"] = {
                 name: families[name].topology.shard_group(strategy.os) for name in experts
@@ -79,35 +99,217 @@ class Stage12Optimizer(Stage12Norms):
         super().__init__(*args, dp_process_group=self.topology.shard_group(strategy.os), **kwargs)
         self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
-        self._offsets = {
-            self.get_param_id(param): offset
-            for params, offsets in zip(self.round_robin_bit16_groups, self.round_robin_bit16_offsets, strict=True)
-            for param, offset in zip(params, offsets, strict=True)
-        }
         if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-        self.gradients = {name: self._gradients_of(name) for name in families}
-        self._make_updates(overlap_updates)
-        shards = [self._shard_number(group) for group in range(len(self.layouts))]
-        self.filing = Filing(families, strategy, shards)
+        self.gradients = {name: self._make_gradients(name) for name in families}
+        self.bit16_groups_flat = FlatGroups(self.bit16_groups_flat, lambda: self.updates.gather(self._stepping))
+        self.updates = self._make_updates(overlap_updates)
+        self.filing = Filing(families, strategy, [buffer.rank for buffer in self.buffers])
 
-    def _gradients_of(self, family: str) -> FlatGradients:
-        buffers = [buffer for buffer, name in enumerate(self.family_names) if name == family]
-        windows = self._windows([layout.rows for layout in self.layouts], self.reduce_bucket_size)
+    def _make_gradients(self, family: str) -> FlatGradients:
+        rows = [buffer.layout.rows for buffer in self.buffers]
+        windows = windows_in_forward_order(self.buffers, rows, self.reduce_bucket_size, self._places)
+        numbers = [buffer.number for buffer in self.buffers if buffer.family.name == family]
         return FlatGradients(
             self.families[family].reduce,
             self.strategy,
-            self.layouts,
-            buffers,
+            [buffer.layout for buffer in self.buffers],
+            numbers,
             self._mean(),
             self.gradient_accumulation_dtype,
             self._shard,
-            [window for window in reversed(windows) if window.buffer in buffers],
+            [window for window in reversed(windows) if window.buffer in numbers],
             self._slice_wire_dtype(),
             self.overlap_comm,
             not self.cpu_offload or self.cpu_offload_pin_memory,
             self._record_offload_copy if self.cpu_offload else lambda: None,
         )
+
+    def _make_updates(self, ahead: bool) -> FlatUpdates:
+        return FlatUpdates(
+            self.buffers,
+            self.families,
+            self.strategy,
+            self.whole,
+            self._places,
+            lambda group: self.bit16_groups_flat[group],
+            self._own_partition,
+            self.allgather_bucket_size,
+            self.overlap_comm,
+            ahead,
+        )
+
+    # Flat buffers and partitions of them ##########################################################
+
+    def flatten_dense_tensors_aligned(
+        self,
+        tensor_list: Sequence[Any],
+        alignment: int,
+        use_cpu_data: bool = False,
+        param_padding: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Flatten tensors; a flat buffer that is being made, which names paddings, is known from here on."""
+        if param_padding is None:
+            return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data)
+        self.buffers.append(self._make_buffer(tensor_list, alignment, any(param_padding)))
+        paddings = [*param_padding[:-1], param_padding[-1] + self.buffers[-1].filling]
+        return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, paddings)
+
+    def _make_buffer(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
+        number = len(self.buffers)
+        row = self.optimizer.param_groups[number]
+        # In another order stripes would not be stretches of the model; bitsandbytes has scales for blocks of a shard.
+        as_it_is = self.round_robin_gradients or padded or type(self.optimizer).__module__.startswith("bitsandbytes")
+        return FlatBuffer(
+            number,
+            self.families[row["name"] if self.has_moe_layers and self.is_moe_group(row) else DENSE],
+            params,
+            self.round_robin_bit16_offsets[number],
+            [meta.numel() for meta in self.round_robin_bit16_meta[number]],
+            alignment,
+            self.strategy.os,
+            self.real_dp_process_group[number],
+            None if as_it_is else self._stripe_bucket,
+        )
+
+    def _own_partition(self, group: int) -> Tensor | None:
+        """Return this rank's partition of a flat buffer, 1D; None while parameters are offloaded."""
+        partitions = self.parallel_partitioned_bit16_groups[group]
+        return partitions[self.buffers[group].rank] if partitions else None
+
+    def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
+        """Return the partitions of a flat buffer: with stripes this rank's alone, else the parent's."""
+        buffer = self.buffers[group_id]
+        if buffer.striped:
+            return buffer.partitions(tensor)
+        partitions: list[Tensor] = super().get_data_parallel_partitions(tensor, group_id)
+        if has_own_partition(buffer, self.whole):
+            partitions[buffer.rank] = partitions[buffer.rank].clone()
+        return partitions
+
+    def get_partition_info(
+        self, tensor_list: Sequence[nn.Parameter], partition_size: int, partition_id: int, param_padding: Any = None
+    ) -> tuple[list[nn.Parameter], list[nn.Parameter], int]:
+        """Return which parameters are in this rank's partition of the flat buffer that is being made."""
+        buffer = self.buffers[len(self.partition_size)]
+        if not buffer.striped:
+            return super().get_partition_info(tensor_list, partition_size, partition_id, param_padding)
+        within = [param for param in tensor_list if buffer.holds(param)]
+        return within, [param for param in tensor_list if not buffer.holds(param)], 0
+
+    def initialize_gradient_partition(self, i: int, param_group: Sequence[nn.Parameter], partition_id: int) -> None:
+        """Fill the parent's tables with what this rank has of parameters: it reads of others where it sends to them,
+        and with thousands of ranks they take seconds, and memory."""
+        buffer = self.buffers[i]
+        if partition_id == buffer.rank and not buffer.striped:
+            super().initialize_gradient_partition(i, param_group, partition_id)
+        for param, offset, piece in buffer.own_pieces() if partition_id == buffer.rank and buffer.striped else ():
+            number = self.get_param_id(param)
+            self.param_to_partition_ids[i][number] = [partition_id]
+            self.total_grads_in_partition[i][partition_id] += 1
+            self.is_grad_computed[i][partition_id][number] = False
+            self.grad_partition_insertion_offset[i][partition_id][number] = piece.column
+            self.grad_start_offset[i][partition_id][number] = piece.start - offset
+
+    def get_first_param_index(
+        self, group_id: int, param_group: Sequence[nn.Parameter], partition_id: int
+    ) -> int | None:
+        """Return which parameter is the first in this rank's partition, if any is."""
+        if partition_id != self.buffers[group_id].rank:
+            return None
+        first: int | None = super().get_first_param_index(group_id, param_group, partition_id)
+        return first
+
+    def get_grad_position(
+        self, group_id: int, tensor_list: Sequence[nn.Parameter], first_offset: int, partition_size: int
+    ) -> None:
+        """Fill the parent's table of where this rank's gradients are, with optimizer offload."""
+        if not self.buffers[group_id].striped:
+            super().get_grad_position(group_id, tensor_list, first_offset, partition_size)
+            return
+        for param, offset, piece in self.buffers[group_id].own_pieces():
+            place = [group_id, piece.start - offset, piece.column, piece.numel]
+            self.grad_position[self.get_param_id(param)] = place
+
+    def _link_all_hp_params(self) -> None:
+        """Have parameters know where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
+
+        The parent goes by the model's order unless it has padded a parameter, so with ``round_robin_gradients`` it
+        would name other parameters, also in universal checkpoints. Any padding has it look at the real places.
+        """
+        paddings = self.round_robin_bit16_padding
+        in_any_order = [[1]] * len(paddings) if self.round_robin_gradients else paddings
+        with mock.patch.object(self, "round_robin_bit16_padding", in_any_order):
+            super()._link_all_hp_params()
+        for buffer in self._striped:
+            buffer.link(
+                self.single_partition_of_fp32_groups[buffer.number],
+                not self.cpu_offload,  # then there is no list of gradients
+                gradient_dict=self.averaged_gradients,
+                offload_gradient_dict=self.offload_gradient_dict,
+                use_offload=self.cpu_offload,
+            )
+        self._link_states()
+        tell_of_setters(self.buffers, self.whole)
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
+        if not self._hp_optimizer_states_linked and any(self._states_by_group):
+            self._link_states()
+
+    @property
+    def _states_by_group(self) -> list[Any]:
+        """The optimizer's states of each parameter group; empty where there are none yet."""
+        return [self.optimizer.state.get(partition) or {} for partition in self.single_partition_of_fp32_groups]
+
+    def _link_states(self) -> None:
+        """Link what there is: the parent links only after the first step, so after a load or a return from the host
+        ``safe_get_full_optimizer_state`` would not find any."""
+        held = self._states_by_group
+        groups = zip(self.bit16_groups, self.single_partition_of_fp32_groups, held, strict=True)
+        for params, partition, states in groups:
+            lazy_init_hp_params_optimizer_state(params, partition, {partition: states})
+        self._hp_optimizer_states_linked = all(held)
+
+    def _restore_from_bit16_weights(self) -> None:
+        """Take the optimizer's weights from the model's, which somebody has just loaded."""
+        with self.updates.partitions():
+            self.updates.take_weights()
+            super()._restore_from_bit16_weights()
+
+    # What others ask for ##########################################################################
+
+    def family_of_buffer(self, buffer: int) -> str:
+        """Return the family of what is in a flat buffer; see ``ParoOptimizer``."""
+        return self.buffers[buffer].family.name
+
+    def crossing_spans(self) -> list[CrossingSpan]:
+        """Return them; see ``ParoOptimizer``."""
+        return [span for buffer in self.buffers for span in buffer.crossing_spans(self.param_names)]
+
+    def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
+        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
+        start, numel, _ = buffer_of(self.buffers, param).own_elements(param)
+        return start, start + numel
+
+    def owned_gradient(self, param: nn.Parameter) -> Tensor:
+        """Return the gradient of these elements; see ``ParoOptimizer``."""
+        buffer = buffer_of(self.buffers, param)
+        _, numel, column = buffer.own_elements(param)
+        return self._shard(buffer.number).narrow(0, column, numel)
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return what is in this rank's partitions; see ``FlatShards``."""
+        return [buffer.flat_shard() for buffer in self.buffers]
+
+    def shard_weights(self, number: int) -> nn.Parameter:
+        """Return this rank's partition of the optimizer's weights; see ``FlatShards``."""
+        weights: nn.Parameter = self.single_partition_of_fp32_groups[number]
+        return weights
+
+    def shard_gradient(self, number: int) -> Tensor:
+        """Return its gradient; see ``FlatShards``."""
+        return self._shard(number)
 
     # Buckets: N -> g ##############################################################################
 
@@ -147,25 +349,24 @@ class Stage12Optimizer(Stage12Norms):
         self._reduce_bucket(tensors, grad_params, communication_data_type, tensors)
 
     def _reduce_bucket(
-        self, tensors: list[Tensor], params: Sequence[BucketEntry], dtype: torch.dtype, freed: Sequence[Tensor]
+        self, tensors: list[Tensor], entries: Sequence[BucketEntry], dtype: torch.dtype, freed: Sequence[Tensor]
     ) -> None:
         """Move a bucket on; ``freed`` are those of the tensors that may be freed before it has been waited for."""
-        if not params:
+        if not entries:
             return
+        params = [self.bit16_groups[group][index] for group, index, _ in entries]
         ranges = tuple(
-            Range(group, self._offsets[param_id], self.bit16_groups[group][index].numel())
-            for group, index, param_id in params
+            Range(group, self.buffers[group].offset(param), param.numel())
+            for (group, *_), param in zip(entries, params, strict=True)
         )
-        complete: list[int] = []
-        if self._is_last_backward:
-            complete += [self._places[id(self.bit16_groups[group][index])] for group, index, _ in params]
-            for gradients in self.gradients.values():
-                gradients.prepare_crossing()
-        for group in {entry[0] for entry in params}:
-            self.gradients[self.family_names[group]].prepare(group)
+        complete = [self._places[id(param)] for param in params] if self._is_last_backward else []
+        for gradients in self.gradients.values() if complete else ():
+            gradients.prepare_crossing()
+        for group in {entry[0] for entry in entries}:
+            self.gradients[self.family_of_buffer(group)].prepare(group)
         with self._reduction_stream(self.ipg_buckets[dtype], freed):
             for name, gradients in self.gradients.items():
-                mine = [number for number, one in enumerate(ranges) if self.family_names[one.buffer] == name]
+                mine = [number for number, one in enumerate(ranges) if self.family_of_buffer(one.buffer) == name]
                 if len(mine) == len(ranges):
                     gradients.reduce(tensors, ranges, self._wire_dtype(dtype), complete)
                 elif mine:
@@ -178,23 +379,26 @@ class Stage12Optimizer(Stage12Norms):
         return self._get_compact_grad_partition_buffer(group).flat_partition
 
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """Return a shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host.
+        """Return a shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host."""
+        if self.cpu_offload:
+            return _HostShard(self._host_shard(group_idx))
+        if not self.buffers[group_idx].striped:
+            return super()._build_compact_grad_partition_buffer(group_idx)
+        numel, device = self.buffers[group_idx].shard_numel, get_accelerator().current_device_name()
+        held = torch.zeros(numel, dtype=self.gradient_accumulation_dtype, device=device)
+        return GradPartitionBufferGroup(self.buffers[group_idx].split(held), held)
 
-        It is another tensor on the host where that one has less precision than ``grad_accum_dtype``.
-        """
-        if not self.cpu_offload:
-            if not self.is_striped(group_idx):
-                return super()._build_compact_grad_partition_buffer(group_idx)
-            held = self.new_shard(group_idx)
-            return GradPartitionBufferGroup(self.split_shard(group_idx, held), held)
-        shard = self.single_partition_of_fp32_groups[group_idx].grad.view(-1)
+    def _host_shard(self, group: int) -> Tensor:
+        """Return zeros on the host: the optimizer's gradient, or another tensor where that one has less precision than
+        ``grad_accum_dtype``."""
+        shard: Tensor = self.single_partition_of_fp32_groups[group].grad.view(-1)
         if shard.dtype not in (torch.float32, self.gradient_accumulation_dtype):
             shard = torch.empty_like(shard, dtype=self.gradient_accumulation_dtype)
         shard.zero_()
-        for param in self.params_in_partition[group_idx]:
+        for param in self.params_in_partition[group]:
             _, _, start, numel = self.grad_position[self.get_param_id(param)]
             self.accumulated_grads_in_cpu[self.get_param_id(param)] = shard.narrow(0, start, numel)
-        return _HostShard(shard)
+        return shard
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say yes: one flat buffer is what hops deliver into, and what the step reads without another copy."""
@@ -221,7 +425,7 @@ class Stage12Optimizer(Stage12Norms):
         """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         boundary = self.is_gradient_accumulation_boundary()
         self._last_was_known = boundary or self.flush_follows
-        self.finish_updates()
+        self.updates.settle()
         self.setup_buckets()  # no hook has done it in a stage of a pipeline that has nothing to train
         filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
         self.reduce_ipg_grads()
@@ -272,19 +476,73 @@ class Stage12Optimizer(Stage12Norms):
             gradients.slices.clear()  # which have been moved on
         if self.cpu_offload:
             self._wait_for_offload_copies()
-        for group, family in enumerate(self.family_names):
-            if not self.families[family].reduce.inter.keeps_zeros:
-                for start, length in self.padding(group):
-                    self._shard(group)[start : start + length].zero_()
+        for buffer in self.buffers:
+            for start, length in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
+                self._shard(buffer.number)[start : start + length].zero_()
         self._learn_from_first_step()
         self.complete_gradients()
         if self.cpu_offload:
-            self._measure_host_shards(range(len(self.layouts)))
+            self._measure_host_shards(range(len(self.buffers)))
 
     def _slice_wire_dtype(self) -> torch.dtype:
         """Return the dtype of slices, which mix parameters: fp32 where those have several (torch.autocast)."""
         dtypes = list(self.ipg_buckets)
         return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
+
+    # Norms ########################################################################################
+
+    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
+        """Return the parent's norm over its group, of what the step applies; see ``_global_norm``."""
+        self.muon.apply()
+        parents = super().scaled_global_norm
+        return self._global_norm(lambda: parents(norm_type))
+
+    def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> Tensor:
+        """Return the parent's norm of a parameter group; of experts over all ranks, each once."""
+        group = next(group for group, held in self.averaged_gradients.items() if held is gradients)
+        with self._over_all_experts(group) as once:
+            return once(super().get_grad_norm_direct(gradients, params, norm_type))
+
+    def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> Tensor:
+        """Return the same norm with an offloaded optimizer."""
+        group = next(group for group, held in enumerate(self.params_in_partition) if held is params)
+        with self._over_all_experts(group) as once:
+            return once(super().complete_grad_norm_calculation_for_cpu_offload(params))
+
+    @contextmanager
+    def _over_all_experts(self, group: int) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Within this context the parent computes a norm of experts over all data-parallel ranks, since the ranks that
+        shard their optimizer states may not hold every expert.
+
+        Returns:
+            What removes the duplicates that replicas add; -1 stays, which marks an invalid norm.
+        """
+        ranks = self.buffers[group].family.topology.sizes.ranks
+        if self.buffers[group].family.name == DENSE:
+            yield lambda norm: norm
+            return
+        replicas = ranks // dist.get_world_size(group=self.buffers[group].group)
+        with mock.patch.object(self, "dp_process_group", self.topology.world):
+            yield lambda norm: torch.where(norm < 0, norm, norm / replicas**0.5)
+
+    # The step, and parameters after it: os -> N ###################################################
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        """Take the step, with partitions to write to."""
+        with self.updates.partitions(stepping=True):
+            return super().step(closure)
+
+    def update_lp_params(self) -> None:
+        """Have all ranks hold the optimizer's weights, rounded to the dtype of the parameters. Collective."""
+        with self.updates.partitions():
+            super().update_lp_params()
+            self.updates.drain()
+
+    def send_whole(self) -> None:
+        """Have all ranks hold the optimizer's weights, where they may hold something else; see ``ParoOptimizer``."""
+        if not self.whole.always:
+            self._require_parameters()
+            self.update_lp_params()
 
     # What takes the place of gradients ############################################################
 
@@ -314,14 +572,104 @@ class Stage12Optimizer(Stage12Norms):
             self._measure_host_shards(shard.number for shard in shards)
             self._offload_accumulated_param_ids = used
 
-    def destroy(self) -> None:
-        """Also drop gradients of an accumulation that was not finished."""
-        for gradients in self.gradients.values():
-            gradients.drop()
-        self.updates.drop()
-        super().destroy()
+    # Checkpoints ##################################################################################
 
-    # Optimizer offload ############################################################################
+    def checkpoint_event_prologue(self) -> None:
+        """Have parameters arrive before the engine saves or loads them."""
+        self.updates.drain()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return DeepSpeed's, in its order; see ``flat/saved.py``."""
+        with self._in_zeros_order():
+            state = dict(super().state_dict())
+        return {**state, MOMENTUM_SCALE: 1.0} if uses_muon(self.optimizer) else state
+
+    @property
+    def _striped(self) -> list[FlatBuffer]:
+        return [buffer for buffer in self.buffers if buffer.striped]
+
+    @contextmanager
+    def _in_zeros_order(self) -> Iterator[None]:
+        """Have the parent see, in this context, partitions as they are in its order."""
+        weights, paddings = list(self.single_partition_of_fp32_groups), list(self.groups_padding)
+        for buffer in self._striped:
+            held = weights[buffer.number]
+            saved.require_one_value_per_element(self.optimizer.state[held], {held.numel()})
+        with ExitStack() as stack:
+            for buffer in self._striped:
+                held = weights[buffer.number]
+                weights[buffer.number], states = saved.in_zeros_order(buffer, held, self.optimizer.state[held])
+                paddings[buffer.number] = buffer.zeros_padding
+                # Another dict: those that are given out must not change when this context ends.
+                stack.enter_context(mock.patch.dict(self.optimizer.state, {held: states}))
+            if self._striped:
+                stack.enter_context(mock.patch.object(self, "single_partition_of_fp32_groups", weights))
+                stack.enter_context(mock.patch.object(self, "groups_padding", paddings))
+                stack.enter_context(mock.patch.object(self, "_param_slice_mappings", self._zeros_mappings()))
+            yield
+
+    def _zeros_mappings(self) -> list[Any]:
+        return saved.mappings(self.buffers, self._param_slice_mappings, self.param_names)
+
+    def check_states(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state dict that is sharded otherwise; see ``flat/saved.py``.
+
+        Raises:
+            ValueError: it is.
+        """
+        saved.check(state, self.partition_count, self._zeros_mappings())
+
+    def _load_legacy_checkpoint(
+        self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
+    ) -> None:
+        """Refuse optimizer states that are sharded otherwise, and take them in our order.
+
+        Raises:
+            ValueError: see ``check_states``.
+        """
+        rank, states = dist.get_rank(group=self.dp_process_group), list(state_dict_list)
+        self._check_together(states[rank])
+        if load_optimizer_states:
+            groups = zip(self.buffers, self.optimizer.param_groups, strict=True)
+            muon = [buffer for buffer, row in groups if row.get("use_muon", False)]
+            states[rank] = saved.with_own_momentum(muon, states[rank], self.dp_process_group)
+        if self._striped and (load_optimizer_states or load_from_fp32_weights):
+            states[rank] = saved.from_zeros_order(self.buffers, states[rank])
+        super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
+
+    def _check_together(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state dict on all ranks if one does, where what follows is collective: nobody may be left alone."""
+        problem: ValueError | None = None
+        try:
+            self.check_states(state)
+        except ValueError as error:
+            problem = error
+        if self._striped or uses_muon(self.optimizer):
+            failed = bool(largest(torch.tensor([float(problem is not None)]), self.dp_process_group).item())
+            problem = problem or (sharded_otherwise("otherwise on another rank", "are not") if failed else None)
+        if problem is not None:
+            raise problem
+
+    # To the host and back #########################################################################
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Offload DeepSpeed's states, and with its gradients our slices."""
+        self.updates.drain()
+        self._finish_buckets()
+        super().offload_states(*args, **kwargs)
+        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
+            for gradients in self.gradients.values():
+                gradients.to("cpu")
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Bring back what ``offload_states`` has moved; partitions are made anew for that."""
+        self.updates.settle()
+        super().reload_states(*args, **kwargs)
+        # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
+        self._link_states()
+        for gradients in self.gradients.values():
+            gradients.to(get_accelerator().current_device_name())
+        self.updates.give_up()
 
     def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
         """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``_sync_gradients``."""
@@ -351,11 +699,18 @@ class Stage12Optimizer(Stage12Norms):
         super().reset_cpu_buffers()
         self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
 
+    def destroy(self) -> None:
+        """Also drop gradients of an accumulation that was not finished, and leave the model alone."""
+        for gradients in self.gradients.values():
+            gradients.drop()
+        self.updates.drop()
+        super().destroy()
+
     # Streams ######################################################################################
 
     @contextmanager
     def _reduction_stream(self, bucket: Any = None, freed: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Run on the stream of reductions, behind all that filled the bucket; buckets are reused behind it."""
+        """Run on the stream of reductions, after all that filled the bucket; buckets are reused after it."""
         accelerator = get_accelerator()
         stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
         for event in bucket.ready_events.values() if bucket else ():

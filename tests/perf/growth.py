@@ -34,7 +34,7 @@ from deepspeed_ext.comm import process_groups
 from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.strategy import STRATEGIES, Placement, full_bucket
-from deepspeed_ext.zero.stage12_stripes import stripe_starts
+from deepspeed_ext.zero.flat.buffers import stripe_starts
 from tests.perf.lib import records
 from tests.perf.lib.fake_world import FakeWorld
 

@@ -75,8 +75,8 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(
         self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
     ) -> None:
+        from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
         from deepspeed_ext.zero.modifier_rank import listed, replicated, sharded_over_all
-        from deepspeed_ext.zero.updates import wait_for_whole_parameters
         from deepspeed_ext.zero.whole_updates import ask_all
 
         wait_for_whole_parameters()

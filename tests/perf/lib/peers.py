@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.pairwise import pairwise_all_to_all
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
-from deepspeed_ext.zero.updates import wait_for_updates
+from deepspeed_ext.zero.arrivals import wait_for_updates
 from tests.harness.model_states import held, storage_bytes, whole_weights
 from tests.perf.lib.cluster_rows import MUON
 

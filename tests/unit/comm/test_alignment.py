@@ -24,10 +24,10 @@ from deepspeed_ext.comm.packing import fill_up, joined
 from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
+from deepspeed_ext.zero.flat.updates import FlatUpdates
+from deepspeed_ext.zero.flat.windows import Window
 from deepspeed_ext.zero.parameters import PartitionedParameters
 from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
-from deepspeed_ext.zero.stage12 import Stage12Optimizer
-from deepspeed_ext.zero.windows import Window
 
 pytestmark = pytest.mark.quick
 
@@ -142,18 +142,16 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
                 if os == Placement.I:
                     Started(mine.gather_slice(sums.reshape(-1))).finish()
             flat = torch.empty(layout.rows * layout.cols * layout.chunk, dtype=dtype, device="meta")
-            optimizer = SimpleNamespace(
-                strategy=Strategy(Placement.N, os, os),
-                bit16_groups_flat=[flat],
-                own_partition=lambda group, own=flat[: layout.chunk]: own,
-                layouts=(layout,),
-                _reshard_of=lambda window: gathers,
-                _is_whole=lambda window: True,
-            )
+            updates = FlatUpdates.__new__(FlatUpdates)
+            updates._strategy = Strategy(Placement.N, os, os)
+            updates._flat = lambda group, flat=flat: flat
+            updates._own = lambda group, own=flat[: layout.chunk]: own
+            updates._buffers = [SimpleNamespace(layout=layout, family=SimpleNamespace(gather=gathers))]
+            updates._resync = SimpleNamespace(now=True)
             for start, width in layout.windows(shards, BUCKET):
                 window = Window(0, start, width, frozenset())
-                gathered = Started(Stage12Optimizer._gather_window(optimizer, window)).finish()
-                Stage12Optimizer._place_window(optimizer, window, gathered)
+                gathered = Started(updates._gather_window(window)).finish()
+                updates._place_window(window, gathered)
     return pointers.astray()
 
 

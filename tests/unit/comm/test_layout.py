@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.parameter_bucket import _runs
-from deepspeed_ext.zero.stage12_stripes import stripe_starts
+from deepspeed_ext.zero.flat.buffers import stripe_starts
 
 pytestmark = pytest.mark.quick
 

@@ -110,25 +110,23 @@ def padding_case() -> tuple[bool, bool]:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.zero.stage12_updates import Stage12Updates
+    from deepspeed_ext.zero.flat.updates import FlatUpdates
     from tests.harness import training
 
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
-    optimizer, hold = engine.optimizer, Stage12Updates._hold_partitions
+    optimizer, hold = engine.optimizer, FlatUpdates._hold
 
     def hold_what_others_have_left(self: Any) -> None:
         hold(self)
-        for own in self._own_partitions():
+        for _, own in self._owned():
             own.fill_(torch.nan)
 
-    with mock.patch.object(Stage12Updates, "_hold_partitions", hold_what_others_have_left):
+    with mock.patch.object(FlatUpdates, "_hold", hold_what_others_have_left):
         optimizer._restore_from_bit16_weights()
     weights = optimizer.single_partition_of_fp32_groups
     padding = [
-        weights[group].detach().narrow(0, *place)
-        for group in range(len(weights))
-        for place in optimizer.padding(group)
+        weights[buffer.number].detach().narrow(0, *place) for buffer in optimizer.buffers for place in buffer.padding()
     ]
     counted = torch.tensor([float(sum(one.numel() for one in padding))])
     dist.all_reduce(counted)

@@ -13,9 +13,9 @@ pytestmark = pytest.mark.quick
 WITH_STREAMS = ("NGG", "NIG", "ING", "III", "IGG", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
 COMMON = {
-    "flat_gradients.py:reduce": "NGG",
-    "flat_gradients.py:_cross": "NIG",
-    "updates.py:start": "NGG",
+    "gradients.py:reduce": "NGG",
+    "gradients.py:_cross": "NIG",
+    "arrivals.py:start": "NGG",
     "partitioned_gradients.py:submit": "GGG",
     "partitioned_gradients.py:_cross": "IGG",
     "partitioned_gradients.py:_cross_bucket": "III",
@@ -25,8 +25,8 @@ COMMON = {
 WAITS = {  # by whether the device has streams
     False: {
         **COMMON,
-        "flat_gradients.py:finish": "NIG",
-        "flat_gradients.py:drain": "NGG",
+        "gradients.py:finish": "NIG",
+        "gradients.py:drain": "NGG",
         "partitioned_gradients.py:end_backward": "IGG",
         "partitioned_gradients.py:finish": "GIG",
         "partitioned_gradients.py:drain": "GGG",

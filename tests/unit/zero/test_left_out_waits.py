@@ -44,9 +44,9 @@ FOUND = {
     "zero/expert_windows.py:WindowGathers._fetch:finish": ("GGG", "windows"),
     "zero/expert_windows.py:WindowGradients._reduce:record_stream": ("GGG", "windows"),
     "zero/gathers.py:Gather.wait:finish": ("GGG", "plain"),
-    "zero/flat_gradients.py:FlatGradients.drain:drain": ("NIG", "plain"),
-    "zero/flat_gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
-    "zero/flat_gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
+    "zero/flat/gradients.py:FlatGradients.drain:drain": ("NIG", "plain"),
+    "zero/flat/gradients.py:FlatGradients.finish:drain": ("NIG", "plain"),
+    "zero/flat/gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap"),
     "zero/muon.py:Muon.apply:drain": ("IIG", "Muon"),
     "zero/optimizer.py:ParoOptimizer._finish_buckets:drain": ("NIG", "plain"),
     "zero/parameters.py:PartitionedParameters._send:_wait_for_updates": ("IIG", "plain"),
@@ -79,9 +79,9 @@ FOUND = {
     "zero/stage3.py:Stage3Optimizer._reduction_stream:wait_stream": ("GNG", "plain"),
     "zero/stage3.py:Stage3Optimizer._wait_for_reductions:wait_stream": ("IIG", "plain"),
     "zero/stage3_states.py:Stage3States.checkpoint_event_epilogue:complete": ("IIG", "every micro-step"),
-    "zero/updates.py:Updates.drain:drain": ("NIG", "every micro-step"),
-    "zero/updates.py:Updates.start:drain 2": ("NGG", "overlap"),
-    "zero/updates.py:Updates.wait_for:wait": ("NIG", "plain"),
+    "zero/flat/arrivals.py:Arrivals.drain:drain": ("NIG", "every micro-step"),
+    "zero/flat/arrivals.py:Arrivals.start:drain 2": ("NGG", "overlap"),
+    "zero/flat/arrivals.py:Arrivals.wait_for:wait": ("NIG", "plain"),
 }
 _ARRIVED = "modules have waited for what they use before"
 _BY_READING = "tests/unit/zero/test_overlap.py reads what has not arrived, without a device"
@@ -129,7 +129,7 @@ UNFOUND = {
     "zero/slices.py:Slices.gather_updates:drain": "nothing is under way behind a step, which has waited before",
     "zero/slices.py:Slices.drain:finish": _LATER,
     "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_event": "streams with events are also waited for",
-    "zero/stage12_states.py:Stage12States.offload_states:_finish_buckets": _HOST,
+    "zero/stage12.py:Stage12Optimizer.offload_states:_finish_buckets": _HOST,
     "zero/stage3.py:Stage3Optimizer.independent_gradient_partition_epilogue:_finish_buckets": (
         "what reads gradients between micro-steps waits by itself"
     ),
@@ -139,22 +139,23 @@ UNFOUND = {
     "zero/stage3.py:Stage3Optimizer.zero_grad:_finish_buckets": "what was reduced is dropped",
     "zero/stage3_states.py:Stage3States._refuse_unfinished_gradients:_finish_buckets": _READ,
     "zero/stage3_states.py:Stage3States.offload_states:_finish_buckets": _HOST,
-    "zero/stage12_states.py:Stage12States.offload_states:drain": _BY_READING,
-    "zero/stage12_updates.py:Stage12Updates._gather_parameters:drain": "a step has waited before",
-    "zero/stage12_updates.py:Stage12Updates.checkpoint_event_prologue:drain": _BY_READING,
-    "zero/stage12_updates.py:Stage12Updates.finish_updates:drain": _ARRIVED,
-    "zero/stage12_updates.py:Stage12Updates.update_lp_params:drain": _BY_READING,
+    "zero/stage12.py:Stage12Optimizer.offload_states:drain": _BY_READING,
+    "zero/flat/updates.py:FlatUpdates.gather:drain": "a step has waited before",
+    "zero/stage12.py:Stage12Optimizer.checkpoint_event_prologue:drain": _BY_READING,
+    "zero/flat/updates.py:FlatUpdates.settle:drain": _ARRIVED,
+    "zero/flat/updates.py:FlatUpdates.drain:drain": _ARRIVED,
+    "zero/stage12.py:Stage12Optimizer.update_lp_params:drain": _BY_READING,
     "zero/whole_updates.py:_Vote.__init__:record": "the host reads it, in its own memory",
     "zero/whole_updates.py:_Vote.result:synchronize": "the host reads it, in its own memory",
     "zero/stage3.py:Stage3Optimizer.reduce_ready_partitions_and_remove_grads:wait_stream": (
         "for a model that computes on several streams"
     ),
-    "zero/updates.py:Updates.drop:drain": _BY_READING,
-    "zero/updates.py:Updates.start:drain": _ARRIVED,
-    "zero/updates.py:Updates.wait_for:drain": _BY_READING,
-    "zero/updates.py:Updates.wait:drain": _BY_READING,
-    "zero/updates.py:wait_for_updates:wait": _BY_READING,
-    "zero/updates.py:wait_for_whole_parameters:wait": _BY_READING,
+    "zero/flat/arrivals.py:Arrivals.drop:drain": _BY_READING,
+    "zero/flat/arrivals.py:Arrivals.start:drain": _ARRIVED,
+    "zero/flat/arrivals.py:Arrivals.wait_for:drain": _BY_READING,
+    "zero/flat/arrivals.py:Arrivals.wait:drain": _BY_READING,
+    "zero/arrivals.py:wait_for_updates:wait": _BY_READING,
+    "zero/arrivals.py:wait_for_whole_parameters:wait": _BY_READING,
 }
 
 

@@ -71,7 +71,7 @@ def bits_case(options: dict[str, Any], names: list[str]) -> list[tuple[str, bool
             return buckets
 
         def look(engine: Any, ahead: list[bool] = ahead) -> None:
-            ahead.append(bool(engine.optimizer.updates._started))
+            ahead.append(bool(engine.optimizer.updates.arrivals._started))
 
         with mock.patch.object(Boundary, "ready", count):
             overlapped = training.train(job, {**keys, "paro_overlap_updates": True}, look)
@@ -140,7 +140,7 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
     import torch
 
     import deepspeed_ext
-    from deepspeed_ext.zero.stage12 import Stage12Optimizer
+    from deepspeed_ext.zero.flat.updates import FlatUpdates
     from tests.harness import training
 
     class Held:
@@ -149,7 +149,7 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
         def wait(self) -> None:
             threading.Event().wait(0.1)
 
-    gather = Stage12Optimizer._gather_window
+    gather = FlatUpdates._gather_window
 
     def late(self: Any, window: Any) -> Any:
         yield Held()
@@ -160,7 +160,7 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
     found: dict[str, bool] = {}
     stale = False
     for way in READS:
-        with mock.patch.object(Stage12Optimizer, "_gather_window", late):
+        with mock.patch.object(FlatUpdates, "_gather_window", late):
             engine, model = training.make_engine(job, keys)
             kept = list(model.parameters())  # which wait for nothing, where the model's own do
             x, y = next(training.batches(job))
@@ -169,7 +169,7 @@ def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
             before = torch.cat([p.detach().flatten() for p in kept])
             read = ways_to_read(engine, model, kept, x)[way]
             seen = read()
-            waited = not engine.optimizer.updates._started or way == "forward"
+            waited = not engine.optimizer.updates.arrivals._started or way == "forward"
         deepspeed_ext.wait_for_updates()
         after = [p.detach() for p in model.parameters()]
         stale = stale or not torch.equal(before, torch.cat([one.flatten() for one in after]))

@@ -50,11 +50,11 @@ def arriving_when_waited_for() -> Iterator[threading.Event]:
     """In this context updates are on their way until somebody waits for them; that sets the event."""
     from unittest import mock
 
-    from deepspeed_ext.zero.stage12 import Stage12Optimizer
-    from deepspeed_ext.zero.updates import Updates
+    from deepspeed_ext.zero.flat.arrivals import Arrivals
+    from deepspeed_ext.zero.flat.updates import FlatUpdates
 
     gate = threading.Event()
-    gather, start, wait_for, drain = Stage12Optimizer._gather_window, Updates.start, Updates.wait_for, Updates.drain
+    gather, start, wait_for, drain = FlatUpdates._gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
 
     class Held:
         def wait(self) -> None:
@@ -79,8 +79,8 @@ def arriving_when_waited_for() -> Iterator[threading.Event]:
         drain(self)
 
     with (
-        mock.patch.object(Stage12Optimizer, "_gather_window", late),
-        mock.patch.multiple(Updates, start=started, wait_for=waited, drain=drained),
+        mock.patch.object(FlatUpdates, "_gather_window", late),
+        mock.patch.multiple(Arrivals, start=started, wait_for=waited, drain=drained),
     ):
         yield gate
 
@@ -201,7 +201,7 @@ def unread_case() -> tuple[bool, bool, list[set[str]]]:
         engine.step()
         engine.zero_grad()  # as HF's Trainer does
         model.train()
-        begun, waited = engine.optimizer.updates.begun, gate.is_set()
+        begun, waited = engine.optimizer.updates.arrivals.begun, gate.is_set()
         classes.append({type(module._parameters).__name__ for module in model.modules()})
         classes.append({type(copy.deepcopy(layer)._parameters).__name__ for layer in model.layers})
         engine.destroy()

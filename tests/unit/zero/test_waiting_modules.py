@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_ext.zero.updates import Updates
-from deepspeed_ext.zero.windows import Window
+from deepspeed_ext.zero.flat.arrivals import Arrivals
+from deepspeed_ext.zero.flat.windows import Window
 
 pytestmark = pytest.mark.quick
 
@@ -26,18 +26,18 @@ class Gate(nn.Module):
         return nn.functional.linear(x, self.part.weight)
 
 
-def watched(model: nn.Module) -> Updates:
-    """Updates of a model, a window for each parameter, in their order."""
+def watched(model: nn.Module) -> Arrivals:
+    """Arrivals of a model, a window for each parameter, in their order."""
     places = {id(param): place for place, param in enumerate(model.parameters())}
     windows = [Window(0, place, 1, frozenset([place])) for place in places.values()]
-    updates = Updates(windows, lambda window: iter(()), lambda window, cells: None, True, True)
+    updates = Arrivals(windows, lambda window: iter(()), lambda window, cells: None, True, True)
     updates.watch(model, places)
     return updates
 
 
-def waits(updates: Updates, model: nn.Module) -> list[int]:
+def waits(updates: Arrivals, model: nn.Module) -> list[int]:
     """The windows that modules wait for in a forward, one after the other."""
-    with mock.patch.object(Updates, "begun", True), mock.patch.object(updates, "wait_for") as wait_for:
+    with mock.patch.object(Arrivals, "begun", True), mock.patch.object(updates, "wait_for") as wait_for:
         model(torch.ones(1, 4))
     return [call.args[0] for call in wait_for.call_args_list]
 

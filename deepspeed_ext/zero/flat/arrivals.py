@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with p = N on their way back from an optimizer step: os -> N.
+"""Windows of updated parameters on their way back from an optimizer step, and who waits for them.
 
 Note [Updates under the forward]
     With ``paro_overlap_updates`` a step ends when the gathers of what it has changed have been started, window by
@@ -19,7 +19,7 @@ Note [Updates under the forward]
 import weakref
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -28,42 +28,8 @@ from torch.compiler import is_compiling
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.schedule import Schedule, Started
-from deepspeed_ext.zero.windows import Window
-
-
-class Arriving(Protocol):
-    """Updated parameters that may still be on their way after a step."""
-
-    def wait(self) -> None:
-        """Make the current stream wait for all of them."""
-
-
-_all: "weakref.WeakSet[Arriving]" = weakref.WeakSet()
-
-
-def announce(updates: Arriving) -> None:
-    """Make ``wait_for_updates`` wait for these as well, for as long as they live."""
-    _all.add(updates)
-
-
-def wait_for_updates() -> None:
-    """Wait until the parameters of all engines of this process are those of their last step.
-
-    Between a step and the next forward they may not be with ``zero_optimization.paro_overlap_updates``, and with
-    p = I. Not collective. On a device with streams the current stream waits; the host does not.
-
-    Raises:
-        RuntimeError: updates did not arrive, since another rank has ended or failed.
-    """
-    for updates in list(_all):
-        updates.wait()
-
-
-def wait_for_whole_parameters() -> None:
-    """Do so for engines with p = N, whose parameters anybody may read at any time."""
-    for updates in list(_all):
-        if isinstance(updates, Updates):
-            updates.wait()
+from deepspeed_ext.zero.arrivals import announce, forget
+from deepspeed_ext.zero.flat.windows import Window
 
 
 class BeforeUse:
@@ -79,7 +45,7 @@ class BeforeUse:
         parts: hooks of the modules in it.
     """
 
-    def __init__(self, updates: "Updates | None" = None, number: int = -1, parts: Sequence["BeforeUse"] = ()) -> None:
+    def __init__(self, updates: "Arrivals | None" = None, number: int = -1, parts: Sequence["BeforeUse"] = ()) -> None:
         self._updates = None if updates is None else weakref.ref(updates)
         self._number = number
         self._parts = parts
@@ -118,7 +84,7 @@ class _WaitingParameters(dict[str, Any]):
         updates: weakly held.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], updates: "Updates") -> None:
+    def __init__(self, parameters: Mapping[str, Any], updates: "Arrivals") -> None:
         super().__init__(parameters)
         self._updates = weakref.ref(updates)
         self._started, self._reached = updates._started, updates._reached
@@ -154,7 +120,7 @@ class _WaitingParameters(dict[str, Any]):
     def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
         return dict, (self.copy(),)
 
-    def is_of(self, updates: "Updates") -> bool:
+    def is_of(self, updates: "Arrivals") -> bool:
         """Whether it waits for these."""
         return self._updates() is updates
 
@@ -182,7 +148,7 @@ def _parts_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]
         yield module
 
 
-class Updates:
+class Arrivals:
     """Gathers of updated parameters.
 
     Args:
@@ -215,7 +181,7 @@ class Updates:
         self._hooks: list[Any] = []
         self._watched: list[nn.Module] = []
         if ahead:
-            announce(self)
+            announce(self, whole=True)
 
     def start(self) -> None:
         """Gather all windows: have them arrive by themselves, or wait for them."""
@@ -333,4 +299,4 @@ class Updates:
             if isinstance(params, _WaitingParameters) and params.is_of(self):
                 used.__dict__["_parameters"] = dict(params)
         self._watched.clear()
-        _all.discard(self)
+        forget(self)

@@ -29,7 +29,7 @@ from deepspeed_ext.comm.reshard import GradientReshard
 from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.windows import Window
+from deepspeed_ext.zero.flat.windows import Window
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.zero.flat.buffers import FlatBuffer
 
 
 class Window(NamedTuple):
@@ -22,24 +22,25 @@ class Window(NamedTuple):
 
 
 def windows_in_forward_order(
-    layouts: Sequence[FlatLayout], rows: Sequence[int], most: int, params: Sequence[Mapping[int, tuple[int, int]]]
+    buffers: Sequence[FlatBuffer], rows: Sequence[int], most: int, places: Mapping[int, int]
 ) -> list[Window]:
     """Return windows of all flat buffers, those of the model's first parameters first.
 
     A backward completes them the other way round: the first of a window's parameters gets its gradient last.
 
     Args:
-        layouts: of the flat buffers.
-        rows: of what travels of each flat buffer.
+        buffers: all.
+        rows: of what travels of each of them.
         most: elements (of all rows) of a window at most.
-        params: of each flat buffer, by their places in the model: start and elements in the buffer.
+        places: of parameters in the model, by their ids.
     """
     windows: list[Window] = []
-    for buffer, (layout, count, placed) in enumerate(zip(layouts, rows, params, strict=True)):
-        for number, stripe in enumerate(layout.stripes):
+    for buffer, count in zip(buffers, rows, strict=True):
+        placed = [(places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
+        for number, stripe in enumerate(buffer.layout.stripes):
             end = stripe.start + stripe.numel
-            members = frozenset(
-                place for place, (start, numel) in placed.items() if numel and stripe.start <= start < end
-            )
-            windows += [Window(buffer, *window, members) for window in layout.windows(count, most, number)]
+            members = frozenset(place for place, start in placed if stripe.start <= start < end)
+            windows += [
+                Window(buffer.number, *window, members) for window in buffer.layout.windows(count, most, number)
+            ]
     return sorted(windows, key=lambda window: (min(window.members, default=0), window.buffer, window.start))

@@ -1,0 +1,176 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""State dicts of stages 1 and 2, in DeepSpeed's order and in ours.
+
+Checkpoints have partitions in DeepSpeed's order, whatever the layout of flat buffers: its tools put them together by
+it. So a rank's states are exchanged with those of other ranks where they are saved and loaded. All of it is collective
+over the ranks that share the optimizer's states, if flat buffers have stripes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    PARAM_SLICE_MAPPINGS,
+    PARTITION_COUNT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+    ZERO_STAGE,
+)
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.redistribution import Redistribution
+from deepspeed_ext.zero.flat.buffers import FlatBuffer
+from deepspeed_ext.zero.momentum import Touched, of_partition, unscaled, with_momentum
+from deepspeed_ext.zero.muon import MOMENTUM
+from deepspeed_ext.zero.regroup import sharded_otherwise
+
+State = Mapping[str, Any]
+
+
+def require_one_value_per_element(states: State, whole: Container[int]) -> None:
+    """Refuse states that cannot be exchanged between ranks element by element.
+
+    Raises:
+        ValueError: there are some, such as the scales of blocks.
+    """
+    for key, value in states.items():
+        if isinstance(value, Tensor) and value.numel() > 1 and value.numel() not in whole:
+            raise ValueError(
+                f"The optimizer's state {key!r} has {value.numel()} elements, where each element of a parameter must "
+                f"have one of its own, for checkpoints to keep ZeRO's order. Set "
+                f"zero_optimization.round_robin_gradients to true: then the shards are ZeRO's own."
+            )
+
+
+def in_zeros_order(buffer: FlatBuffer, weights: Tensor, states: State) -> tuple[Tensor, dict[str, Any]]:
+    """Return the optimizer's weights and states of a partition in DeepSpeed's order, on the host.
+
+    Args:
+        buffer: one with stripes.
+        weights, states: of this rank's partition.
+    """
+    to_zeros = Redistribution(buffer.layout, buffer.zeros_layout, buffer.group)
+    moved = {
+        key: to_zeros.move(states[key]).cpu()
+        for key in sorted(states)
+        if isinstance(states[key], Tensor) and states[key].shape == weights.shape
+    }
+    return to_zeros.move(weights.detach()).cpu(), {**states, **moved}
+
+
+def mappings(buffers: Iterable[FlatBuffer], parents: Sequence[Any], names: Mapping[nn.Parameter, str]) -> list[Any]:
+    """Return DeepSpeed's map of parameters to places in the partition, ``parents``, in its order."""
+    found = list(parents)
+    for buffer in (buffer for buffer in buffers if buffer.striped):
+        found[buffer.number] = OrderedDict(
+            (names[param], fragment_address(start=column, numel=numel))
+            for param, _, numel, column in buffer.zeros_pieces()
+        )
+    return found
+
+
+def check(state: State, partition_count: Any, own_mappings: Sequence[Any]) -> None:
+    """Refuse a rank's state dict that is sharded otherwise: DeepSpeed would pad a shard that is too short.
+
+    Args:
+        state: of a checkpoint.
+        partition_count: over how many ranks states are sharded here: an entry for each parameter group.
+        own_mappings: of this rank, in DeepSpeed's order.
+
+    Raises:
+        ValueError: it is of another stage, sharded over another number of ranks, or of parameters elsewhere.
+    """
+    stage, count = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
+    if stage > 2 or count != partition_count:
+        raise sharded_otherwise(
+            f"of stage {stage} and sharded over {count} ranks",
+            f"are of stage 1 or 2 and sharded over {partition_count} ranks (an entry for each parameter group)",
+        )
+    if PARAM_SLICE_MAPPINGS not in state:  # of an older DeepSpeed
+        return
+    # By place, whatever the names: it is how DeepSpeed takes them.
+    saved, own = (
+        [[(piece.start, piece.numel) for piece in group.values()] for group in some]
+        for some in (state[PARAM_SLICE_MAPPINGS], own_mappings)
+    )
+    if saved != own:
+        raise sharded_otherwise(
+            "in another order", "go by round_robin_gradients, the parameter groups and the sizes of parameters"
+        )
+
+
+def from_zeros_order(buffers: Iterable[FlatBuffer], state: State) -> dict[str, Any]:
+    """Return this rank's state dict with partitions as they are here."""
+    base = state[BASE_OPTIMIZER_STATE]  # elastic ones have a list
+    weights, paddings = list(state[SINGLE_PARTITION_OF_FP32_GROUPS]), list(state[GROUP_PADDINGS])
+    states = dict(enumerate(base)) if not isinstance(base, dict) else dict(base["state"])
+    for buffer in (buffer for buffer in buffers if buffer.striped):
+        group, chunk = buffer.number, buffer.zeros_layout.chunk
+        from_zeros = Redistribution(buffer.zeros_layout, buffer.layout, buffer.group)
+        number = group if not isinstance(base, dict) else base["param_groups"][group]["params"][0]
+        whole = {chunk, weights[group].numel()}
+        mine = states.get(number, {})
+        require_one_value_per_element(mine, whole)
+        weights[group], paddings[group] = from_zeros.move(_filled(weights[group], chunk)), 0
+        states[number] = {
+            key: from_zeros.move(_filled(value, chunk))
+            if isinstance(value, Tensor) and value.dim() and value.numel() in whole
+            else value
+            for key, value in sorted(mine.items())
+        }
+    moved: Any = [states[group] for group in range(len(base))] if not isinstance(base, dict) else None
+    return {
+        **state,
+        SINGLE_PARTITION_OF_FP32_GROUPS: weights,
+        GROUP_PADDINGS: paddings,
+        BASE_OPTIMIZER_STATE: moved if moved is not None else {**base, "state": states},
+    }
+
+
+def with_own_momentum(buffers: Sequence[FlatBuffer], state: State, group: ProcessGroup | None) -> dict[str, Any]:
+    """Return this rank's state dict with the momentum of its partition, in DeepSpeed's order; see Note [Momentum of
+    DeepSpeed's stages].
+
+    Args:
+        buffers: those of Muon.
+        state: of this rank.
+        group: the ranks that share the optimizer's states.
+
+    Raises:
+        ValueError: on all of them, if it is that of other elements.
+    """
+    base = state[BASE_OPTIMIZER_STATE]
+    if not buffers or not isinstance(base, dict):
+        return dict(state)
+    numbers = [base["param_groups"][buffer.number]["params"][0] for buffer in buffers]
+    saved = [base["state"].get(number, {}).get(MOMENTUM) for number in numbers]
+    touched = [[Touched(param.numel(), *place) for param, *place in buffer.zeros_pieces()] for buffer in buffers]
+    chunks = [buffer.zeros_chunk for buffer in buffers]
+    lengths = [chunk if one is None else one.numel() for one, chunk in zip(saved, chunks, strict=True)]
+    # On some ranks both may be as long, and DeepSpeed has none where a rank has nothing of a parameter group.
+    others = [length != chunk for length, chunk in zip(lengths, chunks, strict=True)]
+    wrong = [
+        other and length != sum(one.whole for one in parts)
+        for other, length, parts in zip(others, lengths, touched, strict=True)
+    ]
+    alike = largest(torch.tensor([[one is not None for one in saved], others, wrong]).float(), group).bool()
+    if alike[2].any():
+        raise sharded_otherwise(f"for Muon's momentum of {lengths} elements", f"are for {chunks} elements")
+    momenta = {}
+    for place, (held, whole) in enumerate(alike[:2].T.tolist()):
+        if held:
+            one = saved[place] if saved[place] is not None else torch.zeros(lengths[place])
+            one = unscaled(state, one, offloaded=not whole and one.dtype == torch.float32)
+            momenta[numbers[place]] = of_partition(one, touched[place], chunks[place]) if whole else one
+    return {**state, BASE_OPTIMIZER_STATE: {**base, "state": with_momentum(base["state"], momenta)}}
+
+
+def _filled(chunk: Tensor, numel: int) -> Tensor:
+    return torch.nn.functional.pad(chunk, (0, numel - chunk.numel())) if chunk.numel() < numel else chunk
