@@ -67,7 +67,7 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
     offload = engine.optimizer.parameter_offload
     measured = {"hooks": len(offload.forward_hooks) + len(offload.backward_hooks)}
     measured["parameters gathered at a time at most"] = sum(
-        parameters.most_live for parameters in engine.optimizer.parameters.values()
+        gathers.most_live for gathers in engine.optimizer.gathers.values()
     )
     engine.destroy()
     return measured

@@ -28,7 +28,6 @@ from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
-from deepspeed_ext.zero.coordinator import coordinator_of
 from deepspeed_ext.zero.families import (
     DENSE,
     Families,
@@ -38,7 +37,8 @@ from deepspeed_ext.zero.families import (
     family_of,
     topologies_of,
 )
-from deepspeed_ext.zero.parameters import partition
+from deepspeed_ext.zero.sharded.coordinator import coordinator_of
+from deepspeed_ext.zero.sharded.gathers import partition
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 
@@ -137,13 +137,15 @@ def _replacements(
 
     if strategy.p == Placement.N:
         return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make_stage12)]
-    gathers: dict[str, Any] = {"bucket": config.allgather_bucket_size, "sequential": config.allgather_sequential}
+    how = config.allgather_bucket_size, config.allgather_sequential
 
     def make_stage3(*args: Any, **kwargs: Any) -> Stage3Optimizer:
-        return Stage3Optimizer(*args, **kwargs, strategy=strategy, families=families(), **gathers)
+        return Stage3Optimizer(
+            *args, **kwargs, strategy=strategy, families=families(), bucket=how[0], sequential=how[1]
+        )
 
     def make_inference(module: nn.Module, **kwargs: Any) -> DeepSpeedZeRoOffload:
-        return _inference(module, strategy, families_of(topologies, topologies, gather), gathers, kwargs)
+        return _inference(module, strategy, families_of(topologies, topologies, gather), how, kwargs)
 
     return [
         (deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", make_stage3),
@@ -152,12 +154,12 @@ def _replacements(
 
 
 def _inference(
-    module: nn.Module, strategy: Strategy, families: Families, gathers: dict[str, Any], arguments: dict[str, Any]
+    module: nn.Module, strategy: Strategy, families: Families, how: tuple[int, bool], arguments: dict[str, Any]
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
     with coordinator_of(families[DENSE].topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **arguments)
-    partition(module, offload, strategy, families, gathers)
+    partition(module, offload, strategy, families, *how)
     return offload
 
 

@@ -70,3 +70,8 @@ def with_momentum(states: Mapping[int, Mapping[str, Any]], momenta: Mapping[int,
     for number, momentum in momenta.items():
         found.setdefault(number, {})[MOMENTUM] = momentum
     return found
+
+
+def sharded_otherwise(saved: str, wanted: str) -> ValueError:
+    """Return the error for optimizer states that are sharded otherwise: as ``saved``, not as ``wanted``."""
+    return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")

@@ -42,10 +42,9 @@ from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean
 from deepspeed_ext.zero.flat.updates import FlatGroups, FlatUpdates, has_own_partition, tell_of_setters
 from deepspeed_ext.zero.flat.windows import windows_in_forward_order
 from deepspeed_ext.zero.flat_shards import FlatShard
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, sharded_otherwise
 from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.optimizer import ParoOptimizer, ordered_by_streams
-from deepspeed_ext.zero.regroup import sharded_otherwise
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 

@@ -96,7 +96,7 @@ class Wire:
         delay: shortest and longest time in milliseconds that a collective takes, on a GPU.
         ignored: a place, as in ``waits``, whose waits do nothing.
         keep: whether to keep all that was sent, for a look at its times.
-        waits: how often each place has waited, "file.py:function"; of ours and DeepSpeed's.
+        waits: how often each place has waited, "folder/file.py:function"; of ours and DeepSpeed's.
         sent: in the order in which they have begun.
     """
 
@@ -199,7 +199,7 @@ def _caller() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         if any(package in path for package in _PACKAGES) and not path.endswith(_PASSED_OVER):
-            return f"{Path(path).name}:{frame.f_code.co_name}"
+            return f"{Path(path).parent.name}/{Path(path).name}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
 

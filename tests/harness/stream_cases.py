@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
 from deepspeed_ext.comm import reshard
-from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
+from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from tests.harness import experts, mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
 from tests.harness.left_out_waits import sites, under
@@ -295,7 +295,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     families = getattr(optimizer, "gradients", {}).values()  # stock's have none
     if families:
         parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
-    on_host = [one for one in families if isinstance(one, PartitionedGradients) and one.held.device.type == "cpu"]
+    on_host = [one for one in families if isinstance(one, ShardedGradients) and one.held.device.type == "cpu"]
     on_host = [one for one in on_host if one.rows == 1]
     parts += [(one, name) for one in on_host for name in ("_begin", "_clear_padding")]
     aligned_rows = reshard.aligned_rows

@@ -28,7 +28,7 @@ import deepspeed
 import torch
 
 from deepspeed_ext.comm.reshard import ParameterReshard
-from deepspeed_ext.zero import slices
+from deepspeed_ext.zero.sharded import slices
 from tests.perf.lib import records
 from tests.perf.lib.blocks import Pauses, make_blocks
 from tests.perf.lib.fake_world import FakeWorld
@@ -121,9 +121,9 @@ def exposed(engine: Any, link: Link, pauses: Pauses, forward: float) -> tuple[fl
 
 def first_share(engine: Any) -> float:
     """Return the share of the model that must have arrived before the first block computes."""
-    parameters = engine.optimizer.parameters["dense"]
-    widths = [window.stop - window.start for window in parameters._windows]
-    needed = max(parameters._windows_of[param.ds_id][-1] for param in engine.module.blocks[0].parameters())
+    slices = engine.optimizer.slices["dense"]
+    widths = [window.stop - window.start for window in slices._windows]
+    needed = max(slices._windows_of[param.ds_id][-1] for param in engine.module.blocks[0].parameters())
     return sum(widths[: needed + 1]) / sum(widths)
 
 

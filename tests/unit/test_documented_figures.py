@@ -294,7 +294,7 @@ def test_messages_that_troubleshooting_quotes() -> None:
         "cannot be combined with": "deepspeed_ext/config/refused.py",
         "groups of one rank": "deepspeed_ext/zero/factory.py",
         "one group": "deepspeed_ext/zero/factory.py",
-        "which gather parameters together": "deepspeed_ext/zero/coordinator.py",
+        "which gather parameters together": "deepspeed_ext/zero/sharded/coordinator.py",
         "enters its experts in another order than theirs": "deepspeed_ext/leaf/chunks.py",
     }
     for words, file in quoted.items():

@@ -36,7 +36,7 @@ def choose_leaves(choose: Callable[..., None]) -> Callable[..., None]:
     def _set_z3_leaf_modules_by_threshold(
         self: "DeepSpeedZeRoOffload", module: "nn.Module", zero_module_granularity_threshold: int
     ) -> None:
-        from deepspeed_ext.zero.coordinator import is_coordinating
+        from deepspeed_ext.zero.sharded.coordinator import is_coordinating
 
         if not is_coordinating():
             choose(self, module, zero_module_granularity_threshold)

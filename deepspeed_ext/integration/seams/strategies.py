@@ -35,8 +35,8 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
             unset_leaves(self.module)  # of an engine before this one
         if strategy is None:
-            if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.parameters" in sys.modules:
-                from deepspeed_ext.zero.parameters import repartition_for_stock
+            if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.sharded.slices" in sys.modules:
+                from deepspeed_ext.zero.sharded.slices import repartition_for_stock
 
                 repartition_for_stock(self.module)
             return configure(self, optimizer)
@@ -62,7 +62,7 @@ def gather_our_parameters(all_gather_dp_groups: Callable[..., None]) -> Callable
 def compare_within_group(assert_ints_same: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(assert_ints_same)
     def assert_ints_same_as_other_ranks(ints: list[int]) -> None:
-        from deepspeed_ext.zero.coordinator import assert_same_in_group
+        from deepspeed_ext.zero.sharded.coordinator import assert_same_in_group
 
         if not assert_same_in_group(ints):
             assert_ints_same(ints)
@@ -76,7 +76,7 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
         self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
     ) -> None:
         from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
-        from deepspeed_ext.zero.modifier_rank import listed, replicated, sharded_over_all
+        from deepspeed_ext.zero.sharded.modifier_rank import listed, replicated, sharded_over_all
         from deepspeed_ext.zero.whole_updates import ask_all
 
         wait_for_whole_parameters()
@@ -95,7 +95,7 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
 def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def _exit(self: Any, *exc: object) -> Any:
-        from deepspeed_ext.zero import modifier_rank
+        from deepspeed_ext.zero.sharded import modifier_rank
 
         if self.src_rank is not None:
             modifier_rank.broadcast_to_replicas(modifier_rank.replicated(self.params), self.src_rank_by_group)
@@ -107,7 +107,7 @@ def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
 def partition_by_owner(partition: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(partition)
     def _partition_params(params: "Sequence[ZeroParameter]", has_been_updated: bool) -> None:
-        from deepspeed_ext.zero import modifier_rank
+        from deepspeed_ext.zero.sharded import modifier_rank
 
         modifier_rank.partition_by_owner(partition, params, has_been_updated)
 

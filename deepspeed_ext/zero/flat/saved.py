@@ -27,9 +27,8 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.redistribution import Redistribution
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
-from deepspeed_ext.zero.momentum import Touched, of_partition, unscaled, with_momentum
+from deepspeed_ext.zero.momentum import Touched, of_partition, sharded_otherwise, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
-from deepspeed_ext.zero.regroup import sharded_otherwise
 
 State = Mapping[str, Any]
 

@@ -121,7 +121,7 @@ def test_what_was_found_stays_mended(ranks: Any, kernels: bool, what: str) -> No
 BROKEN = {
     "deepspeed_ext.zero.flat.gradients.Mean.divide": Case(zero={"paro_strategy": "NIG", **TWO}, accumulation=2),
     "deepspeed_ext.zero.stage12.Stage12Optimizer._fill_other_buffer": next(iter(FOUND.values())),
-    "deepspeed_ext.zero.expert_windows.WindowGradients._reduce": Case(
+    "deepspeed_ext.zero.sharded.expert_windows.WindowGradients._reduce": Case(
         zero={"paro_strategy": "IIG", **TWO, "stage3_leaf_bytes": 2000}, blocks=(Block("packed"),), streams=False
     ),
     # How often a phase runs in a step: what moves at the boundary would be predicted for each micro-step.

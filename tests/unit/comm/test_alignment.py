@@ -26,8 +26,9 @@ from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.flat.windows import Window
-from deepspeed_ext.zero.parameters import PartitionedParameters
-from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
+from deepspeed_ext.zero.sharded.gathers import Gathers
+from deepspeed_ext.zero.sharded.gradients import ShardedGradients
+from deepspeed_ext.zero.sharded.slices import Slices
 
 pytestmark = pytest.mark.quick
 
@@ -169,14 +170,10 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
     topology = SimpleNamespace(sizes=cluster)
     with device(cluster) as (pointers, mine, gathers):
         layouts = [FlatLayout.of(numel, strategy.os, topology) for numel in NUMELS]
-        held = PartitionedParameters.__new__(PartitionedParameters)
-        held.strategy, held.topology, held._reshard = strategy, topology, gathers
+        held = Slices.__new__(Slices)
+        held.strategy, held.topology, held.reshard = strategy, topology, gathers
         held._columns, held._windows, held._windows_of = {}, [], {}
-        held._update_of, held._changed, held._buckets = {}, {}, {}
-        held._updates, held._gathers = Schedule(overlap=True), Schedule(overlap=True)
-        held._path = strategy.p, Placement.N
-        held._relayed = gathers.hops(*held._path) > 1
-        held.live = held.most_live = 0
+        held._update_of, held._changed, held._updates = {}, {}, Schedule(overlap=True)
         shared = torch.empty(sum(layout.chunk for layout in layouts) + 1, dtype=dtype, device="meta")[1:]
         params, offset = [], 0
         for ds_id, (numel, layout) in enumerate(zip(NUMELS, layouts, strict=True)):
@@ -184,20 +181,25 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
             chunk.ds_numel = layout.chunk
             params.append(SimpleNamespace(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), ds_tensor=chunk))
             offset += layout.chunk
-        held._params, held._bucket = params, BUCKET
+        held.params, held.bucket = params, BUCKET
         held._layouts = {param.ds_id: layout for param, layout in zip(params, layouts, strict=True)}
         rows = cluster.groups if held.sliced else 1
         held._slices = {param.ds_id: param.ds_tensor.expand(rows, -1) for param in params}
+        used = Gathers.__new__(Gathers)
+        used.slices, used._reshard, used._topology, used._buckets = held, gathers, topology, {}
+        used._path, used._schedule = (strategy.p, Placement.N), Schedule(overlap=True)
+        used._relayed = gathers.hops(*used._path) > 1
+        used.live = used.most_live = 0
         for some in (params, params[:3], *([param] for param in params)):
-            held._start(some, dtype).wait()
+            used._start(some, dtype).wait()
         sub_groups = params[:3], params[3:]
         flats = [flat.numel() for some in sub_groups for flat in held.partitions(some)]
         held._blocks, buffer, offset = {}, torch.empty(sum(flats), dtype=dtype, device="meta"), 0
         for number, some in enumerate(sub_groups):
             _, offset = held.make_block(number, buffer, offset, some)
-        held._written = lambda: None
+        held.written = lambda: None
         held.gather_updates()
-        mean = PartitionedGradients(
+        mean = ShardedGradients(
             params, held.layout, strategy, cluster.ranks, mine, 1 << 24, overlap=False, dtype=dtype
         )
         mean.place(torch.zeros(mean.rows * mean.numel, dtype=dtype, device="meta"))

@@ -159,7 +159,7 @@ def look_between_steps(engine: Any, model: Any) -> dict[str, Any]:
         masters = optimizer.single_partition_of_fp32_groups
     states = [v for state in optimizer.optimizer.state.values() for v in state.values() if getattr(v, "dim", int)()]
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    pieces = [t for p in frozen for t in (optimizer.parameters["dense"]._held(p) if hasattr(p, "ds_id") else [p])]
+    pieces = [t for p in frozen for t in (optimizer.slices["dense"].held(p) if hasattr(p, "ds_id") else [p])]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in pieces}
     return {
         "states": sum(t.numel() for t in (*masters, *states)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.partitioned_gradients import boundary_buckets
+from deepspeed_ext.zero.sharded.gradients import boundary_buckets
 
 pytestmark = pytest.mark.quick
 

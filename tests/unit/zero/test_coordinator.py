@@ -39,7 +39,7 @@ def compare_case(records: list[list[int]]) -> str | None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import assert_ints_same_as_other_ranks
 
     from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.zero.coordinator import _comparing_within
+    from deepspeed_ext.zero.sharded.coordinator import _comparing_within
 
     try:
         with _comparing_within(get_topology(None, 2).intra):
@@ -74,7 +74,7 @@ def outside_case() -> tuple[bool, str]:
     from deepspeed.runtime.zero.partitioned_param_coordinator import assert_ints_same_as_other_ranks
 
     from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.zero.coordinator import _comparing_within, assert_same_in_group
+    from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
 
     with _comparing_within(get_topology(None, 2).intra):
         within = assert_same_in_group([1, 2])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.zero.crossing import Crossing
+from deepspeed_ext.zero.sharded.crossing import Crossing
 
 pytestmark = pytest.mark.quick
 

@@ -171,8 +171,8 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
     from unittest import mock
 
     from deepspeed_ext.comm.reshard import ParameterReshard
-    from deepspeed_ext.zero.coordinator import GroupCoordinator
-    from deepspeed_ext.zero.parameters import PartitionedParameters
+    from deepspeed_ext.zero.sharded.coordinator import GroupCoordinator
+    from deepspeed_ext.zero.sharded.gathers import Gathers
     from tests.harness import training
     from tests.harness.stream_order import device_with_streams
 
@@ -181,13 +181,13 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
     waited: list[tuple[int, int]] = []
     gathered: dict[int, list[Any]] = {}  # ds_id: what is gathered together with it
     complete_rows, fetch = ParameterReshard.complete_rows, GroupCoordinator.fetch_sub_module
-    start = PartitionedParameters._start
+    start = Gathers._start
     with device_with_streams() as order:
         engine, _ = training.make_engine(job, placed("IIG", sub_group_size=300))
-        parameters = engine.optimizer.parameters["dense"]
+        slices = engine.optimizer.slices["dense"]
 
         def complete(self: Any, rows: Any) -> Any:
-            sent.append(parameters._windows[len(sent)].members[0])
+            sent.append(slices._windows[len(sent)].members[0])
             return complete_rows(self, rows)
 
         def starting(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
             fetch(self, module, forward)
             own = [other for param in module.parameters(recurse=False) for other in gathered.get(param.ds_id, ())]
             if forward and own:
-                places = [max(parameters._windows_of[param.ds_id]) + 1 for param in own]
+                places = [max(slices._windows_of[param.ds_id]) + 1 for param in own]
                 needed = max(places + [many for _, many in waited])
                 waited.append((order.default.clock.get(wire.number, 0) - began, needed))
 
@@ -215,7 +215,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
             began = wire.clock[wire.number] - len(sent)
             with (
                 mock.patch.object(GroupCoordinator, "fetch_sub_module", fetching),
-                mock.patch.object(PartitionedParameters, "_start", starting),
+                mock.patch.object(Gathers, "_start", starting),
             ):
                 engine(next(data)[0])
         engine.destroy()

@@ -13,35 +13,35 @@ pytestmark = pytest.mark.quick
 WITH_STREAMS = ("NGG", "NIG", "ING", "III", "IGG", "GGG")
 # Places of ours that wait, with what shows it where a wait is left out.
 COMMON = {
-    "gradients.py:reduce": "NGG",
-    "gradients.py:_cross": "NIG",
-    "arrivals.py:start": "NGG",
-    "partitioned_gradients.py:submit": "GGG",
-    "partitioned_gradients.py:_cross": "IGG",
-    "partitioned_gradients.py:_cross_bucket": "III",
-    "partitioned_gradients.py:reduce_buckets": "ING",
-    "slices.py:_gather_slices": "IGG",
+    "flat/gradients.py:reduce": "NGG",
+    "flat/gradients.py:_cross": "NIG",
+    "flat/arrivals.py:start": "NGG",
+    "sharded/gradients.py:submit": "GGG",
+    "sharded/gradients.py:_cross": "IGG",
+    "sharded/gradients.py:_cross_bucket": "III",
+    "sharded/gradients.py:reduce_buckets": "ING",
+    "sharded/slices.py:_gather_slices": "IGG",
 }
 WAITS = {  # by whether the device has streams
     False: {
         **COMMON,
-        "gradients.py:finish": "NIG",
-        "gradients.py:drain": "NGG",
-        "partitioned_gradients.py:end_backward": "IGG",
-        "partitioned_gradients.py:finish": "GIG",
-        "partitioned_gradients.py:drain": "GGG",
-        "gathers.py:wait": "GGG",
-        "slices.py:_wait_for_windows": "IGG",
+        "flat/gradients.py:finish": "NIG",
+        "flat/gradients.py:drain": "NGG",
+        "sharded/gradients.py:end_backward": "IGG",
+        "sharded/gradients.py:finish": "GIG",
+        "sharded/gradients.py:drain": "GGG",
+        "sharded/handles.py:wait": "GGG",
+        "sharded/slices.py:_wait_for_windows": "IGG",
     },
     True: {  # relays wait at once; what has none is a gather of one hop
         **COMMON,
-        "parameters.py:_start": "GGG",
-        "gathers.py:wait": "III",
-        "slices.py:_gather_windows": "IGG",
+        "sharded/gathers.py:_start": "GGG",
+        "sharded/handles.py:wait": "III",
+        "sharded/slices.py:_gather_windows": "IGG",
     },
 }
-STOCK = ("torch.py", "partition_parameters.py")  # DeepSpeed's, which waits for its own
-OTHERS = {"slices.py:drain"}  # it protects what is sent, of parameters that no module uses
+STOCK = ("comm/torch.py", "zero/partition_parameters.py")  # DeepSpeed's, which waits for its own
+OTHERS = {"sharded/slices.py:drain"}  # it protects what is sent, of parameters that no module uses
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -91,13 +91,13 @@ def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[
     return different, ours, missed
 
 
-@pytest.mark.parametrize("removed", ["", "deepspeed_ext.zero.coordinator:GroupCoordinator.follow"])
+@pytest.mark.parametrize("removed", ["", "deepspeed_ext.zero.sharded.coordinator:GroupCoordinator.follow"])
 def test_the_wire_of_a_gpu(ranks: Any, removed: str) -> None:
     """Its streams, simulated: what is sent and received has an order, and one that is missing is found."""
     same, findings = ranks(1).run(gpu_case, removed)[0]
     assert same
     if removed:
-        assert any("parameters.py" in finding for finding in findings), findings
+        assert any("gathers.py" in finding for finding in findings), findings
     else:
         assert not findings
 

@@ -137,7 +137,7 @@ def comparison_case() -> str:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.zero.coordinator import _comparing_within, assert_same_in_group
+    from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
 
     engine, *_ = deepspeed.initialize(
         model=torch.nn.Linear(2, 2),

@@ -100,14 +100,14 @@ def crossing_cases() -> dict[str, list[bool]]:
     import threading
     from unittest import mock
 
-    from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
+    from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 
     job = Job(sizes=networks.SQUARE, empty=False, zero=SMALL, accumulation=2)
     found: dict[str, list[bool]] = {}
     for name in AT_BOUNDARY:
         crossed, seen = threading.Event(), found.setdefault(name, [])
         last = "_arrive_whole" if name[1:] == "NG" else "_take"
-        original = getattr(PartitionedGradients, last)
+        original = getattr(ShardedGradients, last)
 
         def noting(*args: Any, original: Any = original, crossed: Any = crossed) -> None:
             original(*args)
@@ -116,7 +116,7 @@ def crossing_cases() -> dict[str, list[bool]]:
         def pause(gradient: Any, seen: Any = seen, crossed: Any = crossed) -> None:
             seen.append(crossed.wait(30) if len(seen) == 3 else crossed.is_set())
 
-        with mock.patch.object(PartitionedGradients, last, noting):
+        with mock.patch.object(ShardedGradients, last, noting):
             engine, model = training.make_engine(job, training.placed(name))
             model.layers[0].register_forward_hook(lambda *call, pause=pause: call[2].register_hook(pause) and None)
             for _, (x, y) in zip(range(4), training.batches(job), strict=False):

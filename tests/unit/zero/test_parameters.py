@@ -169,7 +169,7 @@ def padding_case(group: int) -> list[tuple[str, int, float, bool, bool]]:
 
 def is_view(optimizer: Any, param: Any) -> bool:
     """Whether ``ds_tensor`` is the row of this rank's group, in the optimizer's buffer if the parameter is trained."""
-    held = optimizer.parameters["dense"]._held(param)
+    held = optimizer.slices["dense"].held(param)
     own = optimizer.topology.sizes.groups > 1 and len(held) > 1
     row = held[optimizer.families["dense"].reduce.row if own else 0]
     same: bool = row.data_ptr() == param.ds_tensor.data_ptr()
@@ -181,7 +181,7 @@ def is_view(optimizer: Any, param: Any) -> bool:
 
 def chunks_held(optimizer: Any, param: Any) -> list[tuple[int, Any]]:
     """(number of the chunk, its tensor) of what this rank holds of a parameter."""
-    held = optimizer.parameters["dense"]._held(param)
+    held = optimizer.slices["dense"].held(param)
     if len(held) == 1:
         return [(param.ds_zero_partition_rank, held[0])]
     cluster = optimizer.topology.sizes

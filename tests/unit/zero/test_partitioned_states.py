@@ -86,10 +86,10 @@ def under_way_case() -> list[int]:
     engine, model = training.make_engine(job, {"paro_strategy": "IIG", "paro_group_size": 2})
     data = training.batches(job)
     counts: list[int] = []
-    parameters = engine.optimizer.parameters["dense"]
+    slices = engine.optimizer.slices["dense"]
 
     def count(*_: Any) -> None:
-        counts.append(len(parameters._update_of))
+        counts.append(len(slices._update_of))
 
     training.micro_step(engine, job, 0, *next(data))
     engine.step()
@@ -147,18 +147,18 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
 
 def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
     """Note before each layer of the next forward how many elements have been waited for."""
-    parameters = engine.optimizer.parameters["dense"]
-    finish = parameters._updates.finish
-    numbers = {id(started): number for number, started in parameters._update_of.items()}
-    ranks = parameters.topology.sizes.ranks
+    slices = engine.optimizer.slices["dense"]
+    finish = slices._updates.finish
+    numbers = {id(started): number for number, started in slices._update_of.items()}
+    ranks = slices.topology.sizes.ranks
     arrived = [0]
 
     def finishing(started: Any) -> Any:
-        before = parameters._windows[: numbers[id(started)] + 1]
+        before = slices._windows[: numbers[id(started)] + 1]
         arrived.append(max(arrived[-1], ranks * sum(window.stop - window.start for window in before)))
         return finish(started)
 
-    parameters._updates.finish = finishing
+    slices._updates.finish = finishing
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda *_: waited.append(arrived[-1]))
 

@@ -24,18 +24,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
-from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule, Started
-from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
 from deepspeed_ext.strategy import Placement, Strategy, full_bucket
 from deepspeed_ext.zero.arrivals import announce
+from deepspeed_ext.zero.sharded.modifier_rank import REPLICAS
 
 
 class _Window(NamedTuple):
@@ -97,11 +100,11 @@ class Slices:
     ) -> None:
         self.strategy = strategy
         self.topology = topology
-        self._reshard = reshard
-        self._bucket = max(1, bucket)
-        self._written = written
-        self._params = list(params)
-        self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self._params}
+        self.reshard = reshard
+        self.bucket = max(1, bucket)
+        self.written = written
+        self.params = list(params)
+        self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self.params}
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._columns: dict[int, _Columns] = {}  # ds_id: where its slice is
@@ -122,31 +125,54 @@ class Slices:
         """Return how the parameter is divided into cells."""
         return self._layouts[param.ds_id]
 
-    def _make_slices(self) -> None:
-        for some in self._batches(self._params) if self.sliced else ():
+    def make(self) -> None:
+        """Shard every parameter over the group of its optimizer states, with zeros in the padding, and hold it as the
+        strategy says. Collective."""
+        group = self.topology.shard_group(self.strategy.os)
+        rank, ranks = dist.get_rank(group=group), data_parallel_ranks(group)
+        elsewhere = {
+            id(other): data_parallel_ranks(other) != ranks for other in {p.ds_process_group for p in self.params}
+        }
+        for param in self.params:
+            if elsewhere[id(param.ds_process_group)]:
+                repartition(param, group)
+            chunk = param.ds_tensor.ds_numel
+            param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
+        for some in self.batches(self.params) if self.sliced else ():
             for param, mine in self._gather_slices(some):
                 self._hold(param, mine.contiguous())
 
+    def release(self, param: ZeroParameter) -> None:
+        """Give a parameter back to DeepSpeed, sharded as it is."""
+        if self.sliced:
+            param.ds_tensor.data = param.ds_tensor.data.clone()  # no longer a row that keeps its slice
+
+    def forget(self) -> None:
+        """Forget all slices, once their parameters are released."""
+        self._slices.clear()
+        self.forget_blocks()
+
     def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
         self._slices[param.ds_id] = slice_
-        param.ds_tensor.data = slice_[self._reshard.row]
+        param.ds_tensor.data = slice_[self.reshard.row]
 
-    def _held(self, param: ZeroParameter) -> Tensor:
+    def held(self, param: ZeroParameter) -> Tensor:
         """Return what this rank holds of the parameter: (rows, chunk), one row where it is no slice."""
         return self._slices[param.ds_id] if self.sliced else param.ds_tensor.view(1, -1)
 
     @property
-    def _row_count(self) -> int:
+    def row_count(self) -> int:
+        """Rows that are held of a parameter."""
         return self.topology.sizes.groups if self.sliced else 1
 
-    def _batches(self, params: Iterable[ZeroParameter]) -> list[list[ZeroParameter]]:
+    def batches(self, params: Iterable[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Return the parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
         batches: list[list[ZeroParameter]] = []
         filled: dict[torch.dtype, tuple[list[ZeroParameter], float]] = {}
         for param in params:
             dtype = param.ds_tensor.dtype
             batch, numel = filled.get(dtype, ([], math.inf))
-            if numel + param.ds_numel > self._bucket:
+            if numel + param.ds_numel > self.bucket:
                 batch, numel = [], 0
                 batches.append(batch)
             batch.append(param)
@@ -164,7 +190,7 @@ class Slices:
             return [param.ds_tensor for param in sub_group]
         width, filled = self._block_width(sub_group)
         slices = [self._slices.pop(param.ds_id) for param in sub_group]
-        block = slices[0].new_zeros(self._row_count * filled)
+        block = slices[0].new_zeros(self.row_count * filled)
         torch.cat(slices, dim=1, out=block.view(-1, filled)[:, :width])
         for param in sub_group:
             param.ds_tensor.data = block.new_empty(0)
@@ -173,7 +199,7 @@ class Slices:
     def _block_width(self, sub_group: Sequence[ZeroParameter]) -> tuple[int, int]:
         """Return the elements of a row of its block, and with padding: where rows begin hops like best."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
-        return width, fill_up(width, self._reshard.multiple if self.sliced else 1)
+        return width, fill_up(width, self.reshard.multiple if self.sliced else 1)
 
     def make_block(
         self, number: int, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]
@@ -192,7 +218,7 @@ class Slices:
             column += param.ds_tensor.ds_numel
         self._windows.clear()
         width, _ = self._block_width(sub_group)
-        return block[self._reshard.row if self.sliced else 0, :width], offset + block.numel()
+        return block[self.reshard.row if self.sliced else 0, :width], offset + block.numel()
 
     def place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> int:
         """Hold parameters in a flat buffer from ``offset`` on, as ``make_block`` does, wherever it is; return where
@@ -201,7 +227,7 @@ class Slices:
 
     def _place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> Tensor:
         """Hold the parameters of a sub-group in a part of a flat buffer; return it, (rows, elements and padding)."""
-        rows, (_, filled) = self._row_count, self._block_width(sub_group)
+        rows, (_, filled) = self.row_count, self._block_width(sub_group)
         block = buffer.narrow(0, offset, rows * filled).view(rows, filled)
         column = 0
         for param in sub_group:
@@ -217,7 +243,7 @@ class Slices:
     @property
     def always_whole(self) -> bool:
         """Whether updates always travel as they are, or none do."""
-        return self._reshard.differences is None
+        return self.reshard.differences is None
 
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_block``."""
@@ -233,16 +259,16 @@ class Slices:
         """
         self.gather_updates()
         if self.sliced:
-            for some in self._batches(param for param in self._params if param.ds_id not in self._columns):
+            for some in self.batches(param for param in self.params if param.ds_id not in self._columns):
                 for param, mine in self._gather_slices(some):
-                    self._held(param).copy_(mine)
-            self._written()
+                    self.held(param).copy_(mine)
+            self.written()
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
         """Reshard their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
-        chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self._reshard.multiple)
+        chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self.reshard.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
-        gathered = Started(self._reshard.gather_rows(chunks)).finish()
+        gathered = Started(self.reshard.gather_rows(chunks)).finish()
         rows = gathered.view(self.topology.sizes.groups, chunks.numel())
         numels = [param.ds_tensor.ds_numel for param in params]
         return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))
@@ -255,14 +281,14 @@ class Slices:
         another does with its data. It is that of the model: parameter groups split each layer's parameters, and
         the first layer would wait for the last group's blocks.
         """
-        self._written()
+        self.written()
         self.drain()
         self._gather_windows(self._in_order())
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
         """Do so for one sub-group, in a step in which all ranks take sub-groups in one order."""
-        self._written()
+        self.written()
         self._gather_windows([window for window in self._in_order() if window.block == number])
 
     def change(self, number: int, updated: Tensor, held: Tensor) -> None:
@@ -284,8 +310,8 @@ class Slices:
     def _in_order(self) -> list[_Window]:
         """Return the windows of all blocks, those of the model's first parameters first. See Note [Rows]."""
         if self.sliced and not self._windows:
-            total = sum(param.ds_numel for param in self._params if param.ds_id in self._columns)
-            most = max(1, full_bucket(self._bucket, total) // self.topology.sizes.ranks)
+            total = sum(param.ds_numel for param in self.params if param.ds_id in self._columns)
+            most = max(1, full_bucket(self.bucket, total) // self.topology.sizes.ranks)
             windows = [window for block in self._blocks for window in self._divided(block, most)]
             self._windows = [
                 window._replace(number=number)
@@ -304,7 +330,7 @@ class Slices:
         for, and a window for its end alone would be a message for little."""
         inside = [(ds_id, columns) for ds_id, columns in self._columns.items() if columns.block == number]
         filled = self._blocks[number].shape[1]
-        width = fill_up(-(-filled // max(1, round(filled / most))), self._reshard.multiple)
+        width = fill_up(-(-filled // max(1, round(filled / most))), self.reshard.multiple)
         for start in range(0, filled, max(1, width)):
             stop = min(start + width, filled)
             members = sorted(ds_id for ds_id, columns in inside if columns.start < stop and start < columns.stop)
@@ -313,7 +339,7 @@ class Slices:
     def _gather_windows(self, windows: Sequence[_Window]) -> None:
         changed = [window for window in windows if window.block in self._changed]
         updates = [self._changed[window.block].update(window) for window in changed]
-        codes = self._reshard.encode(updates, Placement.I) if changed else []
+        codes = self.reshard.encode(updates, Placement.I) if changed else []
         code_of = {
             window.number: (code, update.most) for window, code, update in zip(changed, codes, updates, strict=True)
         }
@@ -324,9 +350,9 @@ class Slices:
             rows = self._blocks[window.block].detach()[:, window.start : window.stop]
             if window.number in code_of:
                 code, width = code_of.pop(window.number)
-                transfer = self._reshard.update_rows(code, rows[:, :width])
+                transfer = self.reshard.update_rows(code, rows[:, :width])
             else:
-                transfer = self._reshard.complete_rows(rows)
+                transfer = self.reshard.complete_rows(rows)
             self._update_of[window.number] = self._updates.start(transfer)
 
     def drain(self) -> None:
@@ -341,7 +367,8 @@ class Slices:
         """Make the current stream wait for the gathers of all windows; see ``wait_for_updates``."""
         self._wait_for_windows(list(self._update_of))
 
-    def _wait_for_updates(self, params: Iterable[ZeroParameter]) -> None:
+    def wait_for_updates(self, params: Iterable[ZeroParameter]) -> None:
+        """Make the current stream wait for the gathers of the windows that parameters are in."""
         self._wait_for_windows(sorted({number for p in params for number in self._windows_of.get(p.ds_id, ())}))
 
     def _wait_for_windows(self, numbers: Iterable[int]) -> None:
@@ -353,8 +380,31 @@ class Slices:
                     self._update_of.pop(number, None)
 
     @torch.no_grad()
-    def _write_rows(self, param: ZeroParameter) -> None:
+    def write_rows(self, param: ZeroParameter) -> None:
+        """Write what a gathered parameter is now into the rows that are held of it."""
         layout, whole = self.layout(param), param.data.reshape(-1)
         missing = layout.rows * layout.cols * layout.chunk - layout.numel
         padded = torch.nn.functional.pad(whole, (0, missing)) if missing else whole
-        self._held(param).copy_(padded.view(layout.rows, layout.cols, layout.chunk)[:, self._reshard.col])
+        self.held(param).copy_(padded.view(layout.rows, layout.cols, layout.chunk)[:, self.reshard.col])
+
+
+def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:
+    """Partition a ZeRO parameter, with DeepSpeed's own methods, over another process group. Collective over both."""
+    param.all_gather()
+    param.ds_process_group = group
+    param.ds_zero_partition_rank = dist.get_rank(group=group)
+    param.ds_zero_partition_world_size = dist.get_world_size(group=group)
+    param.ds_tensor = None  # type: ignore[assignment] # as DeepSpeed marks a whole parameter
+    param.partition()
+
+
+def repartition_for_stock(module: nn.Module) -> None:
+    """Shard what an engine of ours has sharded inside groups over all ranks again, for DeepSpeed's own ZeRO-3.
+
+    It reduces each parameter over the group that the parameter is sharded over: that must be the one it was sharded
+    over before ours, and not the group that its engine names, which with a mesh is a part of it.
+    """
+    for param in filter(is_partitioned, module.parameters()):
+        if hasattr(param, REPLICAS):
+            repartition(param, getattr(param, REPLICAS))
+            delattr(param, REPLICAS)

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.deepspeed_types import ZeroParameter
 
-OWNER = "paro_parameters"  # attribute of a parameter: the PartitionedParameters that holds it
+OWNER = "paro_parameters"  # attribute of a parameter: the ``Gathers`` that gathers it
 REPLICAS = "paro_replicas"  # attribute of a parameter that every group holds: the data-parallel group
 
 

@@ -35,8 +35,8 @@ from deepspeed_ext.comm.schedule import Schedule
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.crossing import Crossing, CrossingBucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
+from deepspeed_ext.zero.sharded.crossing import Crossing, CrossingBucket
 
 Bucket = list[ZeroParameter]  # what moves together at the boundary
 
@@ -65,7 +65,7 @@ def boundary_buckets(
     return [sorted(bucket, key=lambda param: place[param.ds_id]) for bucket in buckets]
 
 
-class PartitionedGradients:
+class ShardedGradients:
     """Gradients of the trainable parameters. See Note [Rows of gradients].
 
     Args:

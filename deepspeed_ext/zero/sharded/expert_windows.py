@@ -29,8 +29,8 @@ from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.families import DENSE
-from deepspeed_ext.zero.partitioned_gradients import PartitionedGradients
-from deepspeed_ext.zero.slices import Slices
+from deepspeed_ext.zero.sharded.gradients import ShardedGradients
+from deepspeed_ext.zero.sharded.slices import Slices
 
 
 class _Piece(NamedTuple):
@@ -132,8 +132,8 @@ class WindowGathers:
         pieces = [
             param.ds_tensor.to(device=device, dtype=dtype, non_blocking=True).view(1, -1) for param in module.params
         ]
-        shard = joined_and_aligned(pieces, self._slices._reshard.multiple)
-        return (yield from self._slices._reshard.gather(shard, Placement.G, Placement.I))
+        shard = joined_and_aligned(pieces, self._slices.reshard.multiple)
+        return (yield from self._slices.reshard.gather(shard, Placement.G, Placement.I))
 
     def _fetch(self, module: WindowedModule, number: int) -> _Window:
         passes = self._gathered[id(module)]
@@ -155,10 +155,10 @@ class WindowGathers:
         return _Window(self, self._schedule, self._schedule.start(transfer), pieces)
 
     def _send(self, module: WindowedModule, pieces: list[list[_Piece]], rows: list[Tensor]) -> Transfer:
-        reshard, params = self._slices._reshard, module.params
+        reshard, params = self._slices.reshard, module.params
         collectives = (reshard.inter if self._between else reshard.intra).collectives
-        self._slices._wait_for_updates(params)
-        held = rows or [self._slices._held(param) for param in params]
+        self._slices.wait_for_updates(params)
+        held = rows or [self._slices.held(param) for param in params]
         dtype = get_allgather_dtype(params[0], params[0].ds_tensor)
         device = get_accelerator().current_device_name()
         mine = [held[p.param][p.row][p.start : p.start + p.numel] for p in pieces[collectives.rank]]
@@ -183,7 +183,7 @@ class WindowGradients:
         held: what its gradients are added to.
     """
 
-    def __init__(self, optimizer: Any, held: PartitionedGradients) -> None:
+    def __init__(self, optimizer: Any, held: ShardedGradients) -> None:
         self._optimizer = optimizer
         self._held = held
         for module in windowed_modules(optimizer.module):
@@ -246,7 +246,7 @@ class WindowGradients:
         params = [param for param in module.params if param.requires_grad]
         flats = [grad for param, grad in zip(module.params, gradients, strict=True) if param.requires_grad]
         key = id(module), number
-        layouts = [optimizer.parameters[DENSE].layout(param) for param in params]
+        layouts = [optimizer.slices[DENSE].layout(param) for param in params]
         if key not in self._plans:
             experts = sum(len(window) for window in module.windows)
             self._plans[key] = _pieces(layouts, experts, module.windows[number])
@@ -272,7 +272,7 @@ class WindowGradients:
 
     @staticmethod
     def _move(
-        held: PartitionedGradients,
+        held: ShardedGradients,
         flats: Sequence[Tensor | None],
         pieces: list[list[_Piece]],
         layouts: Sequence[FlatLayout],

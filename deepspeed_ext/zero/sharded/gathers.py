@@ -7,104 +7,76 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
 from deepspeed.utils import get_z3_leaf_modules
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
-from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.comm.schedule import Schedule
-from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
+from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, fetch_nothing, forget_units, make_units
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.expert_windows import WindowGathers
 from deepspeed_ext.zero.families import DENSE, Families, family_of
-from deepspeed_ext.zero.gathers import Gather, Held
-from deepspeed_ext.zero.modifier_rank import OWNER, REPLICAS
-from deepspeed_ext.zero.slices import Slices
+from deepspeed_ext.zero.sharded.expert_windows import WindowGathers
+from deepspeed_ext.zero.sharded.handles import GatherHandle, ResidentHandle
+from deepspeed_ext.zero.sharded.modifier_rank import OWNER, REPLICAS
+from deepspeed_ext.zero.sharded.slices import Slices
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 
-class PartitionedParameters(Slices):
-    """The parameters of a model, sharded as a strategy says. See Note [Rows] in ``slices.py``.
+class Gathers:
+    """The parameters of a model, gathered for use.
 
     Args:
-        params: ZeRO parameters, sharded over any process group; trainable and frozen.
-        strategy: one with p = I or G.
-        topology: process groups of the data-parallel group.
-        reshard: its hops.
-        bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
+        slices: what is held of them.
         sequential: gather each parameter by itself (DeepSpeed's ``allgather_sequential``).
         leaves: leaf modules, whose parameters are taken as units; see ``units.py``.
-        written: called when the current stream has been given to write what is held.
+
+    Attributes:
+        slices: the same.
+        live, most_live: elements of gathered parameters: now, and the most that ever were.
     """
 
-    def __init__(
-        self,
-        params: Iterable[ZeroParameter],
-        strategy: Strategy,
-        topology: Topology,
-        reshard: ParameterReshard,
-        bucket: int,
-        sequential: bool = False,
-        leaves: Iterable[nn.Module] = (),
-        written: Callable[[], None] = lambda: None,
-    ) -> None:
-        super().__init__(params, strategy, topology, reshard, bucket, written)
+    def __init__(self, slices: Slices, sequential: bool = False, leaves: Iterable[nn.Module] = ()) -> None:
+        self.slices = slices
+        self._reshard, self._topology = slices.reshard, slices.topology
         self._sequential = sequential
         self._changed_by_others: Callable[[], None] = lambda: None
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
-        self._path = strategy.p, Placement.N
+        self._path = slices.strategy.p, Placement.N
         # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
-        several = reshard.hops(*self._path) > 1
-        self._relayed = several or self.sliced
-        threads = (self.sliced and reshard.pairwise, several and reshard.pairwise)
-        self._gathers = Schedule(True, self._relayed, *threads)  # for use
-        self.live = self.most_live = 0  # elements of gathered parameters: now, and the most that ever were
-        for param in self._params:
+        several = self._reshard.hops(*self._path) > 1
+        self._relayed = several or slices.sliced
+        threads = (slices.sliced and self._reshard.pairwise, several and self._reshard.pairwise)
+        self._schedule = Schedule(True, self._relayed, *threads)
+        self.live = self.most_live = 0
+        for param in slices.params:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
-        self._partition_all()
-        self._make_slices()
+        slices.make()
         self._attach()
         self._leaves = list(leaves)
         self._units = [] if sequential else make_units(self._leaves, self._kind, self._make_unit)
 
     # Making ###########################################################################################
 
-    def _partition_all(self) -> None:
-        """Shard every parameter over the group of its optimizer states, with zeros in the padding."""
-        group = self.topology.shard_group(self.strategy.os)
-        rank, ranks = dist.get_rank(group=group), data_parallel_ranks(group)
-        elsewhere = {
-            id(other): data_parallel_ranks(other) != ranks for other in {p.ds_process_group for p in self._params}
-        }
-        for param in self._params:
-            if elsewhere[id(param.ds_process_group)]:
-                repartition(param, group)
-            chunk = param.ds_tensor.ds_numel
-            param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
-
     def _attach(self) -> None:
-        for param in self._params:
+        for param in self.slices.params:
             setattr(param, OWNER, self)
-            if self.strategy.os == Placement.I:
-                setattr(param, REPLICAS, self.topology.world)
+            if self.slices.strategy.os == Placement.I:
+                setattr(param, REPLICAS, self._topology.world)
             elif hasattr(param, REPLICAS):
                 delattr(param, REPLICAS)
             partition = param.partition
@@ -116,7 +88,7 @@ class PartitionedParameters(Slices):
 
     def fetch_windows(self, windowed: Sequence[WindowedModule]) -> None:
         """Fetch the packed experts of these modules in windows."""
-        windows = WindowGathers(self, self._gathers, self._live, self._gone)
+        windows = WindowGathers(self.slices, self._schedule, self._live, self._gone)
         for one in windowed:
             windows.watch(one)
 
@@ -146,49 +118,49 @@ class PartitionedParameters(Slices):
         No communication: this runs where an engine is deleted. So with os = I parameters stay sharded inside groups,
         and ``REPLICAS`` tells those who need them otherwise (``repartition_for_stock``).
         """
-        self.drain()
+        self.slices.drain()
         forget_units(self._leaves, self._units)
         self._units.clear()
-        for param in self._params:
+        for param in self.slices.params:
             if getattr(param, OWNER, None) is self:
                 for name, original in param.paro_originals.items():
                     setattr(param, name, original)
                 delattr(param, OWNER)
                 del param.paro_originals
-                if self.sliced:
-                    param.ds_tensor.data = param.ds_tensor.data.clone()  # no longer a row that keeps its slice
-        self._slices.clear()
-        self.forget_blocks()
+                self.slices.release(param)
+        self.slices.forget()
 
     # Gathering ########################################################################################
 
     def _bucket_of(self, params: Sequence[ZeroParameter], alone: bool) -> ParameterBucket:
         """Return where parameters are in a bucket; remembered for units, which are many parameters time and again."""
         if alone:
-            return ParameterBucket([self.layout(param) for param in params], alone)
+            return ParameterBucket([self.slices.layout(param) for param in params], alone)
         key = tuple(param.ds_id for param in params)
         if key not in self._buckets:
-            self._buckets[key] = ParameterBucket([self.layout(param) for param in params])
+            self._buckets[key] = ParameterBucket([self.slices.layout(param) for param in params])
         return self._buckets[key]
 
-    def _start(self, params: Sequence[ZeroParameter], dtype: torch.dtype, alone: bool = True) -> Gather:
+    def _start(self, params: Sequence[ZeroParameter], dtype: torch.dtype, alone: bool = True) -> GatherHandle:
         """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
-        held = [self._held(param) for param in params]
+        held = [self.slices.held(param) for param in params]
         whole = None
-        if self._relayed and self.topology.sizes.group_size > 1:
+        if self._relayed and self._topology.sizes.group_size > 1:
             # What outlives the transfer is memory of this stream, which gives it out again sooner than a relay.
             width = fill_up(sum(rows.numel() for rows in held), self._reshard.multiple)
             device = get_accelerator().current_device_name()
-            senders = self.topology.sizes.ranks // self._row_count
+            senders = self._topology.sizes.ranks // self.slices.row_count
             whole = torch.empty(senders * width, dtype=dtype, device=device)
-        started = self._gathers.start(self._send(params, dtype, whole))
+        started = self._schedule.start(self._send(params, dtype, whole))
         self._live(sum(param.ds_numel for param in params))
-        return Gather(params, self._gathers, started, self._bucket_of(params, alone), self._row_count, alone)
+        return GatherHandle(
+            params, self._schedule, started, self._bucket_of(params, alone), self.slices.row_count, alone
+        )
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
-        self._wait_for_updates(params)
+        self.slices.wait_for_updates(params)
         device = get_accelerator().current_device_name()
-        held = [self._held(param).to(device=device, dtype=dtype, non_blocking=True) for param in params]
+        held = [self.slices.held(param).to(device=device, dtype=dtype, non_blocking=True) for param in params]
         shard = [joined_and_aligned(held, self._reshard.multiple)]
         del held
         return (yield from self._reshard.gather(shard.pop(), *self._path, whole))
@@ -229,11 +201,11 @@ class PartitionedParameters(Slices):
         missing = unit.missing()
         if not missing:
             return UnitGather(unit, None)
-        whole = self.topology.sizes.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
+        whole = self._topology.sizes.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
         if whole:
             self._live(sum(param.ds_numel for param in missing))
         dtype = get_allgather_dtype(missing[0], missing[0].ds_tensor)
-        return UnitGather(unit, Held(missing) if whole else self._start(missing, dtype, alone=False))
+        return UnitGather(unit, ResidentHandle(missing) if whole else self._start(missing, dtype, alone=False))
 
     def _all_gather(
         self,
@@ -251,7 +223,7 @@ class PartitionedParameters(Slices):
         wanted = [p for p in mine if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
         if async_op:
             return [self.all_gather_coalesced([p]) for p in wanted]
-        for some in self._batches(wanted):
+        for some in self.slices.batches(wanted):
             self.all_gather_coalesced(some).wait()
         return None
 
@@ -275,18 +247,18 @@ class PartitionedParameters(Slices):
             if unit is not None and one.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
                 unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
         self._gone(sum(one.ds_numel for one in params if one.ds_status == ZeroParamStatus.AVAILABLE))
-        if has_been_updated and self.sliced:
+        if has_been_updated and self.slices.sliced:
             for updated in params:
                 if updated.ds_status == ZeroParamStatus.AVAILABLE:
-                    self._write_rows(updated)
+                    self.slices.write_rows(updated)
         partition(param_list=params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if has_been_updated:
-            self._written()
+            self.slices.written()
             self._changed_by_others()
 
 
-def _owner(param: ZeroParameter | Unit) -> PartitionedParameters:
-    owner: PartitionedParameters = getattr(param.params[0] if isinstance(param, Unit) else param, OWNER)
+def _owner(param: ZeroParameter | Unit) -> Gathers:
+    owner: Gathers = getattr(param.params[0] if isinstance(param, Unit) else param, OWNER)
     return owner
 
 
@@ -295,13 +267,15 @@ def partition(
     offload: DeepSpeedZeRoOffload,
     strategy: Strategy,
     families: Families,
-    gathers: Mapping[str, Any],
-) -> dict[str, PartitionedParameters]:
+    bucket: int,
+    sequential: bool,
+) -> dict[str, Gathers]:
     """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says; those of each family.
 
     Args:
         offload: DeepSpeed's, with a coordinator of ours.
-        gathers: ``bucket`` and ``sequential`` of ``PartitionedParameters``.
+        bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
+        sequential: whether each parameter is gathered by itself.
     """
     blocks, coordinator = chunked_modules(module), offload.param_coordinator
     coordinator.watch(blocks)
@@ -313,14 +287,17 @@ def partition(
     experts.update(id(one.module) for one in windowed)
     leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
     members = {
-        name: PartitionedParameters(
-            [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
-            strategy,
-            family.topology,
-            family.gather,
-            leaves=[*leaves, *chunks],
-            written=coordinator.follow,
-            **gathers,
+        name: Gathers(
+            Slices(
+                [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
+                strategy,
+                family.topology,
+                family.gather,
+                bucket,
+                coordinator.follow,
+            ),
+            sequential,
+            [*leaves, *chunks],
         )
         for name, family in families.items()
     }
@@ -336,25 +313,3 @@ def _let_go(windowed: Sequence[WindowedModule], offload: DeepSpeedZeRoOffload) -
         fetch_nothing(one.module)
         for param in one.params:
             param.ds_persist = False
-
-
-def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:
-    """Partition a ZeRO parameter, with DeepSpeed's own methods, over another process group. Collective over both."""
-    param.all_gather()
-    param.ds_process_group = group
-    param.ds_zero_partition_rank = dist.get_rank(group=group)
-    param.ds_zero_partition_world_size = dist.get_world_size(group=group)
-    param.ds_tensor = None  # type: ignore[assignment] # as DeepSpeed marks a whole parameter
-    param.partition()
-
-
-def repartition_for_stock(module: nn.Module) -> None:
-    """Shard what an engine of ours has sharded inside groups over all ranks again, for DeepSpeed's own ZeRO-3.
-
-    It reduces each parameter over the group that the parameter is sharded over: that must be the one it was sharded
-    over before ours, and not the group that its engine names, which with a mesh is a part of it.
-    """
-    for param in filter(is_partitioned, module.parameters()):
-        if hasattr(param, REPLICAS):
-            repartition(param, getattr(param, REPLICAS))
-            delattr(param, REPLICAS)

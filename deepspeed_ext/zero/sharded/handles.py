@@ -11,7 +11,7 @@ from deepspeed_ext.comm.schedule import Schedule, Started
 from deepspeed_ext.deepspeed_types import ZeroParameter
 
 
-class Gather:
+class GatherHandle:
     """Parameters on their way; DeepSpeed's coordinator waits for it.
 
     Args:
@@ -54,7 +54,7 @@ class Gather:
             param.ds_status = ZeroParamStatus.AVAILABLE
 
 
-class Held:
+class ResidentHandle:
     """Parameters that are replicated: one rank holds all of each, and what it holds is used as it is."""
 
     def __init__(self, params: Sequence[ZeroParameter]) -> None:

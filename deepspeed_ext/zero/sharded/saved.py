@@ -7,17 +7,46 @@ where ``sub_group_size`` or, for some strategies, ``allgather_bucket_size`` says
 sizes, so the states of a parameter group need only be divided elsewhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
 from torch import Tensor
 
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, saved_scale, sharded_otherwise, unscaled, with_momentum
+from deepspeed_ext.zero.muon import MOMENTUM
 
-def sharded_otherwise(saved: str, wanted: str) -> ValueError:
-    """Return the error for optimizer states that are sharded otherwise: as ``saved``, not as ``wanted``."""
-    return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")
+PLACEMENT = "ds_zero_partition_groups"  # in a state dict with AutoEP: who shares each sub-group
+
+
+def check(state: Mapping[str, Any], partition_count: int, placement: Any, numels: Sequence[Sequence[int]]) -> None:
+    """Refuse a rank's state dict that is sharded otherwise, except for sub-groups, which are divided anew.
+
+    Args:
+        state: of a checkpoint.
+        partition_count: over how many ranks states are sharded here.
+        placement: who shares each sub-group here, as DeepSpeed notes it with AutoEP.
+        numels: as of ``regroup``.
+
+    Raises:
+        ValueError: it is of another stage, sharded over another number of ranks, or of other parameter groups.
+    """
+    stage, count = int(state[ZERO_STAGE]), state[PARTITION_COUNT]
+    if (stage, count) != (3, partition_count):
+        raise sharded_otherwise(
+            f"of stage {stage} and sharded over {count} ranks",
+            f"are of stage 3 and sharded over {partition_count}",
+        )
+    placed = state.get(PLACEMENT)
+    if placed is not None and placed != placement:
+        raise sharded_otherwise(
+            f"of {len(placed)} sub-groups of experts and others, over the ranks "
+            f"{[group['partition_ranks'] for group in placed]}",
+            "are of others, which DeepSpeed refuses with AutoEP (sub_group_size, allgather_bucket_size and "
+            "expert_parallel.autoep_size must be as they were)",
+        )
+    check_groups(state, numels)
 
 
 def check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> None:
@@ -70,6 +99,41 @@ def regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[s
         new_groups.append({**group, "params": list(range(first, len(new_flats)))})
     optimizer = {**optimizer, "state": new_states, "param_groups": new_groups}
     return {**state, FP32_FLAT_GROUPS: new_flats, OPTIMIZER_STATE_DICT: optimizer}
+
+
+def with_saved_momentum(state: Mapping[str, Any], loss_scale: float, on_host: bool) -> dict[str, Any]:
+    """Return a state dict of this optimizer with momentum as DeepSpeed's stage 3 has it; see Note [Momentum of
+    DeepSpeed's stages].
+
+    Args:
+        state: as DeepSpeed returns it.
+        loss_scale: of this step.
+        on_host: whether the optimizer is offloaded.
+    """
+    scale = 1.0 if on_host else saved_scale(loss_scale)
+    saved = {**state, MOMENTUM_SCALE: scale}
+    return saved if scale == 1 else _with_momentum_of(saved, lambda momentum: (momentum * scale).cpu())
+
+
+def with_own_momentum(state: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
+    """Return a rank's state dict with momentum as this optimizer has it.
+
+    DeepSpeed does not save whether it has offloaded the optimizer: it is taken to have done as this run does.
+    """
+    return _with_momentum_of(state, lambda momentum: unscaled(state, momentum, on_host))
+
+
+def _with_momentum_of(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return a rank's state dict with momentum that ``change`` returns for that of each sub-group."""
+    optimizer = state[OPTIMIZER_STATE_DICT]
+    muon = [group["params"] for group in optimizer["param_groups"] if group.get("use_muon", False)]
+    momenta = {
+        number: change(optimizer["state"][number][MOMENTUM])
+        for numbers in muon
+        for number in numbers
+        if MOMENTUM in optimizer["state"].get(number, {})
+    }
+    return {**state, OPTIMIZER_STATE_DICT: {**optimizer, "state": with_momentum(optimizer["state"], momenta)}}
 
 
 def _flats_by_group(state: Mapping[str, Any]) -> tuple[list[Tensor], list[list[int]]]:
