@@ -87,7 +87,7 @@ def load_checkpoint(
     kind = UniversalCheck if from_universal else Check
     check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
     try:
-        with engine.optimizer.filing.numbered(engine):
+        with engine.optimizer.writers.numbered(engine):
             check.run(strict)
         folder = Path(load_dir, present)
         found = together(
@@ -95,7 +95,7 @@ def load_checkpoint(
         )
         if from_universal:
             universal.load_untrained(engine, check.untrained)
-        with _weights_of(engine, present, from_universal), engine.optimizer.filing.numbered(engine):
+        with _weights_of(engine, present, from_universal), engine.optimizer.writers.numbered(engine):
             loaded = _loaded(lambda: load(engine, load_dir, present, **rest), folder)
         together(
             engine.optimizer.error_state.forget if found is None else found.load,
@@ -138,7 +138,7 @@ def _ordinary(engine: Engine) -> Iterator[None]:
 def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
     """Return why a checkpoint cannot be loaded as it is; empty if it can."""
     try:
-        with engine.optimizer.filing.numbered(engine):
+        with engine.optimizer.writers.numbered(engine):
             check.run(strict)
         return ""
     except CheckpointError as error:

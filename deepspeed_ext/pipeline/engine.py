@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.config.section import active_strategy
+from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.pipeline.agreement import require_same_groups
 from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
@@ -50,6 +51,7 @@ class _Outputs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
+@checked
 class ShardedPipelineEngine(PipelineEngine):
     """A pipeline engine with a strategy. See Note [What runs when, in a pipeline].
 
@@ -116,6 +118,7 @@ class ShardedPipelineEngine(PipelineEngine):
             )
         module.activation_checkpoint_func = functools.partial(torch_checkpoint, use_reentrant=False)
 
+    @override
     def train_batch(self, data_iter: Any = None) -> Any:
         """Train on a batch, as DeepSpeed does."""
         self._backwards = 0  # the one before may have ended by an exception
@@ -123,6 +126,7 @@ class ShardedPipelineEngine(PipelineEngine):
 
     # Instructions of the schedule #####################################################################
 
+    @override
     def _exec_backward_pass(self, buffer_id: int) -> None:
         self._backwards += 1
         self.optimizer.flush_follows = self._backwards == self.micro_batches
@@ -154,9 +158,11 @@ class ShardedPipelineEngine(PipelineEngine):
         self.pipe_buffers["outputs"][buffer_id] = _Outputs(tensors)
         return True
 
+    @override
     def _exec_reduce_tied_grads(self) -> None:
         """Do nothing yet: tied gradients are summed when they are where the optimizer's states are."""
 
+    @override
     def _exec_reduce_grads(self) -> None:
         """Flush: g -> os, and the sum over stages for tied weights."""
         self._force_grad_boundary = True
@@ -177,11 +183,13 @@ class ShardedPipelineEngine(PipelineEngine):
 
     # Checkpoints: a file for each layer ###############################################################
 
+    @override
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Save with the parameters of one layer gathered at a time. Collective where they are sharded."""
         for _ in self._layers(modify=False):
             super().module_state_dict(exclude_frozen_parameters)
 
+    @override
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load in the same way, after which all stages have the tied weights of the first."""
         for _ in self._layers(modify=True):

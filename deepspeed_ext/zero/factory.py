@@ -98,8 +98,8 @@ def configure_with(
             f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
             f"{type(configured)}"
         )
-    if isinstance(configured, Stage3Optimizer) and configured.filing.writes is not None:
-        engine.is_first_weights_partition_group = lambda: bool(configured.filing.writes)
+    if isinstance(configured, Stage3Optimizer) and configured.writers.writes is not None:
+        engine.is_first_weights_partition_group = lambda: bool(configured.writers.writes)
     if isinstance(configured, Stage12Optimizer):
         configured.updates.watch(engine.module)
         if configured.updates.arrivals.ahead:  # HF's Trainer calls it between a step and the next forward

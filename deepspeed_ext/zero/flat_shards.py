@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank's optimizer states belong to: flat shards, and the parameters of which they have parts."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,52 +46,42 @@ class FlatShard(NamedTuple):
     members: tuple[Member, ...]
 
 
-class FlatShards(ABC):
-    """What an optimizer of ours tells of its flat shards, and of the step over them.
+class FlatShards(Protocol):
+    """What a step that replaces gradients has to know of an optimizer's flat shards: all that ``Muon`` sees of one.
 
     Attributes:
         strategy: where model states are.
         topology: process groups of the data-parallel group, which are those of dense parameters.
         optimizer: the one that steps.
         reduce_bucket_size: DeepSpeed's key of that name: elements.
-        get_param_comm_dtype: DeepSpeed's: tells in which dtype the gradient of a parameter travels.
     """
 
     strategy: Strategy
     topology: Topology
     optimizer: Any
     reduce_bucket_size: int
-    get_param_comm_dtype: Callable[[Any], torch.dtype]
 
-    @abstractmethod
+    def get_param_comm_dtype(self, param: Any) -> torch.dtype:
+        """Return in which dtype the gradient of a parameter travels: DeepSpeed's."""
+
     def gradient_scale(self) -> float:
         """Return what gradients are multiplied with in this step: by DeepSpeed's loss scale, and by torch's."""
 
-    @abstractmethod
     def flat_shards(self) -> list[FlatShard]:
         """Return which parameters are in the optimizer's flat shards, in one order on all ranks."""
 
-    @abstractmethod
     def shard_weights(self, number: int) -> nn.Parameter:
         """Return the optimizer's weights of a flat shard, 1D: the key of its states."""
 
-    @abstractmethod
     def shard_gradient(self, number: int) -> Tensor:
         """Return the gradient of a flat shard at the accumulation boundary, 1D; may be written."""
 
-    @property
-    @abstractmethod
-    def updates_on_host(self) -> bool:
-        """Whether the optimizer's shards are on the host."""
-
-    @abstractmethod
-    def take_update(self, number: int) -> float:
-        """Prepare for an update, which no loss scale multiplies, in the place of a flat shard's gradient.
+    def begin_replacing_gradient(self, number: int) -> float:
+        """Called before an update, which no loss scale multiplies, takes the place of a flat shard's gradient.
 
         Returns:
             By what it has to be multiplied.
         """
 
-    @abstractmethod
-    def updates_taken(self, shards: Sequence[FlatShard]) -> None:
-        """Hear that updates are in the place of the gradients of these flat shards."""
+    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
+        """Called after updates have taken the place of the gradients of these flat shards."""

@@ -122,7 +122,7 @@ class Muon:
             self._plan()
         for shard in self._shards:
             self._advance(shard)
-        factors = {shard.number: self._of.take_update(shard.number) for shard in self._shards}
+        factors = {shard.number: self._of.begin_replacing_gradient(shard.number) for shard in self._shards}
         if self._shards:
             try:
                 for one in self._rounds or ():
@@ -131,7 +131,7 @@ class Muon:
             except BaseException:
                 self._schedule.drop()  # or another step would go on with them
                 raise
-            self._of.updates_taken(self._shards)
+            self._of.gradients_replaced(self._shards)
 
     def finish_step(self, applied: bool) -> None:
         """Keep the momentum of a step that has been applied, and forget that of another."""

@@ -5,14 +5,13 @@
 ``isinstance(engine.optimizer, ParoOptimizer)`` tells whether an engine has one.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 from unittest import mock
 
-import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
@@ -22,23 +21,31 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.agreement import largest
 from deepspeed_ext.comm.hops import ErrorState, JointErrorState
-from deepspeed_ext.strategy import full_bucket
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.overrides import override
+from deepspeed_ext.strategy import Strategy, full_bucket
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families
-from deepspeed_ext.zero.filing import Filing
-from deepspeed_ext.zero.flat_shards import FlatShards
 from deepspeed_ext.zero.muon import Muon
-from deepspeed_ext.zero.whole_updates import WholeUpdates
+from deepspeed_ext.zero.norms import Norms
+from deepspeed_ext.zero.resync import Resync
+from deepspeed_ext.zero.streams import ReductionStream
+from deepspeed_ext.zero.writers import CheckpointWriters
 
 
-class ParoOptimizer(FlatShards, ZeROOptimizer):
+class ParoOptimizer(ZeROOptimizer, ABC):
     """A ZeRO optimizer with model states placed by a strategy; DeepSpeed's own class of a stage comes after it.
+
+    It is what ``Muon`` is told of flat shards by (``FlatShards``).
 
     Attributes:
         strategy: where model states are.
         families: of parameters, with their process groups and hops; see Note [Families] in ``families.py``.
         gradients: on their way to the optimizer's shard: of each family, by its name.
-        filing: which ranks write files of optimizer states.
+        reductions: the stream on which these move.
+        norms: how ranks agree on norms and overflows.
+        resync: tells when updated parameters travel as they are.
+        writers: which ranks write files of optimizer states.
         complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
             adds what else belongs to them.
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
@@ -50,18 +57,28 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     overlaps_micro_steps = False
     flush_follows = False
 
+    strategy: Strategy
     families: Families
+    topology: Topology  # of dense parameters
     gradients: Mapping[str, Any]  # a stage says of which kind
-    whole: WholeUpdates
-    filing: Filing
+    reductions: ReductionStream
+    norms: Norms
+    resync: Resync
+    writers: CheckpointWriters
     _bucket: int  # elements of a full one
     _least_numel: int  # elements that a trained parameter has at least
-    _stepping = False
-    _scale_of_step = 1.0  # DeepSpeed's loss scale, when the step began
-    _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
+    _scale_of_step: float | None = None  # DeepSpeed's loss scale when the step began that runs; None outside of steps
     _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
-    _over_replicas = False  # whether what is reduced over the parts is so over the replicas as well
-    _put_off: bool | None = None  # whether a sum over the parts was asked for; None where it is taken at once
+    _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
+
+    # Attributes of DeepSpeed's, of both stages.
+    optimizer: Any
+    loss_scale: float
+    overflow: bool
+    offloaded_states: set[OffloadStateTypeEnum]
+    reduce_bucket_size: int
+    torch_autocast_gradscaler: Any
+    _backward_active_depth: int
 
     # Where optimizer states and gradients are #########################################################
 
@@ -97,13 +114,23 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
         runs inside is none, and comes before the engine has told."""
         return self.flush_follows or (self._backward_active_depth > 0 and self.is_gradient_accumulation_boundary())
 
-    @staticmethod
-    def _boundary_taken_back() -> RuntimeError:
-        """Return the error for a backward that was the last one of an accumulation, and is not when it ends."""
-        return RuntimeError(
-            "The accumulation boundary was taken back during a backward: gradients are already on their way between "
-            "groups. Set it before the backward, or zero_optimization.overlap_comm to false."
-        )
+    def _end_micro_step(self) -> None:
+        """End a micro-step whose buckets have been flushed; at the accumulation boundary move g to os.
+
+        Raises:
+            RuntimeError: the backward was the last one of an accumulation, and is not when it ends.
+        """
+        boundary = self.is_gradient_accumulation_boundary()
+        self._last_was_known = boundary or self.flush_follows
+        if boundary:
+            self._sync_gradients()
+        elif self._has_left and not self.flush_follows:
+            raise RuntimeError(
+                "The accumulation boundary was taken back during a backward: gradients are already on their way "
+                "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
+            )
+        elif not self.overlaps_micro_steps:
+            self._finish_buckets()
 
     def _is_full(self, bucket: Any) -> bool:
         """Whether no other parameter fits into a bucket of DeepSpeed's, which would keep it until one does not: for as
@@ -119,10 +146,10 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
 
     def _finish_buckets(self) -> None:
         """Wait for the buckets that are on the wire, in order on the current stream."""
-        with self._reduction_stream():
+        with self.reductions.after_current():
             for gradients in self.gradients.values():
                 gradients.drain()
-        self._wait_for_reductions()
+        self.reductions.wait()
 
     @property
     def _has_left(self) -> bool:
@@ -135,55 +162,63 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
             for gradients in self.gradients.values():
                 gradients.learn(partial(largest, group=self.topology.world))
 
-    @abstractmethod
     def send_whole(self) -> None:
-        """Have all ranks hold the optimizer's weights, rounded to the parameters' dtype, where they may not.
+        """Make all ranks hold the optimizer's weights, rounded to the parameters' dtype, where they may not.
 
-        See Note [Whole updates] in ``whole_updates.py``. Collective.
+        See Note [Resync] in ``resync.py``. Collective.
 
         Raises:
             RuntimeError: parameters are offloaded.
         """
+        if not self.resync.always:
+            self._require_parameters()
+            self._send_whole()
+
+    @abstractmethod
+    def _send_whole(self) -> None:
+        """Send them, as they are."""
 
     def _require_parameters(self) -> None:
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
             raise RuntimeError(
                 "Parameters are offloaded, and with zero_optimization.paro_quantized_updates all ranks are sent them "
-                "before a checkpoint is saved, and behind a load. Call engine.reload_states() before."
+                "before a checkpoint is saved, and after a load. Call engine.reload_states() before."
             )
 
-    @abstractmethod
-    def _reduction_stream(self) -> AbstractContextManager[None]:
-        """Run on the stream of reductions, behind everything on the current one."""
-
-    @abstractmethod
-    def _wait_for_reductions(self) -> None:
-        """Have the current stream wait for that of reductions."""
-
+    @override
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End an accumulation that the caller owns (``managed_gradient_accumulation`` false): at ``engine.step()``."""
         self.set_gradient_accumulation_boundary(True)
         self._sync_gradients()
 
+    @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-        """Take DeepSpeed's step, and tell what keeps errors whether it was skipped."""
-        self._stepping, self._scale_of_step = True, float(self.loss_scale)
-        self.whole.vote()
+        """Tell reductions that remember whether a step was skipped."""
+        self._scale_of_step = float(self.loss_scale)
+        self.resync.vote()
         try:
             done = super().step(closure)
         finally:
-            self._stepping = False
+            self._scale_of_step = None
             self.muon.finish_step(False)  # where it has not been told otherwise
+        self._finish_step()
+        return done
+
+    def _finish_step(self) -> None:
         if self._autocast_scale is not None:  # in use: the host asks the device for it here, not for each message
             self._autocast_scale = None
             self.gradient_scale()
         self.error_state.finish_step(not self.overflow)
         for family in self.families.values():
             family.gather.finish_step()
-        return done
+
+    @property
+    def _stepping(self) -> bool:
+        """Whether a step runs."""
+        return self._scale_of_step is not None
 
     def gradients_dropped(self) -> None:
-        """Hear that what was reduced will not be applied, outside of a step, which tells itself."""
+        """Called when what was reduced will not be applied, outside of a step, which tells itself."""
         if not self._stepping:
             self.error_state.finish_step(False)
 
@@ -194,15 +229,18 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
         """What Muon's step needs whole."""
         return Muon(self)
 
-    def _update_factor(self, number: int, unscaled: set[int]) -> float:
-        """Serve ``take_update``; ``unscaled`` is DeepSpeed's record of updates that its loss scale has to multiply.
+    def _update_factor(self, number: int, unscaled: set[int] | None) -> float:
+        """Serve ``begin_replacing_gradient``.
 
-        It does not multiply what is on the host.
+        Args:
+            number: of the flat shard.
+            unscaled: DeepSpeed's record of updates that its loss scale has to multiply; None on the host, where it
+                multiplies none.
         """
-        if self.updates_on_host:
+        if unscaled is None:
             return self.gradient_scale()
         unscaled.add(number)
-        return self.gradient_scale() / self._scale_of_step
+        return self.gradient_scale() / (self._scale_of_step or 1.0)
 
     # What a lossy reduction keeps #####################################################################
 
@@ -223,12 +261,12 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
     def family_of_buffer(self, buffer: int) -> str:
         """Return the family of what a hop between groups is told to be of flat buffer number ``buffer``."""
 
-    def _take_families(self, families: Families) -> None:
+    def _take(self, strategy: Strategy, families: Families) -> None:
         """Take the families, whose hops are this optimizer's from now on."""
-        self.families = families
+        self.strategy, self.families = strategy, families
         self.topology = families[DENSE].topology
-        gathers = [family.gather for family in families.values()]
-        self.whole = WholeUpdates(self.strategy, self.topology, gathers)
+        self.norms = Norms(self.topology.replica_group(strategy.os))
+        self.resync = Resync(strategy, self.topology, [family.gather for family in families.values()])
         for family in families.values():
             family.reduce.inter.scale = self.gradient_scale
 
@@ -238,79 +276,38 @@ class ParoOptimizer(FlatShards, ZeROOptimizer):
             scaler = self.torch_autocast_gradscaler
             self._autocast_scale = float(scaler.get_scale()) if scaler else 1.0
         # In a step DeepSpeed's may have changed for the next ones.
-        return (self._scale_of_step if self._stepping else float(self.loss_scale)) * self._autocast_scale
+        scale = float(self.loss_scale) if self._scale_of_step is None else self._scale_of_step
+        return scale * self._autocast_scale
 
+    @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Offload DeepSpeed's states, and the errors that are kept."""
+        """Offload the errors that are kept with DeepSpeed's states."""
         super().offload_states(*args, **kwargs)
         self.error_state.offload()
 
+    @override
     def destroy(self) -> None:
-        """Destroy DeepSpeed's optimizer, and forget errors."""
+        """Forget errors with DeepSpeed's optimizer."""
         for family in self.families.values():
             family.reduce.inter.errors = family.reduce.inter.sums.errors = ErrorState()
         super().destroy()
 
     # Norm and overflow: decided alike by all that must act alike ######################################
 
-    @property
-    def _replicas(self) -> Any:
-        """The ranks with the same optimizer states, None if there is one.
-
-        They see the same gradients, unless a backend rounds differently in two groups. One of them skipping a step, or
-        clipping by another norm, would let them drift apart for good.
-        """
-        return self.topology.replica_group(self.strategy.os)
-
+    @override
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Whether one of the replicas has found an overflow. The host asks the device once for all of them."""
-        self._over_replicas = True
-        try:
-            return bool(super().has_overflow(partition_gradients))
-        finally:
-            self._over_replicas = False
+        """Make replicas of the optimizer agree on overflow."""
+        of_this = super().has_overflow
+        return self.norms.overflow(lambda: of_this(partition_gradients))
+
+    @override
+    def _model_parallel_all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> None:
+        """Take one norm over all stages."""
+        self.norms.reduce(tensor, op, super()._model_parallel_all_reduce)
 
     def _global_norm(self, norm_of_this: Callable[[], Tensor]) -> Tensor:
-        """Return the norm over all parts of the model, the largest of all replicas.
-
-        It is -1, as DeepSpeed marks an invalid one, if it is invalid in one part or for one replica.
-
-        Args:
-            norm_of_this: gives the norm over the data-parallel ranks of this part, in which what other parts have as
-                well counts in one of them.
-        """
-        norm = self._norm_of_all_parts(norm_of_this)
-        norm = torch.where(norm < 0, torch.inf, norm)
-        if self._replicas is not None:
-            norm = largest(norm, self._replicas)
-        return torch.where(norm.isinf(), -1.0, norm)
-
-    def _norm_of_all_parts(self, norm_of_this: Callable[[], Tensor]) -> Tensor:
-        """Return the norm over all parts of the model: stages of a pipeline, slices of tensors.
-
-        DeepSpeed takes a sum over the parts for each parameter group or sub-group, of which stages of a pipeline have
-        different numbers: ranks would wait for each other forever. So it is one sum.
-        """
-        self._put_off = False
-        try:
-            norm = norm_of_this()
-            others = self._put_off  # not where the data-parallel ranks are those of all parts
-        finally:
-            self._put_off = None
-        invalid = ~torch.isfinite(norm) | (norm < 0)
-        total = torch.stack([torch.where(invalid, 0.0, norm).square(), invalid.to(norm.dtype)])
-        total = total.to(get_accelerator().current_device_name())
-        if others:
-            self._model_parallel_all_reduce(total, dist.ReduceOp.SUM)
-        return torch.where(total[1] > 0, -1.0, total[0].sqrt()).to(norm.device)
-
-    def _model_parallel_all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> None:
-        if self._put_off is None:
-            super()._model_parallel_all_reduce(tensor, op)
-        else:
-            self._put_off = True
-        if self._over_replicas and self._replicas is not None:
-            dist.all_reduce(tensor, op=op, group=self._replicas)
+        """Return the norm over all parts of the model; see ``Norms.norm``."""
+        return self.norms.norm(norm_of_this, super()._model_parallel_all_reduce)
 
 
 def is_replica(param: Tensor) -> bool:
@@ -319,12 +316,12 @@ def is_replica(param: Tensor) -> bool:
 
 
 @contextmanager
-def ordered_by_streams() -> Iterator[None]:
-    """Keep DeepSpeed from having the host wait for the device in this context: streams order it enough.
+def without_host_synchronization() -> Iterator[None]:
+    """Keep DeepSpeed's host from waiting for the device in this context: streams order enough.
 
-    It does so at the end of a micro-step, before buffers that a stream of reductions reads are given back. Ours are
-    recorded on that stream, and what has been reduced is read behind it; the host, which may read it in its own
-    memory, waits where it does.
+    It waits at the end of a micro-step, before buffers that a stream of reductions reads are given back. Ours are
+    recorded on that stream, and what has been reduced is read after it; where the host reads it in its own memory, it
+    waits there.
     """
     if get_accelerator().resolves_data_dependency():
         yield

@@ -26,37 +26,33 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup, get_norm_dtype
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.agreement import largest
-from deepspeed_ext.comm.bucket_plan import Range, parts_of
+from deepspeed_ext.comm.bucket_plan import Range
+from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families, experts_of
-from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.flat import saved
 from deepspeed_ext.zero.flat.buffers import FlatBuffer, buffer_of
-from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean
+from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean, reduce_by_family
+from deepspeed_ext.zero.flat.host_shards import HostShard, HostShards, Place
 from deepspeed_ext.zero.flat.updates import FlatGroups, FlatUpdates, has_own_partition, tell_of_setters
 from deepspeed_ext.zero.flat.windows import windows_in_forward_order
 from deepspeed_ext.zero.flat_shards import FlatShard
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, sharded_otherwise
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
 from deepspeed_ext.zero.muon import uses_muon
-from deepspeed_ext.zero.optimizer import ParoOptimizer, ordered_by_streams
+from deepspeed_ext.zero.norms import without_duplicates
+from deepspeed_ext.zero.optimizer import ParoOptimizer, without_host_synchronization
+from deepspeed_ext.zero.streams import ReductionStream
+from deepspeed_ext.zero.writers import CheckpointWriters
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
 
-class _HostShard(list[Tensor]):
-    """An entry of ``averaged_gradients`` that is on the host already, and is not moved when states are offloaded."""
-
-    def __init__(self, flat_partition: Tensor) -> None:
-        super().__init__()
-        self.flat_partition = flat_partition
-
-
+@checked
 class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
@@ -73,10 +69,54 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         updates: parameters on their way back after a step.
     """
 
-    # The parent's.
-    bit16_groups_flat: list[Tensor]
-    _offload_accumulated_param_ids: set[int]
     gradients: Mapping[str, FlatGradients]
+
+    # Attributes of DeepSpeed's that are read or written here. A number is that of a parameter group.
+    accumulated_grads_in_cpu: dict[int, Tensor]  # by parameter
+    allgather_bucket_size: int
+    averaged_gradients: dict[int, Any]
+    bit16_groups: list[list[nn.Parameter]]
+    bit16_groups_flat: list[Tensor]
+    contiguous_gradients: bool
+    cpu_offload: bool
+    cpu_offload_pin_memory: bool
+    dp_process_group: Any
+    grad_partition_insertion_offset: dict[int, dict[int, dict[int, int]]]  # by number, rank, parameter
+    grad_position: dict[int, list[int]]  # of a parameter: number, its element, place in the shard, elements
+    grad_start_offset: dict[int, dict[int, dict[int, int]]]  # by number, rank, parameter
+    gradient_accumulation_dtype: torch.dtype
+    gradient_average: bool
+    gradient_predivide_factor: float
+    groups_lacking_loss_scale: set[int]
+    groups_padding: list[int]
+    has_moe_layers: bool
+    ipg_buckets: dict[torch.dtype, Any]
+    is_grad_computed: dict[int, dict[int, dict[int, bool]]]  # by number, rank, parameter
+    norm_for_param_grads: dict[int, Tensor]
+    offload_gradient_dict: dict[int, Any]
+    overlap_comm: bool
+    parallel_partitioned_bit16_groups: list[list[Tensor]]
+    param_names: dict[nn.Parameter, str]
+    param_to_partition_ids: dict[int, dict[int, list[int]]]  # by number, parameter
+    params_already_reduced: list[bool]
+    params_in_partition: list[list[nn.Parameter]]
+    partition_count: Any
+    partition_size: list[int]  # of the buffers made so far
+    postscale_gradients: bool
+    real_dp_process_group: list[Any]
+    reduce_scatter: bool
+    reduction_stream: Any
+    round_robin_bit16_meta: list[list[Tensor]]
+    round_robin_bit16_offsets: list[list[int]]
+    round_robin_bit16_padding: list[list[int]]
+    round_robin_gradients: bool
+    sequence_parallel_size: int
+    single_partition_of_fp32_groups: list[Any]  # the optimizer's weights
+    temp_grad_buffer_for_gpu_offload: Tensor
+    total_grads_in_partition: dict[int, dict[int, int]]  # by number, rank
+    _hp_optimizer_states_linked: bool
+    _offload_accumulated_param_ids: set[int]
+    _param_slice_mappings: list[Any]
 
     def __init__(
         self,
@@ -87,8 +127,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
-        self.strategy = strategy
-        self._take_families(families)
+        self._take(strategy, families)
+        self.reductions = ReductionStream(self._find_stream, takes_turns=True)
         self.buffers: list[FlatBuffer] = []
         self._stripe_bucket = int(kwargs["reduce_bucket_size"])
         if experts := experts_of(families):
@@ -100,10 +140,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
+        weights = self.single_partition_of_fp32_groups
+        where = self.gradient_accumulation_dtype, self.reduce_bucket_size
+        self._host_shards = HostShards(weights.__getitem__, self._host_places, *where)
         self.gradients = {name: self._make_gradients(name) for name in families}
         self.bit16_groups_flat = FlatGroups(self.bit16_groups_flat, lambda: self.updates.gather(self._stepping))
         self.updates = self._make_updates(overlap_updates)
-        self.filing = Filing(families, strategy, [buffer.rank for buffer in self.buffers])
+        self.writers = CheckpointWriters(families, strategy, [buffer.rank for buffer in self.buffers])
 
     def _make_gradients(self, family: str) -> FlatGradients:
         rows = [buffer.layout.rows for buffer in self.buffers]
@@ -129,7 +172,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             self.buffers,
             self.families,
             self.strategy,
-            self.whole,
+            self.resync,
             self._places,
             lambda group: self.bit16_groups_flat[group],
             self._own_partition,
@@ -140,6 +183,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     # Flat buffers and partitions of them ##########################################################
 
+    @override
     def flatten_dense_tensors_aligned(
         self,
         tensor_list: Sequence[Any],
@@ -176,16 +220,18 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         partitions = self.parallel_partitioned_bit16_groups[group]
         return partitions[self.buffers[group].rank] if partitions else None
 
+    @override
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
         """Return the partitions of a flat buffer: with stripes this rank's alone, else the parent's."""
         buffer = self.buffers[group_id]
         if buffer.striped:
             return buffer.partitions(tensor)
         partitions: list[Tensor] = super().get_data_parallel_partitions(tensor, group_id)
-        if has_own_partition(buffer, self.whole):
+        if has_own_partition(buffer, self.resync):
             partitions[buffer.rank] = partitions[buffer.rank].clone()
         return partitions
 
+    @override
     def get_partition_info(
         self, tensor_list: Sequence[nn.Parameter], partition_size: int, partition_id: int, param_padding: Any = None
     ) -> tuple[list[nn.Parameter], list[nn.Parameter], int]:
@@ -196,6 +242,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         within = [param for param in tensor_list if buffer.holds(param)]
         return within, [param for param in tensor_list if not buffer.holds(param)], 0
 
+    @override
     def initialize_gradient_partition(self, i: int, param_group: Sequence[nn.Parameter], partition_id: int) -> None:
         """Fill the parent's tables with what this rank has of parameters: it reads of others where it sends to them,
         and with thousands of ranks they take seconds, and memory."""
@@ -210,6 +257,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             self.grad_partition_insertion_offset[i][partition_id][number] = piece.column
             self.grad_start_offset[i][partition_id][number] = piece.start - offset
 
+    @override
     def get_first_param_index(
         self, group_id: int, param_group: Sequence[nn.Parameter], partition_id: int
     ) -> int | None:
@@ -219,6 +267,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         first: int | None = super().get_first_param_index(group_id, param_group, partition_id)
         return first
 
+    @override
     def get_grad_position(
         self, group_id: int, tensor_list: Sequence[nn.Parameter], first_offset: int, partition_size: int
     ) -> None:
@@ -230,6 +279,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             place = [group_id, piece.start - offset, piece.column, piece.numel]
             self.grad_position[self.get_param_id(param)] = place
 
+    @override
     def _link_all_hp_params(self) -> None:
         """Have parameters know where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
 
@@ -249,8 +299,9 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
                 use_offload=self.cpu_offload,
             )
         self._link_states()
-        tell_of_setters(self.buffers, self.whole)
+        tell_of_setters(self.buffers, self.resync)
 
+    @override
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
         if not self._hp_optimizer_states_linked and any(self._states_by_group):
@@ -270,6 +321,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             lazy_init_hp_params_optimizer_state(params, partition, {partition: states})
         self._hp_optimizer_states_linked = all(held)
 
+    @override
     def _restore_from_bit16_weights(self) -> None:
         """Take the optimizer's weights from the model's, which somebody has just loaded."""
         with self.updates.partitions():
@@ -312,6 +364,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     # Buckets: N -> g ##############################################################################
 
+    @override
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
         """Put a gradient into a bucket, and move the bucket on as soon as it is full."""
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
@@ -326,6 +379,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         if self.contiguous_gradients and self.overlap_comm:
             bucket.index = 1 - bucket.index
 
+    @override
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
         """Move a bucket from N to g. ``tensor``: 1D, the bucket's gradients one after the other."""
         bucket = self.ipg_buckets[communication_data_type]
@@ -335,6 +389,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         kept = tensor.untyped_storage().data_ptr() in storages and not self.overlaps_micro_steps
         self._reduce_bucket([tensor], bucket.params, communication_data_type, [] if kept else [tensor])
 
+    @override
     def _buffered_reduce_fallback_preserving_fp32(
         self,
         grads: Sequence[Tensor],
@@ -363,42 +418,38 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             gradients.prepare_crossing()
         for group in {entry[0] for entry in entries}:
             self.gradients[self.family_of_buffer(group)].prepare(group)
-        with self._reduction_stream(self.ipg_buckets[dtype], freed):
-            for name, gradients in self.gradients.items():
-                mine = [number for number, one in enumerate(ranges) if self.family_of_buffer(one.buffer) == name]
-                if len(mine) == len(ranges):
-                    gradients.reduce(tensors, ranges, self._wire_dtype(dtype), complete)
-                elif mine:
-                    parts, places = list(parts_of(tensors, ranges)), [complete[n] for n in mine] if complete else []
-                    of_family = [parts[n] for n in mine], tuple(ranges[n] for n in mine)
-                    gradients.reduce(*of_family, self._wire_dtype(dtype), places)
+        with self.reductions.after_current(self.ipg_buckets[dtype], freed):
+            every = list(self.gradients.values())
+            reduce_by_family(every, tensors, ranges, self._wire_dtype(dtype), complete)
 
     def _shard(self, group: int) -> Tensor:
         """Return the gradients of the optimizer's shard of a parameter group, 1D."""
         return self._get_compact_grad_partition_buffer(group).flat_partition
 
+    @override
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
         """Return a shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host."""
         if self.cpu_offload:
-            return _HostShard(self._host_shard(group_idx))
+            return self._make_host_shard(group_idx)
         if not self.buffers[group_idx].striped:
             return super()._build_compact_grad_partition_buffer(group_idx)
         numel, device = self.buffers[group_idx].shard_numel, get_accelerator().current_device_name()
         held = torch.zeros(numel, dtype=self.gradient_accumulation_dtype, device=device)
         return GradPartitionBufferGroup(self.buffers[group_idx].split(held), held)
 
-    def _host_shard(self, group: int) -> Tensor:
-        """Return zeros on the host: the optimizer's gradient, or another tensor where that one has less precision than
-        ``grad_accum_dtype``."""
-        shard: Tensor = self.single_partition_of_fp32_groups[group].grad.view(-1)
-        if shard.dtype not in (torch.float32, self.gradient_accumulation_dtype):
-            shard = torch.empty_like(shard, dtype=self.gradient_accumulation_dtype)
-        shard.zero_()
-        for param in self.params_in_partition[group]:
-            _, _, start, numel = self.grad_position[self.get_param_id(param)]
-            self.accumulated_grads_in_cpu[self.get_param_id(param)] = shard.narrow(0, start, numel)
-        return shard
+    def _make_host_shard(self, group: int) -> HostShard:
+        shard = self._host_shards.make(group)
+        self.accumulated_grads_in_cpu.update(self._host_shards.views(group, shard))
+        return HostShard(shard)
 
+    def _host_places(self, group: int) -> Iterator[Place]:
+        """Yield what the shard of a parameter group has, with optimizer offload."""
+        for param in self.params_in_partition[group]:
+            number = self.get_param_id(param)
+            _, _, start, numel = self.grad_position[number]
+            yield number, start, numel
+
+    @override
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say yes: one flat buffer is what hops deliver into, and what the step reads without another copy."""
         return True
@@ -420,37 +471,37 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     # The accumulation boundary: g -> os ###########################################################
 
+    @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
-        boundary = self.is_gradient_accumulation_boundary()
-        self._last_was_known = boundary or self.flush_follows
+        """End a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         self.updates.settle()
         self.setup_buckets()  # no hook has done it in a stage of a pipeline that has nothing to train
         filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
         self.reduce_ipg_grads()
-        if boundary:
-            if self.strategy.g == Placement.N:
-                for bucket in filled:
-                    self._fill_other_buffer(bucket)
-                self._reduce_left_over()
-            self._sync_gradients()
-        elif self._has_left and not self.flush_follows:
-            raise self._boundary_taken_back()
-        elif not self.overlaps_micro_steps:
-            self._finish_buckets()
-        with ordered_by_streams():
+        boundary = self.is_gradient_accumulation_boundary()
+        if boundary and self.strategy.g == Placement.N:
+            self._reduce_left_over(filled)
+        self._end_micro_step()
+        with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
         if boundary:
-            # All is in the shards now. Kept, as the parent does, it would be reduced again by another backward.
-            for group in self.bit16_groups:
-                for param in group:
-                    param.grad_accum = None
+            self._forget_accumulated()
 
-    def _reduce_left_over(self) -> None:
+    def _forget_accumulated(self) -> None:
+        """Drop what stage 1 has accumulated of each parameter: it is in the shards now. Kept, as the parent does, it
+        would be reduced again by another backward."""
+        for group in self.bit16_groups:
+            for param in group:
+                param.grad_accum = None  # type: ignore[attr-defined]
+
+    def _reduce_left_over(self, filled: Sequence[Any]) -> None:
         """Reduce gradients accumulated in earlier micro-steps whose parameters the last one did not use.
 
         With ``overlap_comm`` stage 1 fills buckets from the hooks of the last micro-step, which they do not see.
+        ``filled``: the buckets that have just left.
         """
+        for bucket in filled:
+            self._fill_other_buffer(bucket)
         for i, group in enumerate(self.bit16_groups):
             for param in group:
                 waiting = not self.params_already_reduced[self.get_param_id(param)]
@@ -467,10 +518,10 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self._finish_buckets()
         for gradients in self.gradients.values():
             gradients.prepare_all()
-        with self._reduction_stream():
+        with self.reductions.after_current():
             for gradients in self.gradients.values():
                 gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
-        self._wait_for_reductions()
+        self.reductions.wait()
         for gradients in self.gradients.values():
             gradients.slices.clear()  # which have been moved on
         if self.cpu_offload:
@@ -481,7 +532,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self._learn_from_first_step()
         self.complete_gradients()
         if self.cpu_offload:
-            self._measure_host_shards(range(len(self.buffers)))
+            self._hand_to_host_optimizer(range(len(self.buffers)), self._offload_accumulated_param_ids)
+
+    def _hand_to_host_optimizer(self, groups: Iterable[int], used: Iterable[int]) -> None:
+        """Make an offloaded optimizer read complete gradients, and tell the parent their norms and overflows."""
+        for group in groups:
+            found = self._host_shards.norms(group, self._shard(group), used, self.update_offload_overflow_tracker)
+            self.norm_for_param_grads.update(found)
 
     def _slice_wire_dtype(self) -> torch.dtype:
         """Return the dtype of slices, which mix parameters: fp32 where those have several (torch.autocast)."""
@@ -490,18 +547,21 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     # Norms ########################################################################################
 
+    @override
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
         """Return the parent's norm over its group, of what the step applies; see ``_global_norm``."""
         self.muon.apply()
         parents = super().scaled_global_norm
         return self._global_norm(lambda: parents(norm_type))
 
+    @override
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> Tensor:
         """Return the parent's norm of a parameter group; of experts over all ranks, each once."""
         group = next(group for group, held in self.averaged_gradients.items() if held is gradients)
         with self._over_all_experts(group) as once:
             return once(super().get_grad_norm_direct(gradients, params, norm_type))
 
+    @override
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> Tensor:
         """Return the same norm with an offloaded optimizer."""
         group = next(group for group, held in enumerate(self.params_in_partition) if held is params)
@@ -522,54 +582,50 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             return
         replicas = ranks // dist.get_world_size(group=self.buffers[group].group)
         with mock.patch.object(self, "dp_process_group", self.topology.world):
-            yield lambda norm: torch.where(norm < 0, norm, norm / replicas**0.5)
+            yield lambda norm: without_duplicates(norm, replicas)
 
     # The step, and parameters after it: os -> N ###################################################
 
+    @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Take the step, with partitions to write to."""
         with self.updates.partitions(stepping=True):
             return super().step(closure)
 
+    @override
     def update_lp_params(self) -> None:
         """Have all ranks hold the optimizer's weights, rounded to the dtype of the parameters. Collective."""
         with self.updates.partitions():
             super().update_lp_params()
             self.updates.drain()
 
-    def send_whole(self) -> None:
-        """Have all ranks hold the optimizer's weights, where they may hold something else; see ``ParoOptimizer``."""
-        if not self.whole.always:
-            self._require_parameters()
-            self.update_lp_params()
+    def _send_whole(self) -> None:
+        """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
+        self.update_lp_params()
 
     # What takes the place of gradients ############################################################
 
+    @override
     def _commit_muon_momentum(self) -> None:
         """Apply Muon also where no norm is taken, and keep its momentum: the step is not skipped."""
         self.muon.apply()
         self.muon.finish_step(True)
 
+    @override
     def _apply_muon_updates_cpu_offload(self) -> None:
         """Leave it to ``scaled_global_norm``."""
 
-    @property
-    def updates_on_host(self) -> bool:
-        """Whether they are: with optimizer offload."""
-        return bool(self.cpu_offload)
-
-    def take_update(self, number: int) -> float:
+    def begin_replacing_gradient(self, number: int) -> float:
         """Prepare for an update; see ``FlatShards``."""
-        return self._update_factor(number, self.groups_lacking_loss_scale)
+        return self._update_factor(number, None if self.cpu_offload else self.groups_lacking_loss_scale)
 
-    def updates_taken(self, shards: Sequence[FlatShard]) -> None:
-        """Have the offloaded optimizer read updates; see ``FlatShards``."""
+    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
+        """Make an offloaded optimizer read updates; see ``FlatShards``."""
         if self.cpu_offload:
-            used = set(self._offload_accumulated_param_ids)
-            updated = (self.get_param_id(member.param) for shard in shards for member in shard.members)
-            self._offload_accumulated_param_ids.update(updated)
-            self._measure_host_shards(shard.number for shard in shards)
-            self._offload_accumulated_param_ids = used
+            updated = {self.get_param_id(member.param) for shard in shards for member in shard.members}
+            self._hand_to_host_optimizer(
+                [shard.number for shard in shards], self._offload_accumulated_param_ids | updated
+            )
 
     # Checkpoints ##################################################################################
 
@@ -577,6 +633,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """Have parameters arrive before the engine saves or loads them."""
         self.updates.drain()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's, in its order; see ``flat/saved.py``."""
         with self._in_zeros_order():
@@ -618,6 +675,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """
         saved.check(state, self.partition_count, self._zeros_mappings())
 
+    @override
     def _load_legacy_checkpoint(
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
@@ -644,13 +702,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         except ValueError as error:
             problem = error
         if self._striped or uses_muon(self.optimizer):
-            failed = bool(largest(torch.tensor([float(problem is not None)]), self.dp_process_group).item())
-            problem = problem or (sharded_otherwise("otherwise on another rank", "are not") if failed else None)
+            saved.raise_together(problem, self.dp_process_group)
         if problem is not None:
             raise problem
 
     # To the host and back #########################################################################
 
+    @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload DeepSpeed's states, and with its gradients our slices."""
         self.updates.drain()
@@ -660,6 +718,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             for gradients in self.gradients.values():
                 gradients.to("cpu")
 
+    @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Bring back what ``offload_states`` has moved; partitions are made anew for that."""
         self.updates.settle()
@@ -670,34 +729,20 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             gradients.to(get_accelerator().current_device_name())
         self.updates.give_up()
 
+    @override
     def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
         """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``_sync_gradients``."""
         if self.cpu_offload:
             self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
 
-    def _measure_host_shards(self, groups: Iterable[int]) -> None:
-        """Tell the offloaded optimizer the norms of parameter groups, and the overflow flag: taken on the device."""
-        used, device = self._offload_accumulated_param_ids, get_accelerator().current_device_name()
-        for group in groups:
-            for param in self.params_in_partition[group]:
-                _, _, start, numel = self.grad_position[self.get_param_id(param)]
-                norms = []
-                for part in self._shard(group).narrow(0, start, numel).split(self.reduce_bucket_size):
-                    on_device = part.to(device)
-                    self.update_offload_overflow_tracker(on_device)
-                    norms.append(on_device.to(get_norm_dtype()).norm(2))
-                if self.get_param_id(param) in used:  # others have none: ignore_unused_parameters looks for that
-                    self.norm_for_param_grads[self.get_param_id(param)] = torch.stack(norms).norm(2)
-            gradient = self.single_partition_of_fp32_groups[group].grad.view(-1)
-            if gradient.data_ptr() != self._shard(group).data_ptr():
-                gradient.copy_(self._shard(group))
-
+    @override
     def reset_cpu_buffers(self) -> None:
         """Also drop the shards: with offload the parent would add the next step's gradients to a skipped step's."""
         super().reset_cpu_buffers()
         self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
 
+    @override
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished, and leave the model alone."""
         for gradients in self.gradients.values():
@@ -705,24 +750,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.updates.drop()
         super().destroy()
 
-    # Streams ######################################################################################
-
-    @contextmanager
-    def _reduction_stream(self, bucket: Any = None, freed: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Run on the stream of reductions, after all that filled the bucket; buckets are reused after it."""
-        accelerator = get_accelerator()
-        stream = self.reduction_stream if self.overlap_comm else accelerator.current_stream()
-        for event in bucket.ready_events.values() if bucket else ():
-            stream.wait_event(event)
-        if self.overlap_comm and not accelerator.resolves_data_dependency():
-            for producer in {accelerator.current_stream(), *(bucket.copy_streams if bucket else ())}:
-                stream.wait_stream(producer)
-            accelerator.current_stream().wait_stream(stream)
-            for tensor in freed:
-                tensor.record_stream(stream)
-        with accelerator.stream(stream):
-            yield
-
-    def _wait_for_reductions(self) -> None:
-        if self.overlap_comm and not get_accelerator().resolves_data_dependency():
-            get_accelerator().current_stream().wait_stream(self.reduction_stream)
+    def _find_stream(self) -> Any:
+        """Return the stream of reductions; None where they run on the current one."""
+        beside = self.overlap_comm and not get_accelerator().resolves_data_dependency()
+        return self.reduction_stream if beside else None

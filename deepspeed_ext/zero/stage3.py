@@ -16,8 +16,8 @@ Note [What runs when, parameters sharded]
     - After the step, updated parameters move os -> p (``gather_updates``).
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -34,24 +34,37 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, leave_modules, zero_gradients
+from deepspeed_ext.leaf.windows import windowed_modules
+from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families, family_of, name_in_all
-from deepspeed_ext.zero.filing import Filing
 from deepspeed_ext.zero.flat_shards import FlatShard, Member
 from deepspeed_ext.zero.muon import uses_muon
-from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, ordered_by_streams
+from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
 from deepspeed_ext.zero.sharded import saved
 from deepspeed_ext.zero.sharded.coordinator import coordinator_of
 from deepspeed_ext.zero.sharded.expert_windows import WindowGradients
 from deepspeed_ext.zero.sharded.gathers import Gathers, partition
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
+from deepspeed_ext.zero.sharded.shards import GradientShards
 from deepspeed_ext.zero.sharded.slices import Slices
+from deepspeed_ext.zero.streams import ReductionStream
+from deepspeed_ext.zero.writers import CheckpointWriters
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
 _OF_OPTIMIZER = {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
 
 
+class GradientState(Enum):
+    """Where gradients are, between the end of a micro-step and the optimizer's step; the same on all ranks."""
+
+    NONE = "there are none, or a step has taken them"
+    IN_G = "where g says, of at least one micro-step"
+    IN_OS = "complete, in the optimizer's shard"
+
+
+@checked
 class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters sharded].
 
@@ -66,21 +79,45 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     Attributes:
         slices, gathers: what is held of parameters, and how they are gathered for use, of each family.
         gradients: on their way to the optimizer's shard, of each family.
+        shards: where gradients are held.
     """
 
     gradients: Mapping[str, ShardedGradients]
     slices: dict[str, Slices]
     gathers: dict[str, Gathers]
-    _held: Tensor  # what is held of all families' gradients, 1D
-    _waiting: bool  # whether a micro-step has ended since gradients moved to os; the same on all ranks
+    shards: GradientShards
+    _state: GradientState
 
-    # The parent's.
-    sub_group_size: int
-    fp16_groups: list[list[ZeroParameter]]
+    # Attributes of DeepSpeed's that are read or written here.
     averaged_gradients: dict[int, list[Tensor]]  # by sub-group
-    persistent_parameters: list[ZeroParameter]
+    device: Any  # of the optimizer's shard
+    dp_process_group: Any
+    fp16_groups: list[list[ZeroParameter]]  # sub-groups
+    fp16_partitioned_groups_flat: list[Tensor]  # by sub-group
+    fp32_partitioned_groups_flat: list[Any]  # the optimizer's weights, by sub-group
     grad_partitions_flat_buffer: Any  # a tensor, or None before it is made anew
+    gradient_accumulation_dtype: torch.dtype
     inf_or_nan_tracker: Tensor
+    ipg_buckets: dict[torch.dtype, Any]
+    lp_param_buffer: Tensor
+    module: nn.Module
+    model_parallel_group: Any
+    model_parallel_rank: int
+    norm_for_param_grads: dict[int, Tensor]
+    offload_optimizer: bool
+    offload_optimizer_pin_memory: bool
+    param_names: dict[Any, str]
+    partition_count: Any
+    persistent_parameters: list[ZeroParameter]
+    reduce_and_partition_stream: Any
+    reduce_scatter: bool
+    sequence_parallel_size: int
+    sub_group_process_groups: list[Any]
+    sub_group_size: int
+    sub_group_to_group_id: dict[int, int]
+    sub_groups_lacking_loss_scale: set[int]
+    _coalesce_grad_reduction: bool
+    _offload_boundary_param_ids: set[int]
     # Its way with Muon is not ours, and it would refuse what it needs whole gradients for.
     use_muon = property(lambda self: False, lambda self, found: None)
 
@@ -96,11 +133,13 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         overlap_comm: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.strategy = strategy
-        self._take_families(families)
+        self._take(strategy, families)
+        self.reductions = ReductionStream(
+            lambda: None if get_accelerator().is_synchronized_device() else self.reduce_and_partition_stream
+        )
         self._gather_bucket, self._sequential = bucket, sequential
         self._overlap = overlap_comm
-        self._waiting = False
+        self._state = GradientState.NONE
         super().__init__(
             *args,
             dp_process_group=self.topology.shard_group(strategy.os),
@@ -108,28 +147,32 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             overlap_comm=overlap_comm,
             **kwargs,
         )
-        self.filing = Filing(families, strategy, [dist.get_rank(group) for group in self.sub_group_process_groups])
+        numbers = [dist.get_rank(group) for group in self.sub_group_process_groups]
+        self.writers = CheckpointWriters(families, strategy, numbers)
         # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
 
     # Parameters #######################################################################################
 
+    @override
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
-        """Have DeepSpeed shard the model's parameters and watch its modules; then hold the parameters as p says."""
+        """Hold parameters as p says, once DeepSpeed has sharded them and watches their modules."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
         how = self._gather_bucket, self._sequential
         self.gathers = partition(kwargs["module"], offload, self.strategy, self.families, *how)
         self.slices = {name: gathers.slices for name, gathers in self.gathers.items()}
         for gathers in self.gathers.values():
-            gathers.on_change(self.whole.ask)
+            gathers.on_change(self.resync.ask)
         return offload
 
+    @override
     def _get_parameter_partitions(self) -> list[Tensor]:
         """Return what goes into the flat parameter buffer: all rows of slices."""
         return [part for group in self.fp16_groups for part in self._slices_of(group).partitions(group)]
 
+    @override
     def _set_fp16_partitioned_groups_flat(self) -> None:
         for slices in self.slices.values():
             slices.forget_blocks()
@@ -138,11 +181,12 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             flat, offset = self._slices_of(group).make_block(number, self.lp_param_buffer, offset, group)
             self.fp16_partitioned_groups_flat.append(flat)
 
+    @override
     def _pre_step(self) -> None:
         self.drain_parameters()
         for slices in self.slices.values():
             slices.forget_changes()
-        if self._waiting:  # the caller has declared the boundary after the last backward only
+        if self._state is GradientState.IN_G:  # the caller has declared the boundary after the last backward only
             self._sync_gradients()
         self._learn_from_first_step()
         self._forget_gradients()
@@ -150,29 +194,53 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     # Gradients: N -> g ################################################################################
 
+    @override
     def _setup_for_real_optimizer(self) -> None:
-        """Also hold gradients as g says."""
+        """Hold gradients as g says."""
         super()._setup_for_real_optimizer()
         if self.strategy.g == Placement.N:
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
         self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
         self.gradients = {name: self._make_gradients(name) for name in self.families}
-        self._windows = WindowGradients(self, self.gradients[DENSE])
-        one_row = all(gradients.rows == 1 for gradients in self.gradients.values())
-        if one_row and (self.strategy.g != Placement.N or self.offload_optimizer):
-            self._place_gradients(self.grad_partitions_flat_buffer.view(-1))
+        self._windows = self._make_windows()
+        self.shards = GradientShards(
+            self.gradients,
+            self.gradient_accumulation_dtype,
+            self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition,
+            lambda flat: setattr(self, "grad_partitions_flat_buffer", flat),
+        )
+        self._place_gradients()
+
+    def _make_windows(self) -> WindowGradients:
+        over_sequence = 1 if self.reduce_scatter else self.sequence_parallel_size
+        return WindowGradients(
+            windowed_modules(self.module),
+            self.gradients[DENSE],
+            self.slices[DENSE].layout,
+            self.reductions,
+            stays_whole=self.strategy.g == Placement.N,
+            coalesces=lambda: self._coalesce_grad_reduction,
+            hand_over=self.reduce_ready_partitions_and_remove_grads,
+            is_last=lambda: self._is_last_backward,
+            dtype_of=self.get_param_comm_dtype,
+            scale=self.topology.sizes.ranks / over_sequence,
+        )
+
+    def _place_gradients(self) -> None:
+        """Hold gradients in the parent's tensor if that will do."""
+        if self.shards.one_row and (self.strategy.g != Placement.N or self.offload_optimizer):
+            self.shards.place(self.grad_partitions_flat_buffer.view(-1))
             return
         if self.offload_optimizer_pin_memory:
             get_accelerator().unpin_memory(self.grad_partitions_flat_buffer)
-        self._gradient_shards.clear()
+        self.shards.chunks.clear()
         self.grad_partitions_flat_buffer = None  # the parent's, before ours is made
         if self.strategy.g == Placement.N:
             self._drop_shard()
         else:
-            device = get_accelerator().current_device_name()
-            self._place_gradients(self._new_gradients(device))
-            self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(device)
+            self.shards.make(get_accelerator().current_device_name())
+            self.inf_or_nan_tracker = self.inf_or_nan_tracker.to(get_accelerator().current_device_name())
 
     def _make_gradients(self, family: str) -> ShardedGradients:
         dtypes = list(self.ipg_buckets)
@@ -187,7 +255,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             not self.offload_optimizer or self.offload_optimizer_pin_memory,
             dtype_of=self.get_param_comm_dtype,
             dtype=dtypes[0] if len(dtypes) == 1 else torch.float32,  # several with torch.autocast
-            by_host=bool(self.offload_optimizer) and self._gradient_stream is not None,
+            by_host=bool(self.offload_optimizer) and self.reductions.find() is not None,
             name=lambda param: self.param_names[param],
             number=list(self.families).index(family),
         )
@@ -195,60 +263,36 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _drop_shard(self) -> None:
         """Drop the shard: with g = N there is none beside whole gradients."""
         self.averaged_gradients = {}
-        placeholder = torch.zeros(1, dtype=self.gradient_accumulation_dtype, device=self.device)
-        self._place_gradients(placeholder.expand(sum(self._held_numels)))
+        self.shards.drop(self.device)
 
-    @property
-    def _held_numels(self) -> list[int]:
-        """Elements that are held of each family's gradients."""
-        return [gradients.rows * gradients.numel for gradients in self.gradients.values()]
+    def _make_shard(self) -> None:
+        """Make the shard, if there is none beside whole gradients."""
+        if self.shards.is_placeholder:
+            self.shards.make(self.device)
 
-    def _new_gradients(self, device: str | torch.device) -> Tensor:
-        """Return zeros for ``_place_gradients``."""
-        return torch.zeros(sum(self._held_numels), dtype=self.gradient_accumulation_dtype, device=device)
-
-    def _place_gradients(self, held: Tensor) -> None:
-        """Hold gradients in this tensor, 1D: all rows of one family after the other. The parent sees the optimizer's
-        row; of several families all rows, of whose sum an overflow is one where it is one of theirs."""
-        self._held = held
-        for gradients, part in zip(self.gradients.values(), held.split(self._held_numels), strict=True):
-            self._gradient_shards.update(gradients.place(part))
-        self.grad_partitions_flat_buffer = held if len(self.gradients) > 1 else self.gradients[DENSE].shard
-
-    @property
-    def _gradient_shards(self) -> dict[int, Tensor]:
-        """The parent's map from ds_id to the gradient of the optimizer's shard, 1D."""
-        return self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-
+    @override
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
         """Put a complete gradient into a bucket, or to those that stay until the boundary."""
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
             self._reduce_if_full(self.get_param_comm_dtype(param))
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
-            begun = any(gradients.begun for gradients in self.gradients.values())
-            if not (begun or self._is_placeholder or self.offload_optimizer):
-                self._drop_shard()
-            last = self._is_last_backward
-            if last and self._gradient_stream is not None:  # which packs it; a model may compute on several streams
-                self._gradient_stream.wait_stream(get_accelerator().current_stream())
-            gradients = self._gradients_of(param)
-            left = gradients.keep(param, param.grad, self.gradient_accumulation_dtype, last)
-            param.grad = None
-            if left:
-                with self._reduction_stream():
-                    self._make_shard()
-                    gradients.reduce_buckets(left)
+            self._keep_whole(param)
 
-    @property
-    def _is_placeholder(self) -> bool:
-        """Whether there is no shard beside whole gradients."""
-        return any(gradients.is_placeholder for gradients in self.gradients.values())
-
-    def _make_shard(self) -> None:
-        """Make the shard, if there is none beside whole gradients."""
-        if self._is_placeholder:
-            self._place_gradients(self._new_gradients(self.device))
+    def _keep_whole(self, param: Any) -> None:
+        """Keep a gradient whole until the boundary; what is complete may leave."""
+        if not (self.shards.begun or self.shards.is_placeholder or self.offload_optimizer):
+            self._drop_shard()
+        last = self._is_last_backward
+        if last:
+            self.reductions.receive_current()  # it packs this; a model may compute on several streams
+        gradients = self.gradients[family_of(param)]
+        left = gradients.keep(param, param.grad, self.gradient_accumulation_dtype, last)
+        param.grad = None
+        if left:
+            with self.reductions.after_current():
+                self._make_shard()
+                gradients.reduce_buckets(left)
 
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
@@ -260,18 +304,21 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
                 self.reduce_ready_partitions_and_remove_grads(param)
             return
         ready = list(zero_gradients(ready))  # all written before the stream of reductions waits for that
-        if self._gradient_stream is not None:
-            self._gradient_stream.wait_stream(get_accelerator().current_stream())
+        self.reductions.receive_current()
         for param in ready:
-            dtype = self.get_param_comm_dtype(param)
-            bucket = self.ipg_buckets[dtype]
-            another = bucket.process_group is not param.ds_process_group
-            if bucket.elements and (another or bucket.elements + param.ds_numel > self.reduce_bucket_size):
-                self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
-            bucket.params.append(param)
-            bucket.process_group = param.ds_process_group
-            bucket.elements += param.ds_numel
-            self._reduce_if_full(dtype)
+            self._fill_bucket(param)
+
+    def _fill_bucket(self, param: ZeroParameter) -> None:
+        """Put a gradient into DeepSpeed's bucket of its dtype, and reduce buckets that are full."""
+        dtype = self.get_param_comm_dtype(param)
+        bucket = self.ipg_buckets[dtype]
+        another = bucket.process_group is not param.ds_process_group
+        if bucket.elements and (another or bucket.elements + param.ds_numel > self.reduce_bucket_size):
+            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+        bucket.params.append(param)
+        bucket.process_group = param.ds_process_group
+        bucket.elements += param.ds_numel
+        self._reduce_if_full(dtype)
 
     def reduce_window(self, *window: Any) -> None:
         """Reduce the gradients of a window of packed experts; see ``LeafReducer``."""
@@ -281,6 +328,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         if self._is_full(self.ipg_buckets[dtype]):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
+    @override
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[Tensor]:
@@ -288,6 +336,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         self._reduce(params_to_reduce, communication_data_type)
         return []
 
+    @override
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
         self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
     ) -> list[Tensor]:
@@ -303,6 +352,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             if mine:
                 gradients.reduce(mine, dtype, sequence_parallel_size, self._is_last_backward)
 
+    @override
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]) -> None:
         """Release the gradients of a bucket, which are packed by now."""
         for param in params_to_release:
@@ -310,6 +360,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
                 param.grad.record_stream(get_accelerator().current_stream())
             param.grad = None
 
+    @override
     def backward_epilogue(self) -> None:
         """End of a backward, also where nothing is reduced at it."""
         leave_modules(self)
@@ -317,63 +368,63 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     # The accumulation boundary: g -> os ###############################################################
 
+    @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """End of a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        """End a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         end_of_backward(self)
         for dtype in sort_dtypes(self.ipg_buckets):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
-        with ordered_by_streams():
+        with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
-        with self._reduction_stream():
+        with self.reductions.after_current():
             for gradients in self.gradients.values():
                 gradients.end_backward()
-        self._waiting = True
-        boundary = self.is_gradient_accumulation_boundary()
-        self._last_was_known = boundary or self.flush_follows
-        if boundary:
-            self._sync_gradients()
-        elif self._has_left and not self.flush_follows:
-            raise self._boundary_taken_back()
-        elif not self.overlaps_micro_steps:
-            self._finish_buckets()
+        self._state = GradientState.IN_G
+        self._end_micro_step()
 
     def _sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard; all parameters on all ranks, used or not."""
-        with self._reduction_stream():
+        with self.reductions.after_current():
             if self.strategy.g == Placement.N:
                 self._make_shard()
                 for gradients in self.gradients.values():
                     gradients.reduce_kept()
         self._finish_for_host()
-        with self._reduction_stream():
+        with self.reductions.after_current():
             for gradients in self.gradients.values():
                 gradients.finish()
-        self._waiting = False
-        self._wait_for_reductions()
-        if self._gradient_stream is not None and self.offload_optimizer:
-            self._gradient_stream.synchronize()  # gradients may be in host memory
+        self._state = GradientState.IN_OS
+        self.reductions.wait()
+        if self.offload_optimizer:
+            self.reductions.synchronize()  # gradients may be in host memory
         self.complete_gradients()
-        if self._gradient_stream is not None:  # where DeepSpeed looks for overflows
-            self._gradient_stream.wait_stream(get_accelerator().current_stream())
+        self.reductions.receive_current()  # where DeepSpeed looks for overflows
+        self._hand_to_optimizer()
+
+    def _hand_to_optimizer(self) -> None:
+        """Make the parent's step read complete gradients."""
         if not self.offload_optimizer:
             self._show_gradients()
-        else:
-            self._offload_boundary_param_ids = set(self._gradient_shards)
-            self._finalize_offload_gradient_accumulation()
-            if self._gradient_stream is not None:  # the step reads host memory
-                self._gradient_stream.synchronize()
-                get_accelerator().current_stream().synchronize()
+            return
+        self._offload_boundary_param_ids = set(self.shards.chunks)
+        self._finalize_offload_gradient_accumulation()
+        if (stream := self.reductions.find()) is not None:  # the step reads host memory
+            stream.synchronize()
+            get_accelerator().current_stream().synchronize()
 
+    @override
     def _apply_muon_to_accumulated_grads(self) -> None:
         """Apply Muon, between the overflow check and the norm."""
         self.muon.apply()
 
+    @override
     def _loss_scale_update_and_overflow_cleanup(self) -> bool:
         """Return whether the step is skipped, and have Muon know."""
         skipped = bool(super()._loss_scale_update_and_overflow_cleanup())
         self.muon.finish_step(not skipped)
         return skipped
 
+    @override
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forget what has been accumulated."""
         super().zero_grad(set_to_none)
@@ -381,7 +432,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         self._finish_for_host()
         self._forget_gradients()
         self.gradients_dropped()
-        self._waiting = False
+        self._state = GradientState.NONE
 
     # What others ask for ##############################################################################
 
@@ -408,6 +459,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         """Whether parameters of a family are held as slices of several rows."""
         return any(slices.sliced for slices in self.slices.values())
 
+    @override
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
         configured = self.sub_group_size
@@ -421,7 +473,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _show_gradients(self) -> None:
         """Have the parent's step read them where they are."""
         self.averaged_gradients = {
-            i: [self._gradient_shards[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
+            i: [self.shards.chunks[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
         }
 
     def family_of_buffer(self, buffer: int) -> str:
@@ -446,7 +498,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def owned_gradient(self, param: Any) -> Tensor:
         """Return the gradient of these elements; see ``ParoOptimizer``."""
         start, end = self.owned_span(param)
-        return self._gradient_shards[param.ds_id][: end - start]
+        return self.shards.chunks[param.ds_id][: end - start]
 
     def flat_shards(self) -> list[FlatShard]:
         """Return what is in this rank's flat partitions; see ``FlatShards``."""
@@ -476,16 +528,11 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     # What takes the place of gradients ################################################################
 
-    @property
-    def updates_on_host(self) -> bool:
-        """Whether they are: with optimizer offload."""
-        return bool(self.offload_optimizer)
-
-    def take_update(self, number: int) -> float:
+    def begin_replacing_gradient(self, number: int) -> float:
         """Prepare for an update; see ``FlatShards``."""
-        return self._update_factor(number, self.sub_groups_lacking_loss_scale)
+        return self._update_factor(number, None if self.offload_optimizer else self.sub_groups_lacking_loss_scale)
 
-    def updates_taken(self, shards: Sequence[FlatShard]) -> None:
+    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
         """Have the offloaded optimizer read their norms; see ``FlatShards``."""
         for shard in shards if self.offload_optimizer else ():
             update = self.shard_gradient(shard.number)
@@ -504,6 +551,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         placement = self._zero3_partition_group_metadata() if saved.PLACEMENT in state else None
         saved.check(state, self.partition_count, placement, self._sub_group_numels())
 
+    @override
     def load_state_dict(self, state_dict_list: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
         """Also refuse states that are sharded otherwise, and divide sub-groups anew.
 
@@ -514,19 +562,21 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             rank = dist.get_rank(group=self.dp_process_group)
             self.check_states(state_dict_list[rank])
             state = saved.regroup(state_dict_list[rank], self._sub_group_numels())
-            state_dict_list[rank] = saved.with_own_momentum(state, self.updates_on_host)
+            state_dict_list[rank] = saved.with_own_momentum(state, bool(self.offload_optimizer))
         super().load_state_dict(state_dict_list, *args, **kwargs)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's, with momentum as its stage 3 has it; see Note [Momentum of DeepSpeed's stages]."""
         state = dict(super().state_dict())
         if not uses_muon(self.optimizer):
             return state
-        return saved.with_saved_momentum(state, float(self.loss_scale), self.updates_on_host)
+        return saved.with_saved_momentum(state, float(self.loss_scale), bool(self.offload_optimizer))
 
+    @override
     def _get_sub_group_partition_ranks(self, sub_group_id: int) -> list[int]:
         """Return which ranks share a sub-group, as DeepSpeed's stage 3 notes and compares it with AutoEP."""
-        return self.filing.as_written(super()._get_sub_group_partition_ranks(sub_group_id))
+        return self.writers.as_written(super()._get_sub_group_partition_ranks(sub_group_id))
 
     def _sub_group_numels(self) -> list[list[int]]:
         """Return for each parameter group the elements of this rank's sub-groups."""
@@ -535,11 +585,13 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             numels[self.sub_group_to_group_id[sub_group]].append(flat.numel())
         return numels
 
+    @override
     def checkpoint_event_prologue(self) -> None:
         """Prepare for a checkpoint that is saved or loaded."""
         self.drain_parameters()
         super().checkpoint_event_prologue()
 
+    @override
     def checkpoint_event_epilogue(self) -> None:
         """Complete slices after it: what was loaded is in this rank's rows only."""
         for slices in self.slices.values():
@@ -548,6 +600,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     # Parameters: os -> p ##############################################################################
 
+    @override
     def _post_step(self, timer_names: set[str]) -> None:
         """Move updated parameters os -> p, after the step.
 
@@ -564,12 +617,13 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         finally:
             self.persistent_parameters = persistent
 
+    @override
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
         if self._stepping and sub_group_id == 0:  # not before the step is known to be applied
-            self.whole.begin(stepping=True)
+            self.resync.begin(stepping=True)
         slices = self._slices_of(self.fp16_groups[sub_group_id])
-        if self.whole.now or slices.always_whole:
+        if self.resync.now or slices.always_whole:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             held = self.fp16_partitioned_groups_flat[sub_group_id]
@@ -587,26 +641,24 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _starts_updates_early(self) -> bool:
         return self._stepping and bool(self.offload_optimizer)
 
-    def send_whole(self) -> None:
-        """Have all ranks hold the optimizer's weights, where they may hold something else; see ``ParoOptimizer``."""
-        if self.whole.always:
-            return
-        self._require_parameters()
+    def _send_whole(self) -> None:
+        """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
         self.drain_parameters()  # what the last step has sent is written to the rows that are written here
         for slices in self.slices.values():
             slices.forget_changes()
-        self.whole.begin(stepping=False)
+        self.resync.begin(stepping=False)
         for sub_group in range(len(self.fp16_partitioned_groups_flat)):
             self._reassign_or_swap_out_partitioned_parameters(sub_group)
         self._gather_updates()
         self.drain_parameters()
 
+    @override
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Serve DeepSpeed's safe_set_full_fp32_param and its like.
 
         Where ranks do not divide a parameter, DeepSpeed's own reads behind its end: the last rank alone raises.
         """
-        self.whole.ask()
+        self.resync.ask()
         if not param.requires_grad or value.numel() != param.ds_numel:
             super().set_full_hp_param(value, param, optim_state_key)
             return
@@ -617,11 +669,13 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         mine = value.flatten()[start : start + held.numel()]
         held.data[: mine.numel()].copy_(mine)
 
+    @override
     def set_local_hp_param(self, *args: Any, **kwargs: Any) -> None:
         """Serve DeepSpeed's safe_set_local_fp32_param and its like."""
-        self.whole.ask()
+        self.resync.ask()
         super().set_local_hp_param(*args, **kwargs)
 
+    @override
     def offload_states(
         self,
         include: Iterable[OffloadStateTypeEnum] | None = None,
@@ -633,41 +687,44 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         self.drain_parameters()
         self._finish_buckets()
         wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
-        held = _HELD_BY_US | (_OF_OPTIMIZER if uses_muon(self.optimizer) else set())
+        held = self._held_by_us
         super().offload_states(wanted - held, device, pin_memory, **kwargs)
 
-        def move(tensor: Tensor) -> Tensor:
-            moved = tensor.to(device.value)
-            return get_accelerator().pin_memory(moved) if pin_memory else moved
-
+        self._move_held(wanted & held, lambda tensor: _moved(tensor, device.value, pin_memory))
         if OffloadStateTypeEnum.lp_params in wanted:
-            self._hold_parameters(move(self.lp_param_buffer))
             self.fp16_partitioned_groups_flat.clear()
             for slices in self.slices.values():
                 slices.forget_blocks()
         if OffloadStateTypeEnum.lp_grads in wanted:
-            self._place_gradients(move(self._held))
             self.averaged_gradients = {}
-        self._move_optimizer(wanted & held, move)
         self.offloaded_states |= wanted & held
 
+    @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Bring back what ``offload_states`` has moved."""
+        """Move back parameters and gradients as we hold them."""
         device = get_accelerator().current_device_name()
-        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
-            self._hold_parameters(self.lp_param_buffer.to(device))
+        offloaded, ours = set(self.offloaded_states), self._held_by_us
+        self._move_held(offloaded & ours, lambda tensor: tensor.to(device))
+        if OffloadStateTypeEnum.lp_params in offloaded:
             self._set_fp16_partitioned_groups_flat()
-        if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            self._place_gradients(self._held.to(device))
+        if OffloadStateTypeEnum.lp_grads in offloaded:
             self._show_gradients()
-        self.offloaded_states -= _HELD_BY_US
-        if uses_muon(self.optimizer):  # DeepSpeed moves no others
-            self._move_optimizer(self.offloaded_states, lambda tensor: tensor.to(device))
-            self.offloaded_states -= _OF_OPTIMIZER
+        self.offloaded_states -= ours
         super().reload_states(*args, **kwargs)
 
-    def _move_optimizer(self, wanted: Container[OffloadStateTypeEnum], move: Callable[[Tensor], Tensor]) -> None:
-        """Move weights and states of the optimizer, where DeepSpeed's stage 3 knows only those of its FusedAdam."""
+    @property
+    def _held_by_us(self) -> set[OffloadStateTypeEnum]:
+        """States that DeepSpeed does not move: parameters and gradients as we hold them, and of optimizers that are
+        not its FusedAdam all there is."""
+        return _HELD_BY_US | (_OF_OPTIMIZER if uses_muon(self.optimizer) else set())
+
+    def _move_held(self, wanted: Container[OffloadStateTypeEnum], move: Callable[[Tensor], Tensor]) -> None:
+        if OffloadStateTypeEnum.lp_params in wanted:
+            self.lp_param_buffer, offset = move(self.lp_param_buffer), 0
+            for group in self.fp16_groups:
+                offset = self._slices_of(group).place(self.lp_param_buffer, offset, group)
+        if OffloadStateTypeEnum.lp_grads in wanted:
+            self.shards.place(move(self.shards.held))
         if OffloadStateTypeEnum.hp_params in wanted:
             for weights in self.fp32_partitioned_groups_flat:
                 weights.data = move(weights.data)
@@ -677,16 +734,13 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
                 held = {key: one for key, one in states.items() if isinstance(one, Tensor) and one.dim()}
                 states.update({key: move(one) for key, one in held.items()})
 
-    def _hold_parameters(self, buffer: Tensor) -> None:
-        self.lp_param_buffer, offset = buffer, 0
-        for group in self.fp16_groups:
-            offset = self._slices_of(group).place(buffer, offset, group)
-
+    @override
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
         """Serve DeepSpeed's safe_get_full_grad and its like."""
         self._refuse_unfinished_gradients()
         return super()._get_fp32_grad_state_partition(*args, **kwargs)
 
+    @override
     def update_fp32_grad_for_param_vectorized(self, *args: Any, **kwargs: Any) -> None:
         """Serve DeepSpeed's safe_update_full_grad_vectorized."""
         self._refuse_unfinished_gradients()
@@ -695,7 +749,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _refuse_unfinished_gradients(self) -> None:
         self._finish_buckets()
         self._finish_for_host()
-        if self._waiting and self.strategy.g != self.strategy.os:
+        if self._state is GradientState.IN_G and self.strategy.g != self.strategy.os:
             raise RuntimeError(
                 f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
                 f"{self.strategy.name} (g = {self.strategy.g.name}, os = {self.strategy.os.name}) they are not summed "
@@ -704,10 +758,12 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     # Replicas of the optimizer (os = I) decide alike, even if a backend rounds differently in each group ###########
 
+    @override
     def _get_norm_groups(self) -> list[Tensor]:
         parents = super()._get_norm_groups
         return [self._global_norm(lambda: combine_grad_norm_groups(parents()))]
 
+    @override
     def get_grad_norm_direct(
         self, gradients: Sequence[Tensor], params: Sequence[ZeroParameter], norm_type: int = 2
     ) -> Tensor:
@@ -715,6 +771,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
         return super().get_grad_norm_direct(counted, params, norm_type)
 
+    @override
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[ZeroParameter]) -> Tensor:
         """Return the same norm with an offloaded optimizer."""
         for param in filter(is_replica, params):
@@ -723,6 +780,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     # The end ##########################################################################################
 
+    @override
     def destroy(self) -> None:
         """Also give the parameters back to DeepSpeed, and drop gradients of an unfinished accumulation."""
         for gathers in self.gathers.values():
@@ -731,30 +789,15 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             gradients.drop()
         super().destroy()
 
-    # Streams ##########################################################################################
-
-    @property
-    def _gradient_stream(self) -> Any:
-        """The stream of reductions; None on devices without streams."""
-        return None if get_accelerator().is_synchronized_device() else self.reduce_and_partition_stream
-
-    @contextmanager
-    def _reduction_stream(self) -> Iterator[None]:
-        """Run on the stream of reductions, behind everything on the current one."""
-        stream = self._gradient_stream
-        if stream is not None:
-            stream.wait_stream(get_accelerator().current_stream())
-        with get_accelerator().stream(stream):
-            yield
-
     def _finish_for_host(self) -> None:
-        """Have the host wait for all buckets; see ``Stage3States``."""
-        if self._gradient_stream is not None and self.offload_optimizer:
-            with self._reduction_stream():
+        """Make the host wait for all buckets, where an offloaded optimizer's gradients are in its memory."""
+        if self.offload_optimizer and self.reductions.find() is not None:
+            with self.reductions.after_current():
                 for gradients in self.gradients.values():
                     gradients.drain()
-            self._gradient_stream.synchronize()
+            self.reductions.synchronize()
 
-    def _wait_for_reductions(self) -> None:
-        if self._gradient_stream is not None:
-            get_accelerator().current_stream().wait_stream(self._gradient_stream)
+
+def _moved(tensor: Tensor, device: str, pin_memory: bool) -> Tensor:
+    moved = tensor.to(device)
+    return get_accelerator().pin_memory(moved) if pin_memory else moved

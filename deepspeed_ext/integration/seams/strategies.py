@@ -76,8 +76,8 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
         self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
     ) -> None:
         from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
+        from deepspeed_ext.zero.resync import ask_all
         from deepspeed_ext.zero.sharded.modifier_rank import listed, replicated, sharded_over_all
-        from deepspeed_ext.zero.whole_updates import ask_all
 
         wait_for_whole_parameters()
         if modifier_rank is not None:

@@ -21,7 +21,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.bucket_plan import BucketPlan, Range, plan_bucket
+from deepspeed_ext.comm.bucket_plan import BucketPlan, Range, parts_of, plan_bucket
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import add_to
@@ -119,6 +119,10 @@ class FlatGradients:
         packed = [self._mean.divide(self._reshard.pack_bucket(tensors, plan, self._arrives)).to(dtype)]
         del tensors  # nothing of full size waits for hops that do not need it, what was packed neither
         return (yield from self._reshard.reduce_bucket(packed.pop(), plan, self._arrives))
+
+    def has(self, buffer: int) -> bool:
+        """Whether a flat buffer is of this family."""
+        return buffer in self._buffers
 
     def prepare(self, buffer: int) -> None:
         """Make what buckets of this flat buffer are added to, on the current stream, where it is used last."""
@@ -226,3 +230,26 @@ class FlatGradients:
     def _add_to_shard(self, buffer: int, start: int, part: Tensor) -> None:
         add_to(self._shard(buffer).narrow(0, start, part.numel()), part)
         self._added()
+
+
+def reduce_by_family(
+    gradients: Sequence[FlatGradients],
+    tensors: Sequence[Tensor],
+    ranges: tuple[Range, ...],
+    dtype: torch.dtype,
+    complete: Sequence[int],
+) -> None:
+    """Move a bucket to where it arrives: what it has of each family by itself.
+
+    Args:
+        gradients: of all families.
+        tensors, ranges, dtype: see ``FlatGradients.reduce``.
+        complete: for each range the parameter, if nothing more of it comes before the boundary; else empty.
+    """
+    for family in gradients:
+        mine = [number for number, one in enumerate(ranges) if family.has(one.buffer)]
+        if len(mine) == len(ranges):
+            family.reduce(tensors, ranges, dtype, complete)
+        elif mine:
+            parts, places = list(parts_of(tensors, ranges)), [complete[n] for n in mine] if complete else []
+            family.reduce([parts[n] for n in mine], tuple(ranges[n] for n in mine), dtype, places)

@@ -105,6 +105,17 @@ def check(state: State, partition_count: Any, own_mappings: Sequence[Any]) -> No
         )
 
 
+def raise_together(problem: ValueError | None, group: ProcessGroup | None) -> None:
+    """Raise on all ranks if one of them has found a problem. Collective.
+
+    Raises:
+        ValueError: this rank's, or that another one has one.
+    """
+    failed = bool(largest(torch.tensor([float(problem is not None)]), group).item())
+    if failed:
+        raise problem or sharded_otherwise("otherwise on another rank", "are not")
+
+
 def from_zeros_order(buffers: Iterable[FlatBuffer], state: State) -> dict[str, Any]:
     """Return this rank's state dict with partitions as they are here."""
     base = state[BASE_OPTIMIZER_STATE]  # elastic ones have a list

@@ -18,7 +18,7 @@ from deepspeed_ext.zero.families import Families, Family
 from deepspeed_ext.zero.flat.arrivals import Arrivals
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
 from deepspeed_ext.zero.flat.windows import Window, windows_in_forward_order
-from deepspeed_ext.zero.whole_updates import Asking, WholeUpdates
+from deepspeed_ext.zero.resync import Asking, Resync
 
 
 class FlatGroups(list[Tensor]):
@@ -34,12 +34,12 @@ class FlatGroups(list[Tensor]):
         self.all_gather = all_gather
 
 
-def has_own_partition(buffer: FlatBuffer, resync: WholeUpdates) -> bool:
+def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
     """Whether this rank's partition of a flat buffer is a tensor of its own."""
     return buffer.striped or not resync.always
 
 
-def tell_of_setters(buffers: Iterable[FlatBuffer], resync: WholeUpdates) -> None:
+def tell_of_setters(buffers: Iterable[FlatBuffer], resync: Resync) -> None:
     """Have the next update travel whole when somebody sets the optimizer's weights by DeepSpeed's
     ``safe_set_full_...``."""
     for buffer in () if resync.always else buffers:
@@ -84,7 +84,7 @@ class FlatUpdates:
         buffers: Sequence[FlatBuffer],
         families: Families,
         strategy: Strategy,
-        resync: WholeUpdates,
+        resync: Resync,
         places: Mapping[int, int],
         flat: Callable[[int], Tensor],
         own: Callable[[int], Tensor | None],

@@ -33,6 +33,7 @@ from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
+from deepspeed_ext.overrides import checked, override
 
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
@@ -40,6 +41,7 @@ _comparing: ContextVar[ProcessGroup | None] = ContextVar(
 _coordinating: ContextVar[bool] = ContextVar("whether a coordinator that is made is one of ours", default=False)
 
 
+@checked
 class GroupCoordinator(PartitionedParameterCoordinator):
     """DeepSpeed's coordinator, with a process group of its own.
 
@@ -66,16 +68,19 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         """Know of modules that fetch their experts in windows; see ``windows.py``."""
         self._windowed = list(windowed)
 
+    @override
     def trace_prologue(self, sub_module: nn.Module) -> None:
         """Check the module against the record; experts of chunks are not in it, their chunks are."""
         if id(sub_module) not in self._chunk_of:
             super().trace_prologue(sub_module)
 
+    @override
     def record_module(self, sub_module: nn.Module) -> None:
         """Add the module to the record; as above."""
         if id(sub_module) not in self._chunk_of:
             super().record_module(sub_module)
 
+    @override
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
         """Fetch what a module uses; for an expert the chunks up to its own."""
         expert = self._chunk_of.get(id(current_submodule))
@@ -88,6 +93,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         if block_ is not None:
             block_.begin(forward)
 
+    @override
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
         """Release what a module has used, but for what persists; for a block with the chunks that are left."""
         if id(submodule) in self._chunk_of:
@@ -121,6 +127,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             for entry in kept:
                 entry.is_external_param = False
 
+    @override
     @compiler.lazy_disable
     def reset_step(self) -> None:
         """Begin a forward; compare the record of the last one within the group."""

@@ -13,7 +13,7 @@ Note [Windows of slices]
     a slice would be the whole parameter: there windows are gathered between groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -26,11 +26,12 @@ from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined_and_aligned
 from deepspeed_ext.comm.schedule import Schedule, Started
-from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
+from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement
-from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.slices import Slices
+from deepspeed_ext.zero.streams import ReductionStream
 
 
 class _Piece(NamedTuple):
@@ -179,14 +180,37 @@ class WindowGradients:
     """Reduces windows' gradients. See Note [Windows of slices].
 
     Args:
-        optimizer: of a strategy.
-        held: what its gradients are added to.
+        modules: with packed experts.
+        held: what gradients are added to.
+        layout: how a parameter is divided into cells.
+        reductions: the stream on which they move.
+        stays_whole: whether gradients stay whole until the accumulation boundary.
+        coalesces: whether DeepSpeed's ``coalesce_grad_reduction`` gathers several backwards now: gradients stay whole,
+            and it hands them over.
+        hand_over: takes a parameter whose whole gradient is complete.
+        is_last: whether the last backward of an accumulation runs.
+        dtype_of: dtype on the wire of a parameter.
+        scale: what sums over a group are divided by.
     """
 
-    def __init__(self, optimizer: Any, held: ShardedGradients) -> None:
-        self._optimizer = optimizer
-        self._held = held
-        for module in windowed_modules(optimizer.module):
+    def __init__(
+        self,
+        modules: Iterable[WindowedModule],
+        held: ShardedGradients,
+        layout: Callable[[ZeroParameter], FlatLayout],
+        reductions: ReductionStream,
+        *,
+        stays_whole: bool,
+        coalesces: Callable[[], bool],
+        hand_over: Callable[[ZeroParameter], None],
+        is_last: Callable[[], bool],
+        dtype_of: Callable[[ZeroParameter], torch.dtype],
+        scale: float,
+    ) -> None:
+        self._held, self._layout, self._reductions = held, layout, reductions
+        self._stays_whole, self._coalesces, self._hand_over_whole = stays_whole, coalesces, hand_over
+        self._is_last, self._dtype_of, self._scale = is_last, dtype_of, scale
+        for module in modules:
             module.forget, module.end_of_backward = self.forget, self.end_of_backward
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
         self._kept: set[int] = set()  # ids of modules with gradients that are whole and not complete
@@ -194,8 +218,8 @@ class WindowGradients:
 
     def reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool) -> None:
         """Take the gradients of a window; with the first of the last pass of a backward they are complete."""
-        if self._optimizer.strategy.g == Placement.N or self._optimizer._coalesce_grad_reduction:
-            if not self._optimizer._coalesce_grad_reduction:
+        if self._stays_whole or self._coalesces():
+            if not self._coalesces():
                 self._kept.add(id(module))
             self._keep(module, number, gradients)
         else:
@@ -207,11 +231,11 @@ class WindowGradients:
         """Hand over what is complete and kept whole, if anything is."""
         self._sums.pop(id(module), None)
         self._kept.discard(id(module))
-        if self._optimizer._coalesce_grad_reduction:
+        if self._coalesces():
             return
         for param in module.params:
-            if param.grad is not None and self._optimizer.strategy.g == Placement.N:
-                self._optimizer.reduce_ready_partitions_and_remove_grads(param)
+            if param.grad is not None and self._stays_whole:
+                self._hand_over_whole(param)
 
     def end_of_backward(self, module: WindowedModule) -> None:
         """Hand over what waits for a pass that did not come."""
@@ -242,29 +266,25 @@ class WindowGradients:
                 param.grad.index_add_(0, at, gradient.to(param.grad.dtype))
 
     def _reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], complete: bool) -> None:
-        optimizer = self._optimizer
         params = [param for param in module.params if param.requires_grad]
         flats = [grad for param, grad in zip(module.params, gradients, strict=True) if param.requires_grad]
         key = id(module), number
-        layouts = [optimizer.slices[DENSE].layout(param) for param in params]
+        layouts = [self._layout(param) for param in params]
         if key not in self._plans:
             experts = sum(len(window) for window in module.windows)
             self._plans[key] = _pieces(layouts, experts, module.windows[number])
         held = self._held
-        with optimizer._reduction_stream():
-            dtype = optimizer.get_param_comm_dtype(params[0])
+        with self._reductions.after_current():
+            dtype = self._dtype_of(params[0])
             if id(module) not in self._sums:
                 device = get_accelerator().current_device_name()
                 width = sum(layout.chunk for layout in layouts)
                 self._sums[id(module)] = torch.zeros(layouts[0].rows, width, dtype=dtype, device=device)
             sums = self._sums[id(module)]
-            scale = optimizer.topology.sizes.ranks / (
-                1 if optimizer.reduce_scatter else optimizer.sequence_parallel_size
-            )
-            transfer = self._move(held, flats, self._plans[key], layouts, sums, scale)
+            transfer = self._move(held, flats, self._plans[key], layouts, sums, self._scale)
             if complete:
                 transfer = _then(transfer, partial(held.move_sums, params, sums))
-            held.submit(params, transfer, optimizer._is_last_backward, complete)
+            held.submit(params, transfer, self._is_last(), complete)
             if not get_accelerator().is_synchronized_device():
                 for gradient in flats:
                     if gradient is not None:

@@ -30,7 +30,7 @@ def copy_case() -> tuple[bool, bool]:
         model.load_state_dict(model.state_dict())
         training.micro_step(engine, job, 0, *next(data))
         engine.step()
-        whole.append(engine.optimizer.whole.now)
+        whole.append(engine.optimizer.resync.now)
     engine.destroy()
     return whole[0], whole[1]
 

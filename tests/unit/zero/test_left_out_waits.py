@@ -145,8 +145,8 @@ UNFOUND = {
     "zero/flat/updates.py:FlatUpdates.settle:drain": _ARRIVED,
     "zero/flat/updates.py:FlatUpdates.drain:drain": _ARRIVED,
     "zero/stage12.py:Stage12Optimizer.update_lp_params:drain": _BY_READING,
-    "zero/whole_updates.py:_Vote.__init__:record": "the host reads it, in its own memory",
-    "zero/whole_updates.py:_Vote.result:synchronize": "the host reads it, in its own memory",
+    "zero/resync.py:_Vote.__init__:record": "the host reads it, in its own memory",
+    "zero/resync.py:_Vote.result:synchronize": "the host reads it, in its own memory",
     "zero/stage3.py:Stage3Optimizer.reduce_ready_partitions_and_remove_grads:wait_stream": (
         "for a model that computes on several streams"
     ),

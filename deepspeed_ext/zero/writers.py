@@ -24,7 +24,7 @@ from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import DENSE, Families, experts_of
 
 
-class Filing:
+class CheckpointWriters:
     """The ranks of one optimizer.
 
     Args:

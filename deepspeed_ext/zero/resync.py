@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When updated parameters travel as they are, though they might as what receivers lack.
 
-Note [Whole updates]
+Note [Resync]
     A difference is quantized: what it lacks comes with the next one. So what is held is close to the optimizer's
     weights as long as these move by steps. Where somebody else has moved them, or what is held, a difference may be
     as large as a parameter, and some steps would pass until it is all there. The next update is sent whole then: after
@@ -27,7 +27,7 @@ from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.reshard import ParameterReshard
 from deepspeed_ext.strategy import Placement, Strategy
 
-_all: "weakref.WeakSet[WholeUpdates]" = weakref.WeakSet()
+_all: "weakref.WeakSet[Resync]" = weakref.WeakSet()
 
 
 def ask_all() -> None:
@@ -59,7 +59,7 @@ class Asking:
     """Asks, as long as there is somebody to ask: for hooks of modules and of parameters, which may outlive the engine
     and must not keep it. One of a copy of the module does not."""
 
-    def __init__(self, whole: "WholeUpdates | None" = None) -> None:
+    def __init__(self, whole: "Resync | None" = None) -> None:
         self._whole = None if whole is None else weakref.ref(whole)
 
     def __call__(self, *_: object) -> None:
@@ -71,8 +71,8 @@ class Asking:
         return Asking, ()
 
 
-class WholeUpdates:
-    """Tells which updates travel whole. See Note [Whole updates].
+class Resync:
+    """Tells which updates travel whole. See Note [Resync].
 
     Args:
         strategy: of which updates cross between groups if p is not G, and os is.

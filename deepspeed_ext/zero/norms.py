@@ -1,0 +1,102 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and overflows, decided alike by all ranks that must act alike.
+
+A model may have several parts: stages of a pipeline, slices of tensors. Replicas are the ranks with the same optimizer
+states. They see the same gradients, unless a backend rounds differently in two groups. If one of them skipped a step,
+or clipped by another norm, they would drift apart for good.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed_ext.comm.agreement import largest
+
+Reduce = Callable[[Tensor, dist.ReduceOp], None]  # over the parts of a model, in place
+
+
+class OverParts(Enum):
+    """What happens when DeepSpeed asks for a reduction over the parts of a model."""
+
+    AT_ONCE = "it runs"
+    REPEATED = "it runs, and again over the replicas: an overflow is looked for"
+    PUT_OFF = "nothing yet: the norm of all parts takes one sum at its end"
+    OWED = "nothing yet, and the sum is owed"
+
+
+class Norms:
+    """The norm and the overflow flag of one optimizer.
+
+    Args:
+        replicas: the ranks with the same optimizer states, None if there is one.
+    """
+
+    def __init__(self, replicas: ProcessGroup | None) -> None:
+        self._replicas = replicas
+        self._state = OverParts.AT_ONCE
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp, over_parts: Reduce) -> None:
+        """Serve DeepSpeed's ``_model_parallel_all_reduce``. ``over_parts``: DeepSpeed's own."""
+        if self._state in (OverParts.PUT_OFF, OverParts.OWED):
+            self._state = OverParts.OWED
+            return
+        over_parts(tensor, op)
+        if self._state is OverParts.REPEATED and self._replicas is not None:
+            dist.all_reduce(tensor, op=op, group=self._replicas)
+
+    @contextmanager
+    def _asked(self, state: OverParts) -> Iterator[None]:
+        self._state = state
+        try:
+            yield
+        finally:
+            self._state = OverParts.AT_ONCE
+
+    def overflow(self, of_this: Callable[[], bool]) -> bool:
+        """Whether one of the replicas has found an overflow. The host asks the device once for all of them."""
+        with self._asked(OverParts.REPEATED):
+            return bool(of_this())
+
+    def norm(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:
+        """Return the norm over all parts of the model, the largest of all replicas.
+
+        It is -1, as DeepSpeed marks an invalid one, if it is invalid in one part or for one replica.
+
+        Args:
+            of_this: gives the norm over the data-parallel ranks of this part, in which what other parts have as well
+                counts in one of them.
+            over_parts: DeepSpeed's reduction over the parts.
+        """
+        norm = self._of_all_parts(of_this, over_parts)
+        norm = torch.where(norm < 0, torch.inf, norm)
+        if self._replicas is not None:
+            norm = largest(norm, self._replicas)
+        return torch.where(norm.isinf(), -1.0, norm)
+
+    def _of_all_parts(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:
+        """Return the norm over all parts of the model.
+
+        DeepSpeed takes a sum over the parts for each parameter group or sub-group, of which stages of a pipeline have
+        different numbers: ranks would wait for each other forever. So it is one sum.
+        """
+        with self._asked(OverParts.PUT_OFF):
+            norm = of_this()
+            owed = self._state is OverParts.OWED  # not where the data-parallel ranks are those of all parts
+        invalid = ~torch.isfinite(norm) | (norm < 0)
+        total = torch.stack([torch.where(invalid, 0.0, norm).square(), invalid.to(norm.dtype)])
+        total = total.to(get_accelerator().current_device_name())
+        if owed:
+            over_parts(total, dist.ReduceOp.SUM)
+        return torch.where(total[1] > 0, -1.0, total[0].sqrt()).to(norm.device)
+
+
+def without_duplicates(norm: Tensor, times: float) -> Tensor:
+    """Return a norm in which everything has been counted so many times; -1 stays, which marks an invalid one."""
+    return torch.where(norm < 0, norm, norm / times**0.5)
