@@ -18,6 +18,8 @@ def report_patches() -> None:
     print(f"\nsymbols of DeepSpeed (supported {patches.DEEPSPEED_VERSIONS}, tested {tested})")
     for patch, state in patcher.status():
         print(f"  {state:<12} {patch.path}\n{'':<15}{patch.why}")
+    problems = patcher.override_problems()
+    print("\nmethods of DeepSpeed's classes that ours override", *(problems or ["all as expected"]), sep="\n  ")
 
 
 def main() -> None:

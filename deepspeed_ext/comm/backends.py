@@ -66,24 +66,26 @@ class NativeReduce(ReduceHop):
 
     def all_reduce(self, flat: Tensor, spans: Part = ()) -> Transfer:
         """Sum by the backend's all-reduce, unless sums come back otherwise; see ``ReduceHop``."""
-        if not self.sums.exact:
-            return (yield from super().all_reduce(flat, spans))
-        if self.size > 1 and flat.numel():
-            yield self.collectives.start("all_reduce", dist.all_reduce, flat)
-        return flat
+        return (yield from _all_reduce(self, flat) if self.sums.exact else super().all_reduce(flat, spans))
 
 
-class AllReduceReduce(NativeReduce):
+def _all_reduce(hop: ReduceHop, flat: Tensor) -> Transfer:
+    if hop.size > 1 and flat.numel():
+        yield hop.collectives.start("all_reduce", dist.all_reduce, flat)
+    return flat
+
+
+class AllReduceReduce(ReduceHop):
     """A reduction for ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
-
-    def lengths(self, splits: Sequence[int]) -> list[int]:
-        """Return aligned lengths, which may differ; see ``ReduceHop``."""
-        return ReduceHop.lengths(self, splits)
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         """Sum everything, and keep this rank's part; see ``ReduceHop``."""
         flat = yield from self.all_reduce(flat)
         return flat.split(list(splits))[self.rank].clone() if self.size > 1 else flat
+
+    def all_reduce(self, flat: Tensor, spans: Part = ()) -> Transfer:
+        """Sum by the backend's all-reduce; see ``ReduceHop``."""
+        return (yield from _all_reduce(self, flat))
 
 
 MakeReduce = Callable[[ProcessGroup | None, str, bool], ReduceHop]  # arguments as those of ``make_reduce``

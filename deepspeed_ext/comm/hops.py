@@ -14,7 +14,7 @@ Note [Hops and transfers]
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -217,27 +217,8 @@ class Hop:
         return self.collectives.rank
 
 
-class GatherHop(Hop):
-    """A hop of parameters: an all-gather.
-
-    Attributes:
-        exact: whether what arrives is what was sent, so that any other all-gather would do as well.
-    """
-
-    exact = True
-
-    def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Transfer:
-        """Gather every rank's ``shard`` (1D), in rank order: 1D of ``size * shard.numel()`` elements.
-
-        Args:
-            shard: 1D.
-            out: where to gather, of which ``shard`` may be this rank's part already; by default a new tensor.
-        """
-        return all_gather(self.collectives, shard, out)
-
-
-class UpdateHop(GatherHop, ABC):
-    """One that can also send updated parameters as what receivers lack of them.
+class Differences(Protocol):
+    """How updated parameters are sent as what receivers lack of them.
 
     What is sent is made of updates and of what all ranks hold (``encode``), goes through one all-gather, or one for
     each hop, and is written to what is held (``write``): by all ranks alike, so that they hold the same bits, the
@@ -247,19 +228,16 @@ class UpdateHop(GatherHop, ABC):
         whole_every: updates after which one travels as it is.
     """
 
-    exact = False
     whole_every: int
 
-    @abstractmethod
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        """Return what is sent of each update: 1D, of as many elements on every rank that gathers.
+        """Return what is sent of each update: uint8, 1D, of as many elements on every rank that gathers.
 
         Args:
             updates: as many on every rank.
             agree: for lengths that are not the same on all ranks by themselves. Collective.
         """
 
-    @abstractmethod
     def write(self, arrived: Tensor, held: Tensor) -> None:
         """Write what has arrived.
 
@@ -269,7 +247,35 @@ class UpdateHop(GatherHop, ABC):
         """
 
     def finish_step(self) -> None:
-        """Hear that a step is over."""
+        """Called at the end of each step."""
+
+
+class GatherHop(Hop):
+    """A hop of parameters: an all-gather.
+
+    Args:
+        group, name: see ``Hop``.
+        differences: how it sends updates as what receivers lack; None if it does not.
+
+    Attributes:
+        differences: the same.
+        exact: whether what arrives is what was sent, so that any other all-gather would do as well.
+    """
+
+    def __init__(self, group: ProcessGroup | None, name: str = "hop", differences: Differences | None = None) -> None:
+        super().__init__(group, name)
+        self.differences = differences
+        self.exact = differences is None
+
+    def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Transfer:
+        """Gather every rank's ``shard`` (1D), in rank order: 1D of ``size * shard.numel()`` elements.
+
+        Args:
+            shard: 1D.
+            out: where to gather, of which ``shard`` may be this rank's part already; by default a new tensor.
+        """
+        encoded = self.differences is not None and shard.dtype == torch.uint8
+        return all_gather(self.collectives, shard, out, "difference_all_gather" if encoded else "all_gather")
 
 
 class SumsGather:

@@ -23,7 +23,6 @@ from deepspeed_ext.comm.hops import (
     Span,
     Transfer,
     Update,
-    UpdateHop,
     all_gather,
 )
 from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, read_here
@@ -54,7 +53,7 @@ class ParameterReshard(_Reshard):
 
     Attributes:
         exact: as of both hops.
-        differences: the hop between groups, if updates may cross it as what receivers lack.
+        differences: how updates cross between groups as what receivers lack; None if they do not.
     """
 
     def __init__(self, intra: GatherHop, inter: GatherHop) -> None:
@@ -62,7 +61,7 @@ class ParameterReshard(_Reshard):
         self.intra = intra
         self.inter = inter
         self.exact = intra.exact and inter.exact
-        self.differences = inter if isinstance(inter, UpdateHop) else None
+        self.differences = inter.differences
 
     def gather(self, shard: Tensor, source: Placement, target: Placement, out: Tensor | None = None) -> Transfer:
         """Gather a window of this rank's shard: between groups first, while it is smallest.
@@ -113,7 +112,7 @@ class ParameterReshard(_Reshard):
         return rows
 
     def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
-        """Return what is sent of updated parameters, for ``gather`` or ``update_rows``; see ``UpdateHop.encode``.
+        """Return what is sent of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
 
         Args:
             target: where they go; N or I.
@@ -124,12 +123,12 @@ class ParameterReshard(_Reshard):
         return self.differences.encode(updates, lambda numbers: functools.reduce(largest, groups, numbers))
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Write what ``gather`` has brought of updates; see ``UpdateHop.write``."""
+        """Write what ``gather`` has brought of updates; see ``Differences.write``."""
         assert self.differences is not None
         self.differences.write(arrived, held)
 
     def finish_step(self) -> None:
-        """Hear that a step is over."""
+        """Called at the end of each step."""
         if self.differences is not None:
             self.differences.finish_step()
 

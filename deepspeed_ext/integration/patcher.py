@@ -9,7 +9,9 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from deepspeed_ext.integration import fork, patches
+from deepspeed_ext.integration.relied_on import OVERRIDING
 from deepspeed_ext.integration.symbols import Patch
+from deepspeed_ext.overrides import ParentChanged
 
 _MARK = "__deepspeed_ext__"
 
@@ -129,6 +131,19 @@ def status() -> list[tuple[Patch, str]]:
     return rows
 
 
+def override_problems() -> list[str]:
+    """Return what of DeepSpeed's classes is not as our subclasses know it. Imports them."""
+    problems: list[str] = []
+    for cls in OVERRIDING:
+        try:
+            importlib.import_module(cls.partition(":")[0])
+        except ParentChanged as error:
+            problems += error.problems
+        except (ImportError, AttributeError) as error:  # what the class or its parts import of DeepSpeed
+            problems.append(f"{cls} cannot be imported: {error}")
+    return list(dict.fromkeys(problems))
+
+
 def require() -> None:
     """Check that this DeepSpeed is one that we know: the seams where our keys arrive call it.
 
@@ -141,6 +156,7 @@ def require() -> None:
         problem = patch.problem()  # of the original: a replacement shows the signature of what it wraps
         if problem or (not problems and patch.replace and patch.path not in _applied):
             problems.append(problem or f"{patch.path} is not patched")
+    problems += override_problems()
     if problems:
         tested = ", ".join(patches.TESTED_VERSIONS)
         raise RuntimeError(

@@ -5,7 +5,7 @@
 With the seams, the only module that knows both DeepSpeed's symbols and all of ours.
 """
 
-from deepspeed_ext.integration.relied_on import RELIED_ON
+from deepspeed_ext.integration.relied_on import CALLED
 from deepspeed_ext.integration.seams import (
     checkpoints,
     endings,
@@ -191,7 +191,7 @@ REPLACED: tuple[Patch, ...] = (
     ),
 )
 
-PATCHES = REPLACED + RELIED_ON
+PATCHES = REPLACED + CALLED
 
 # Symbols of other packages: replaced where these are imported and as we know them; without them all else works.
 BESIDE: tuple[Patch, ...] = (

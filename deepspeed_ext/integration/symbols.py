@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_ext.overrides import plain_signature
+
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 STAGES = "deepspeed.runtime.pipe.module:PipelineModule"
@@ -24,7 +26,7 @@ class Patch:
         target: module and qualified name, separated by a colon.
         why: what for.
         signature: of the symbol as we know it, without annotations; another one is refused.
-        replace: makes the replacement from the original; None where a subclass of ours overrides or calls it.
+        replace: makes the replacement from the original; None where we call it.
         gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
         takes_require: ``replace`` takes ``patcher.require`` as well, to call it where one of our keys is used.
         copies: modules that import the symbol by name, and may have done so before it is replaced.
@@ -72,12 +74,7 @@ class Patch:
         return None
 
 
-@functools.cache  # each configuration of ours asks again for 130 of them, and the same functions answer
+@functools.cache  # each configuration of ours asks again for all of them, and the same functions answer
 def signature_of(function: Callable[..., Any]) -> str:
-    """Return names, kinds and defaults: annotations print differently from one Python to the next."""
-    function = inspect.unwrap(function)
-    while getattr(function, "__module__", None) == "deepspeed.utils.nvtx":  # a decorator that hides what it wraps
-        function = inspect.getclosurevars(function).nonlocals["func"]
-    signature = inspect.signature(function)
-    plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
-    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+    """Return names, kinds and defaults of what a function takes."""
+    return str(plain_signature(function))

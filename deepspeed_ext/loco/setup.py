@@ -88,9 +88,9 @@ def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
         if plain.size == 1:
             return plain
         kind = LosslessDifferences if settings.bits == EXACT else QuantizedDifferences
-        hop = kind(group, name, settings)
-        hop.on_step = _reporter(engine, hop.sent, _events(UPDATE_EVENTS, name))
-        return hop
+        differences = kind(plain.collectives, settings)
+        differences.on_step = _reporter(engine, differences.sent, _events(UPDATE_EVENTS, name))
+        return GatherHop(group, name, differences)
 
     return make
 

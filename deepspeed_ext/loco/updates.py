@@ -2,16 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updated parameters that cross between groups as what receivers lack: in a few bits, or in as many as it takes."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.hops import Agree, Transfer, Update, UpdateHop, all_gather
+from deepspeed_ext.comm.collectives import Collectives
+from deepspeed_ext.comm.hops import Agree, Update
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.kernels import require_kernels
@@ -20,12 +19,11 @@ from deepspeed_ext.loco.sampling import Sampling
 from deepspeed_ext.loco.settings import UPDATES_KEY, UpdateSettings
 
 
-class DifferenceHop(UpdateHop):
-    """Gathers of updates as differences.
+class _Differences:
+    """What both kinds have.
 
     Args:
-        group: process group.
-        name: in the records of the comms logger.
+        collectives: of the hop that sends them.
         settings: of the differences.
 
     Attributes:
@@ -33,38 +31,28 @@ class DifferenceHop(UpdateHop):
         on_step: called at the end of each step.
     """
 
-    def __init__(self, group: ProcessGroup | None, name: str, settings: UpdateSettings) -> None:
-        super().__init__(group, name)
+    def __init__(self, collectives: Collectives, settings: UpdateSettings) -> None:
+        self.collectives = collectives
         self.sent = Sampling()
         self.on_step: Callable[[], None] = lambda: None
         self.whole_every = settings.resync_T
-        require_kernels(get_accelerator().device_name(), self.collectives.group, UPDATES_KEY)
-
-    def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Transfer:
-        """Gather differences, or parameters that travel as they are; see ``GatherHop``."""
-        differences = shard.dtype == torch.uint8
-        return all_gather(self.collectives, shard, out, "difference_all_gather" if differences else "all_gather")
-
-    def write(self, arrived: Tensor, held: Tensor) -> None:
-        with self.collectives.labeled("loco_apply"):
-            self._write(arrived, held)
-
-    @abstractmethod
-    def _write(self, arrived: Tensor, held: Tensor) -> None: ...
+        require_kernels(get_accelerator().device_name(), collectives.group, UPDATES_KEY)
 
     def finish_step(self) -> None:
+        """Report; see ``Differences``."""
         self.on_step()
 
 
-class QuantizedDifferences(DifferenceHop):
-    """Differences in 4 or 8 bits; see Note [Differences] in ``reference.py``. Arguments as of ``DifferenceHop``."""
+class QuantizedDifferences(_Differences):
+    """Differences in 4 or 8 bits; see Note [Differences] in ``reference.py``. Arguments as of ``_Differences``."""
 
-    def __init__(self, group: ProcessGroup | None, name: str, settings: UpdateSettings) -> None:
-        super().__init__(group, name, settings)
+    def __init__(self, collectives: Collectives, settings: UpdateSettings) -> None:
+        super().__init__(collectives, settings)
         assert isinstance(settings.bits, int)
         self.packing = Packing(settings.bits, settings.difference_block)
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
+        """Return each update's difference, quantized; see ``Differences``."""
         return [self._encode(update) for update in updates]
 
     def _encode(self, update: Update) -> Tensor:
@@ -81,9 +69,11 @@ class QuantizedDifferences(DifferenceHop):
             self.sent.note(given, wire, width, self.packing)
         return torch.nn.functional.pad(wire.view(-1), (0, size - wire.numel()))
 
-    def _write(self, arrived: Tensor, held: Tensor) -> None:
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Add what has arrived to what is held; see ``Differences``."""
         size = self.packing.row_bytes(held.shape[1])
-        ops.apply(arrived[:, :size].contiguous(), held, self.packing)
+        with self.collectives.labeled("loco_apply"):
+            ops.apply(arrived[:, :size].contiguous(), held, self.packing)
 
 
 def _difference(updated: Tensor, held: Tensor, block_size: int, blocks: range) -> Tensor:
@@ -91,14 +81,15 @@ def _difference(updated: Tensor, held: Tensor, block_size: int, blocks: range) -
     return updated[some].float() - held[some].float()
 
 
-class LosslessDifferences(DifferenceHop):
+class LosslessDifferences(_Differences):
     """Differences in as many bits as they need; see Note [Lossless updates] in ``lossless.py``.
 
     All updates of a step are measured first; ranks agree on lengths, for which the host waits for the device, once.
-    Arguments as of ``DifferenceHop``.
+    Arguments as of ``_Differences``.
     """
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
+        """Return each update's code; see ``Differences``."""
         if not updates:
             return []
         with self.collectives.labeled("loco_difference"):
@@ -106,7 +97,7 @@ class LosslessDifferences(DifferenceHop):
         found: list[int] = agree(torch.stack(lengths)).tolist()
         with self.collectives.labeled("loco_difference"):
             return [
-                self._pack(update, header, fill_up(length, self.multiple))
+                self._pack(update, header, fill_up(length, self.collectives.multiple))
                 for update, header, length in zip(updates, headers, found, strict=True)
             ]
 
@@ -124,5 +115,7 @@ class LosslessDifferences(DifferenceHop):
         ops.pack(update.updated().view(1, -1), held.view(1, -1), header, wire)
         return wire.view(-1)
 
-    def _write(self, arrived: Tensor, held: Tensor) -> None:
-        ops.apply_lossless(arrived.contiguous(), held)
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Undo the code; see ``Differences``."""
+        with self.collectives.labeled("loco_apply"):
+            ops.apply_lossless(arrived.contiguous(), held)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -60,7 +61,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     strategy: Strategy
     families: Families
     topology: Topology  # of dense parameters
-    gradients: Mapping[str, Any]  # a stage says of which kind
+    gradients: Mapping[str, Any] = MappingProxyType({})  # a stage says of which kind
     reductions: ReductionStream
     norms: Norms
     resync: Resync
@@ -162,6 +163,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             for gradients in self.gradients.values():
                 gradients.learn(partial(largest, group=self.topology.world))
 
+    @abstractmethod
     def send_whole(self) -> None:
         """Make all ranks hold the optimizer's weights, rounded to the parameters' dtype, where they may not.
 
@@ -170,13 +172,6 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         Raises:
             RuntimeError: parameters are offloaded.
         """
-        if not self.resync.always:
-            self._require_parameters()
-            self._send_whole()
-
-    @abstractmethod
-    def _send_whole(self) -> None:
-        """Send them, as they are."""
 
     def _require_parameters(self) -> None:
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
@@ -261,9 +256,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     def family_of_buffer(self, buffer: int) -> str:
         """Return the family of what a hop between groups is told to be of flat buffer number ``buffer``."""
 
-    def _take(self, strategy: Strategy, families: Families) -> None:
-        """Take the families, whose hops are this optimizer's from now on."""
-        self.strategy, self.families = strategy, families
+    def _take(self, strategy: Strategy, families: Families, reductions: ReductionStream) -> None:
+        """Take the parts that both stages have. The families' hops are this optimizer's from now on."""
+        self.strategy, self.families, self.reductions = strategy, families, reductions
         self.topology = families[DENSE].topology
         self.norms = Norms(self.topology.replica_group(strategy.os))
         self.resync = Resync(strategy, self.topology, [family.gather for family in families.values()])

@@ -127,8 +127,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
-        self._take(strategy, families)
-        self.reductions = ReductionStream(self._find_stream, takes_turns=True)
+        self._take(strategy, families, ReductionStream(self._find_stream, takes_turns=True))
         self.buffers: list[FlatBuffer] = []
         self._stripe_bucket = int(kwargs["reduce_bucket_size"])
         if experts := experts_of(families):
@@ -290,6 +289,11 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         in_any_order = [[1]] * len(paddings) if self.round_robin_gradients else paddings
         with mock.patch.object(self, "round_robin_bit16_padding", in_any_order):
             super()._link_all_hp_params()
+        self._link_stripes()
+        self._link_states()
+        tell_of_setters(self.buffers, self.resync)
+
+    def _link_stripes(self) -> None:
         for buffer in self._striped:
             buffer.link(
                 self.single_partition_of_fp32_groups[buffer.number],
@@ -298,8 +302,6 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
                 offload_gradient_dict=self.offload_gradient_dict,
                 use_offload=self.cpu_offload,
             )
-        self._link_states()
-        tell_of_setters(self.buffers, self.resync)
 
     @override
     def _lazy_init_hp_params_optimizer_state(self) -> None:
@@ -476,11 +478,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """End a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
         self.updates.settle()
         self.setup_buckets()  # no hook has done it in a stage of a pipeline that has nothing to train
-        filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
-        self.reduce_ipg_grads()
         boundary = self.is_gradient_accumulation_boundary()
-        if boundary and self.strategy.g == Placement.N:
-            self._reduce_left_over(filled)
+        self._flush_buckets(boundary and self.strategy.g == Placement.N)
         self._end_micro_step()
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
@@ -494,12 +493,20 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             for param in group:
                 param.grad_accum = None  # type: ignore[attr-defined]
 
-    def _reduce_left_over(self, filled: Sequence[Any]) -> None:
-        """Reduce gradients accumulated in earlier micro-steps whose parameters the last one did not use.
+    def _flush_buckets(self, left_over: bool) -> None:
+        """Reduce what is in buckets.
 
-        With ``overlap_comm`` stage 1 fills buckets from the hooks of the last micro-step, which they do not see.
-        ``filled``: the buckets that have just left.
+        Args:
+            left_over: also gradients accumulated in earlier micro-steps whose parameters the last one did not use.
+                With ``overlap_comm`` stage 1 fills buckets from hooks of the last micro-step, which do not see them.
         """
+        filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
+        self.reduce_ipg_grads()
+        if left_over:
+            self._reduce_left_over(filled)
+
+    def _reduce_left_over(self, filled: Sequence[Any]) -> None:
+        """Reduce what stage 1 has accumulated and not reduced. ``filled``: buckets that have just left."""
         for bucket in filled:
             self._fill_other_buffer(bucket)
         for i, group in enumerate(self.bit16_groups):
@@ -599,9 +606,11 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             super().update_lp_params()
             self.updates.drain()
 
-    def _send_whole(self) -> None:
+    def send_whole(self) -> None:
         """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
-        self.update_lp_params()
+        if not self.resync.always:
+            self._require_parameters()
+            self.update_lp_params()
 
     # What takes the place of gradients ############################################################
 

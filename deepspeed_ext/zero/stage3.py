@@ -133,10 +133,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         overlap_comm: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._take(strategy, families)
-        self.reductions = ReductionStream(
-            lambda: None if get_accelerator().is_synchronized_device() else self.reduce_and_partition_stream
-        )
+        self._take(strategy, families, ReductionStream(self._find_stream))
         self._gather_bucket, self._sequential = bucket, sequential
         self._overlap = overlap_comm
         self._state = GradientState.NONE
@@ -204,12 +201,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
         self.gradients = {name: self._make_gradients(name) for name in self.families}
         self._windows = self._make_windows()
-        self.shards = GradientShards(
-            self.gradients,
-            self.gradient_accumulation_dtype,
-            self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition,
-            lambda flat: setattr(self, "grad_partitions_flat_buffer", flat),
-        )
+        self.shards = self._make_shards()
         self._place_gradients()
 
     def _make_windows(self) -> WindowGradients:
@@ -225,6 +217,14 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             is_last=lambda: self._is_last_backward,
             dtype_of=self.get_param_comm_dtype,
             scale=self.topology.sizes.ranks / over_sequence,
+        )
+
+    def _make_shards(self) -> GradientShards:
+        return GradientShards(
+            self.gradients,
+            self.gradient_accumulation_dtype,
+            self._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition,
+            lambda flat: setattr(self, "grad_partitions_flat_buffer", flat),
         )
 
     def _place_gradients(self) -> None:
@@ -626,9 +626,8 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         if self.resync.now or slices.always_whole:
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
-            held = self.fp16_partitioned_groups_flat[sub_group_id]
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            slices.change(sub_group_id, weights, held)
+            slices.change(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id])
         if self._starts_updates_early:
             slices.gather_updates_of(sub_group_id)
 
@@ -641,8 +640,11 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _starts_updates_early(self) -> bool:
         return self._stepping and bool(self.offload_optimizer)
 
-    def _send_whole(self) -> None:
+    def send_whole(self) -> None:
         """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
+        if self.resync.always:
+            return
+        self._require_parameters()
         self.drain_parameters()  # what the last step has sent is written to the rows that are written here
         for slices in self.slices.values():
             slices.forget_changes()
@@ -689,14 +691,8 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
         held = self._held_by_us
         super().offload_states(wanted - held, device, pin_memory, **kwargs)
-
         self._move_held(wanted & held, lambda tensor: _moved(tensor, device.value, pin_memory))
-        if OffloadStateTypeEnum.lp_params in wanted:
-            self.fp16_partitioned_groups_flat.clear()
-            for slices in self.slices.values():
-                slices.forget_blocks()
-        if OffloadStateTypeEnum.lp_grads in wanted:
-            self.averaged_gradients = {}
+        self._forget_views(wanted)
         self.offloaded_states |= wanted & held
 
     @override
@@ -711,6 +707,15 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             self._show_gradients()
         self.offloaded_states -= ours
         super().reload_states(*args, **kwargs)
+
+    def _forget_views(self, moved: Container[OffloadStateTypeEnum]) -> None:
+        """Let go of views of what has been on the device."""
+        if OffloadStateTypeEnum.lp_params in moved:
+            self.fp16_partitioned_groups_flat.clear()
+            for slices in self.slices.values():
+                slices.forget_blocks()
+        if OffloadStateTypeEnum.lp_grads in moved:
+            self.averaged_gradients = {}
 
     @property
     def _held_by_us(self) -> set[OffloadStateTypeEnum]:
@@ -788,6 +793,10 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         for gradients in self.gradients.values():
             gradients.drop()
         super().destroy()
+
+    def _find_stream(self) -> Any:
+        """Return the stream of reductions; None on devices without streams."""
+        return None if get_accelerator().is_synchronized_device() else self.reduce_and_partition_stream
 
     def _finish_for_host(self) -> None:
         """Make the host wait for all buckets, where an offloaded optimizer's gradients are in its memory."""

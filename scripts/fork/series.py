@@ -172,10 +172,11 @@ def test(args: argparse.Namespace) -> int:
 
 
 def drift(args: argparse.Namespace) -> int:
-    """Print which symbols that we replace or rely on differ in other versions of DeepSpeed."""
+    """Print which symbols that we replace, call or override differ in other versions of DeepSpeed."""
     ask = (
-        "import json, sys; from deepspeed_ext.integration import patches\n"
-        "print(json.dumps([problem for patch in patches.PATCHES if (problem := patch.problem())]))"
+        "import json, sys; from deepspeed_ext.integration import patcher, patches\n"
+        "problems = [problem for patch in patches.PATCHES if (problem := patch.problem())]\n"
+        "print(json.dumps(problems + patcher.override_problems()))"
     )
     differ = False
     for version in args.versions or dict.fromkeys([requirement().version, patched_tree.newest()]):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 _ORDERING = ("wait_stream", "wait_event", "wait", "record", "record_event", "record_stream", "synchronize")
 # Ours that do.
-_OURS = ("drain", "finish", "complete", "follow", "_wait_for_reductions", "wait_for_updates", "_finish_buckets")
+_OURS = ("drain", "finish", "complete", "follow", "receive_current", "wait_for_updates", "_finish_buckets")
 
 
 class Site(NamedTuple):
@@ -24,7 +24,7 @@ class Site(NamedTuple):
 
     Attributes:
         name: file in the package, function, what it calls, and which such call of the function it is, if not the
-            first: "zero/stage12.py:Stage12Optimizer._reduction_stream:wait_stream 2".
+            first: "zero/streams.py:ReductionStream.after_current:wait_stream 2".
         path: of the file.
         lines: first and last.
     """
