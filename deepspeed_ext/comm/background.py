@@ -77,7 +77,7 @@ class Background:
     Messages of its jobs have tags that are the same on all ranks, and differ from those of other threads: whichever
     starts first, each message finds its receiver.
 
-    What comes behind a job that has failed fails by the same exception: other ranks would wait for another message.
+    What comes after a job that has failed fails by the same exception: other ranks would wait for another message.
 
     Args:
         owed: whether other ranks need what the jobs send, even if this rank's script has ended; see Note [Endings] in
@@ -101,7 +101,7 @@ class Background:
         return self._first_tag + next(self._added) % _JOBS
 
     def add(self, run: Callable[[], None], tag: int | None = None) -> Job:
-        """Have something done; returns at once.
+        """Give the thread something to do; returns at once.
 
         Args:
             run: what.

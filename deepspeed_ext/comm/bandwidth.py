@@ -15,7 +15,7 @@ _ranks: ContextVar[int | None] = ContextVar("ranks of the group that a collectiv
 
 @contextmanager
 def counted_over(ranks: int) -> Iterator[None]:
-    """Have collectives that are started in this context recorded as over so many ranks."""
+    """Record collectives that are started in this context as over so many ranks."""
     token = _ranks.set(ranks)
     try:
         yield

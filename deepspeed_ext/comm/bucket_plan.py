@@ -41,7 +41,7 @@ class Cut(NamedTuple):
     """Elements of a row: ``numel`` from ``start`` on in its chunk of a flat buffer.
 
     Attributes:
-        offset: of the first row's in the bucket; those of each further row are ``stride`` behind.
+        offset: of the first row's in the bucket; those of each further row start ``stride`` later.
     """
 
     buffer: int

@@ -50,7 +50,7 @@ class Update(NamedTuple):
 
 
 Agree = Callable[[Tensor], Tensor]  # of each number the largest among the ranks that gather
-Part = tuple[Span, ...]  # what a part of a bucket holds, in order; elements behind its spans are padding
+Part = tuple[Span, ...]  # what a part of a bucket holds, in order; elements after its spans are padding
 Contents = tuple[Part, ...]  # of a bucket: a part for each rank that it goes to
 
 
@@ -81,27 +81,28 @@ class ErrorState:
         return {"reductions"} if self.keeps_errors else set()
 
     def finish_step(self, applied: bool) -> None:
-        """Hear that what was reduced since the last call has been applied to the weights, or was discarded."""
+        """Called at the end of each step. ``applied``: whether the step has used what was reduced since the last call, or
+        skipped it."""
 
     def states(self) -> dict[str, Any]:
         """Return plain values, and tensors on the CPU, for a checkpoint."""
         return {}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Take over states of the same buckets; without any, be as in the beginning."""
+        """Load the states of the same buckets; without any, all errors are zero."""
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[Span, Tensor]]:
         """Return what such states, of this rank or another, have not sent yet of each span: fp32, 1D."""
         return ()
 
     def load_errors(self, errors: Mapping[Span, Tensor], steps: int) -> None:
-        """Take over what was not sent yet of other buckets: fp32, 1D, of each span; after so many steps."""
+        """Load what was not sent yet of other buckets: fp32, 1D, of each span; after so many steps."""
 
     def forget(self) -> None:
-        """Be as in the beginning."""
+        """Reset all errors to zero."""
 
     def offload(self) -> None:
-        """Be in host memory until the next reduction."""
+        """Move errors to host memory until the next reduction."""
 
 
 class JointErrorState(ErrorState):
@@ -160,7 +161,7 @@ class JointErrorState(ErrorState):
             yield from part.errors_in(_at(states, place))
 
     def load_errors(self, errors: Mapping[Span, Tensor], steps: int) -> None:
-        """Have the reductions take them over; see ``ErrorState``."""
+        """Give them to the reductions; see ``ErrorState``."""
         for place, part in self._parts.items():
             if self._is_gathered(place):
                 part.forget()

@@ -132,7 +132,7 @@ class FlatLayout:
             start += length
 
     def cells_of(self, row: int, col: int) -> Iterator[Piece]:
-        """Return what a chunk holds, in its order; behind the elements of a cell is padding."""
+        """Return what a chunk holds, in its order; padding follows the elements of a cell."""
         cell = row * self.cols + col
         for stripe in self.stripes:
             start = stripe.start + cell * stripe.width
@@ -141,7 +141,7 @@ class FlatLayout:
                 yield Piece(row, col, stripe.column, start, length)
 
     def pack(self, flat: Tensor, cells: Tensor) -> None:
-        """Copy the flat buffer, of one stripe, into its cells, with zeros behind its end.
+        """Copy the flat buffer, of one stripe, into its cells, with zeros after its end.
 
         Args:
             flat: 1D of ``numel`` elements.

@@ -95,7 +95,7 @@ def assign(stretches: Sequence[Stretch], ranks: int, group_size: int) -> list[in
 def rounds(stretches: Sequence[Stretch], owners: Sequence[int], most: int) -> list[list[int]]:
     """Return the numbers of stretches, round by round: in each, an owner has ``most`` elements, or one stretch.
 
-    The largest come first. What stays where it is comes in rounds of its own, behind all others.
+    The largest come first. What stays where it is comes in rounds of its own, after all others.
     """
     order = sorted(range(len(stretches)), key=lambda number: (-stretches[number].numel, number))
     found: list[list[int]] = []

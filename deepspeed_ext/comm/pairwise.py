@@ -26,7 +26,7 @@ _launch = threading.Lock()  # DeepSpeed's comms logger has one timer for all mes
 
 @contextmanager
 def tagged(tag: int) -> Iterator[None]:
-    """Have messages that this thread starts in this context find those of the same tag only."""
+    """Match messages that this thread starts in this context with those of the same tag only."""
     token = _tag.set(tag)
     try:
         yield
@@ -96,7 +96,7 @@ def pairwise_all_to_all(
     """
     rank, size = dist.get_rank(group=group), len(sent)
     received[rank].copy_(sent[rank])
-    # Each rank begins with the one behind it, so that not all begin with the same.
+    # Each rank begins with the next one, so that not all begin with the same.
     others = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
     receives = [(dist.irecv, received[source], source) for _, source in others]
     sends = [(dist.isend, sent[target], target) for target, _ in others]

@@ -82,7 +82,7 @@ class ParameterBucket:
         return wholes
 
     def pack(self, flats: Sequence[Tensor | None], cells: Tensor) -> None:
-        """Copy parameters into their cells, with zeros behind their ends.
+        """Copy parameters into their cells, with zeros after their ends.
 
         Args:
             flats: any shape, of the layouts' elements; None stands for zeros.

@@ -218,7 +218,7 @@ class GradientReshard(_Reshard):
             target: I or G.
 
         Returns:
-            1D: the sums of this rank's ``bucket_rows(plan, target)``; what is behind them is padding.
+            1D: the sums of this rank's ``bucket_rows(plan, target)``; padding follows.
         """
         _, splits, rows = self._bucket_parts(plan, target)
         told = rows is not None and self.inter.keeps_errors
@@ -237,7 +237,7 @@ class GradientReshard(_Reshard):
             cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten. Cheapest if the
                 width is a multiple of ``multiple``.
             target: I or G.
-            spans: (start, numel) in the rank's shard of what a row holds; behind them is padding.
+            spans: (start, numel) in the rank's shard of what a row holds; padding follows.
             buffer: number of the flat buffer that they are of.
 
         Returns:
@@ -253,7 +253,7 @@ class GradientReshard(_Reshard):
 
         Args:
             window: (rows, width), contiguous; may be overwritten. Cheapest if the width is a multiple of ``multiple``.
-            spans: (start, numel) in the rank's shard of what a row holds; behind them is padding.
+            spans: (start, numel) in the rank's shard of what a row holds; padding follows.
             buffer: whose slice it is.
 
         Returns:

@@ -3,9 +3,9 @@
 """When transfers travel, and who waits: what is in flight, in which order, on which stream.
 
 Note [Relays]
-    On a device with streams to wait for a communication is to order a stream behind it; the host goes on. So a
+    On a device with streams to wait for a communication is to order a stream after it; the host goes on. So a
     transfer can be given to the device as a whole: its second hop starts when the first is over, not when somebody
-    submits the next transfer, and nothing but who needs its result stands behind it. It takes a stream of its own for
+    submits the next transfer, and only who needs its result waits for it. It takes a stream of its own for
     that, a *relay*: on a shared one whoever waits for that stream would wait for every hop that the relay waits for.
 
     There are two relays, which take turns: one transfer is in its first hop while the one before it is in its second.
@@ -47,7 +47,7 @@ _RELAYS = 2
 
 
 class Point:
-    """Where the current stream is now. On devices without streams everything is behind it."""
+    """An event on the current stream; nothing on devices without streams."""
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -56,7 +56,7 @@ class Point:
             self._event.record()
 
     def follow(self, *read: Tensor) -> None:
-        """Have the current stream come behind the point.
+        """Make the current stream wait for the event.
 
         Args:
             read: what it will read, of another stream's memory: that is not given out again before.
@@ -127,7 +127,7 @@ class Started:
         return self._result
 
     def wait(self) -> None:
-        """Have the current stream come behind the delivery."""
+        """Make the current stream wait for the delivery."""
         self.complete()
         assert self._done is not None
         self._done.follow()
@@ -159,7 +159,7 @@ class _Relayed(Started):
         before: ``steps`` of the transfer before it.
 
     Attributes:
-        steps: where the relay was behind each step: packed and sent, received and sent on, ..., delivered.
+        steps: where the relay was after each step: packed and sent, received and sent on, ..., delivered.
     """
 
     def __init__(self, transfer: Transfer, deliver: Deliver | None, relay: Any, before: Sequence[Point]) -> None:
@@ -323,7 +323,7 @@ class Schedule:
         return started.finish()
 
     def wait(self, started: Started) -> None:
-        """Have the current stream come behind what a transfer of this schedule delivers by itself; see ``finish``."""
+        """Make the current stream wait for what a transfer of this schedule delivers by itself; see ``finish``."""
         self._complete_up_to(started)
         started.wait()
 

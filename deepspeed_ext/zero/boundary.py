@@ -10,7 +10,7 @@ Note [Leaving early]
     backward ends leaves then, in the same order. So the order is the same on all ranks whatever each has used; only
     the times differ.
 
-    Since times differ nobody may have the host wait, within a micro-step, for what has left: the rank that it waits
+    Since times differ no rank's host may wait, within a micro-step, for what has left: the rank that it waits
     for may wait for it. So buckets leave by schedules that nobody needs to attend to (``Schedule.unattended``).
 
     Neither buckets nor their order depend on whether they leave early: bits are the same, those of kept errors too.

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Have the engine make our optimizer in the place of DeepSpeed's."""
+"""Make an engine build our optimizer in the place of DeepSpeed's."""
 
 import contextlib
 import logging

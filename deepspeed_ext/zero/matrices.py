@@ -34,7 +34,7 @@ def newton_schulz_flops(rows: int, columns: int, method: str) -> float:
 
     With a for the shorter side and b for the longer one, a step of the standard iteration is X X', A A and B X:
     4 a a b + 2 a^3. That on the Gram matrix (``zeropower_via_gram_newtonschulz``) has four products of 2 a a b, one
-    before the iteration, two at its restart and one behind it, and 14 of 2 a^3. Square matrices take the standard one.
+    before the iteration, two at its restart and one after it, and 14 of 2 a^3. Square matrices take the standard one.
     """
     short, long = sorted((rows, columns))
     if method == "standard" or short == long:

@@ -12,7 +12,7 @@ Note [Resync]
 
     A script may load on one rank and broadcast to the others, so ranks ask each other at each step: that takes an
     all-reduce of one element. It is started when a step begins, and looked at when the step has been given to the
-    device: the host waits for what is behind the device's gradients by then, not for its step.
+    device: the host waits for the device's gradients by then, not for its step.
 """
 
 import weakref
@@ -31,7 +31,7 @@ _all: "weakref.WeakSet[Resync]" = weakref.WeakSet()
 
 
 def ask_all() -> None:
-    """Have the next update of each engine of this process travel whole."""
+    """Make the next update of each engine of this process travel whole."""
     for one in _all:
         one.ask()
 
@@ -98,7 +98,7 @@ class Resync:
         return self._every is None
 
     def ask(self) -> None:
-        """Have the next update travel whole, on all ranks."""
+        """Make the next update travel whole, on all ranks."""
         self._asked = True
 
     def vote(self) -> None:

@@ -280,7 +280,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     @override
     def _link_all_hp_params(self) -> None:
-        """Have parameters know where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
+        """Tell parameters where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
 
         The parent goes by the model's order unless it has padded a parameter, so with ``round_robin_gradients`` it
         would name other parameters, also in universal checkpoints. Any padding has it look at the real places.
@@ -377,7 +377,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             self._fill_other_buffer(bucket)
 
     def _fill_other_buffer(self, bucket: Any) -> None:
-        """Have the parent's two buffers take turns: what a bucket held may still be read."""
+        """Let the parent's two buffers take turns: what a bucket held may still be read."""
         if self.contiguous_gradients and self.overlap_comm:
             bucket.index = 1 - bucket.index
 
@@ -601,7 +601,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     @override
     def update_lp_params(self) -> None:
-        """Have all ranks hold the optimizer's weights, rounded to the dtype of the parameters. Collective."""
+        """Make all ranks hold the optimizer's weights, rounded to the dtype of the parameters. Collective."""
         with self.updates.partitions():
             super().update_lp_params()
             self.updates.drain()
@@ -639,7 +639,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     # Checkpoints ##################################################################################
 
     def checkpoint_event_prologue(self) -> None:
-        """Have parameters arrive before the engine saves or loads them."""
+        """Wait for parameters before the engine saves or loads them."""
         self.updates.drain()
 
     @override
@@ -655,7 +655,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     @contextmanager
     def _in_zeros_order(self) -> Iterator[None]:
-        """Have the parent see, in this context, partitions as they are in its order."""
+        """Show the parent, in this context, partitions in its own order."""
         weights, paddings = list(self.single_partition_of_fp32_groups), list(self.groups_padding)
         for buffer in self._striped:
             held = weights[buffer.number]

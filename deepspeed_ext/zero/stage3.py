@@ -471,7 +471,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             self.sub_group_size = configured
 
     def _show_gradients(self) -> None:
-        """Have the parent's step read them where they are."""
+        """Make the parent's step read them where they are."""
         self.averaged_gradients = {
             i: [self.shards.chunks[param.ds_id] for param in group] for i, group in enumerate(self.fp16_groups)
         }
@@ -533,7 +533,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         return self._update_factor(number, None if self.offload_optimizer else self.sub_groups_lacking_loss_scale)
 
     def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
-        """Have the offloaded optimizer read their norms; see ``FlatShards``."""
+        """Tell an offloaded optimizer their norms; see ``FlatShards``."""
         for shard in shards if self.offload_optimizer else ():
             update = self.shard_gradient(shard.number)
             for member in shard.members:
@@ -658,7 +658,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Serve DeepSpeed's safe_set_full_fp32_param and its like.
 
-        Where ranks do not divide a parameter, DeepSpeed's own reads behind its end: the last rank alone raises.
+        Where ranks do not divide a parameter, DeepSpeed's own reads past its end: the last rank alone raises.
         """
         self.resync.ask()
         if not param.requires_grad or value.numel() != param.ds_numel:

@@ -65,7 +65,7 @@ class CheckpointWriters:
 
     @contextmanager
     def numbered(self, engine: Engine) -> Iterator[Any]:
-        """Have an engine write and read, in this context, these files."""
+        """Make an engine write and read these files in this context."""
         if self._group is None:
             yield
             return

@@ -135,7 +135,7 @@ class _WaitingParameters(dict[str, Any]):
 
 
 def _parts_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield a module and all in it, each behind all of its parts, which ``modules()`` reversed does not do for a part
+    """Yield a module and all in it, each after all of its parts, which ``modules()`` reversed does not do for a part
     that several modules share.
 
     Args:
@@ -184,7 +184,7 @@ class Arrivals:
             announce(self, whole=True)
 
     def start(self) -> None:
-        """Gather all windows: have them arrive by themselves, or wait for them."""
+        """Gather all windows; wait for them unless they arrive by themselves."""
         self.drain()
         self._started.clear()
         self._reached.clear()
@@ -202,11 +202,11 @@ class Arrivals:
 
     @property
     def begun(self) -> bool:
-        """Whether some stream may still have to come behind the arrival of a window."""
+        """Whether some stream may still have to wait for a window."""
         return bool(self._started)
 
     def wait_for(self, number: int) -> None:
-        """Have the current stream come behind the arrival of the windows up to a number."""
+        """Make the current stream wait until windows 0 to ``number`` have arrived."""
         stream = None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
         if self._reached.get(stream, -1) >= number:
             return
@@ -246,14 +246,14 @@ class Arrivals:
         self.drain()
 
     def drain(self) -> None:
-        """Have the current stream come behind the arrival of all windows."""
+        """Make the current stream wait until all windows have arrived."""
         if self._started:
             self._schedule.drain()
-            if get_accelerator().is_synchronized_device():  # else other streams have to come behind it as well
+            if get_accelerator().is_synchronized_device():  # else other streams have to wait as well
                 self._started.clear()
 
     def watch(self, module: nn.Module, places: Mapping[int, int]) -> None:
-        """Have the modules of a model wait for what they use.
+        """Make the modules of a model wait for what they use.
 
         Args:
             module: the model.
@@ -288,7 +288,7 @@ class Arrivals:
                 self._watched.append(used)
 
     def drop(self) -> None:
-        """Have what is on its way arrive, and leave the model alone."""
+        """Wait for what is on its way, and remove the hooks from the model."""
         self.drain()
         self._started.clear()
         for hook in self._hooks:

@@ -61,7 +61,7 @@ class FlatBuffer:
         bucket: elements of a stripe at most; None for DeepSpeed's own stretches.
 
     Attributes:
-        numel: elements, without what is behind the last parameter.
+        numel: elements, without padding after the last parameter.
         rank: this rank's number in ``group``.
         layout: how the buffer is divided.
         zeros_layout: how DeepSpeed would divide it, in whose order checkpoints are.
@@ -99,7 +99,7 @@ class FlatBuffer:
 
     @property
     def filling(self) -> int:
-        """Elements behind the last parameter, beside those of DeepSpeed's alignment."""
+        """Elements after the last parameter, beside those of DeepSpeed's alignment."""
         return self.layout.rows * self.layout.cols * self.layout.chunk - self.numel if self.striped else 0
 
     @property
@@ -153,7 +153,7 @@ class FlatBuffer:
     def padding(self) -> Iterator[tuple[int, int]]:
         """Yield (start, length) of what belongs to no parameter in this rank's partition."""
         if not self.striped:
-            if length := self._behind(self.shard_numel):
+            if length := self._padded(self.shard_numel):
                 yield self.shard_numel - length, length
             return
         ends = {piece.column: piece.column + piece.numel for piece in self.layout.cells_of(*self.cell)}
@@ -162,8 +162,8 @@ class FlatBuffer:
             if end < stripe.column + stripe.width:
                 yield end, stripe.column + stripe.width - end
 
-    def _behind(self, chunk: int) -> int:
-        """Return how many elements of this rank's stretch of ``chunk`` elements are behind the last parameter."""
+    def _padded(self, chunk: int) -> int:
+        """Return how many elements of this rank's stretch of ``chunk`` elements are padding."""
         return max(0, min(chunk, (self.rank + 1) * chunk - self.numel))
 
     def copy_own(self, flat: Tensor, own: Tensor) -> None:
@@ -194,7 +194,7 @@ class FlatBuffer:
         return parts
 
     def link(self, weights: Tensor, paddings_listed: bool, **fields: Any) -> None:
-        """Have parameters know where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
+        """Tell parameters where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
 
         Args:
             weights: the optimizer's, of this rank's partition, 1D.
@@ -228,7 +228,7 @@ class FlatBuffer:
     @property
     def zeros_padding(self) -> int:
         """Elements at the end of this rank's partition that are padding, in DeepSpeed's order."""
-        return self._behind(self.zeros_chunk)
+        return self._padded(self.zeros_chunk)
 
     def zeros_pieces(self) -> Iterator[tuple[nn.Parameter, int, int, int]]:
         """Yield the parameters of which this rank's partition has elements in DeepSpeed's order: which one, the first

@@ -171,7 +171,7 @@ class FlatGradients:
         self.slices = {buffer: held.to(device) for buffer, held in self.slices.items()}
 
     def _accumulate(self, plan: BucketPlan, complete: Iterable[int], mine: Tensor) -> None:
-        """Add what a bucket brings; have cross what is complete."""
+        """Add what a bucket brings, and start to move what is complete between groups."""
         for rows in self._reshard.bucket_rows(plan, self._arrives):
             arrived, mine = mine.tensor_split([rows.times * rows.numel])
             stretches = rows.stretches()

@@ -40,7 +40,7 @@ def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
 
 
 def tell_of_setters(buffers: Iterable[FlatBuffer], resync: Resync) -> None:
-    """Have the next update travel whole when somebody sets the optimizer's weights by DeepSpeed's
+    """Make the next update travel whole when somebody sets the optimizer's weights by DeepSpeed's
     ``safe_set_full_...``."""
     for buffer in () if resync.always else buffers:
         for param in buffer.params:
@@ -133,7 +133,7 @@ class FlatUpdates:
 
     @contextmanager
     def partitions(self, stepping: bool = False) -> Iterator[None]:
-        """Have this rank's partitions in this context; in a step, also until their gather has read them."""
+        """Hold this rank's partitions in this context; in a step, also until their gather has read them."""
         self.settle()
         self._hold()
         try:
@@ -225,7 +225,7 @@ class FlatUpdates:
     # The model ####################################################################################
 
     def watch(self, module: nn.Module) -> None:
-        """Have a model's modules wait for their parameters, where a step ends before these have arrived, and tell when
+        """Make a model's modules wait for their parameters, where a step ends before these have arrived, and tell when
         they have been loaded."""
         if self.arrivals.ahead:
             self.arrivals.watch(module, self._places)
@@ -234,7 +234,7 @@ class FlatUpdates:
                 self._watching.append(used.register_load_state_dict_post_hook(Asking(self._resync)))
 
     def drop(self) -> None:
-        """Have what is on its way arrive, and leave the model alone."""
+        """Wait for what is on its way, and remove the hooks from the model."""
         self.arrivals.drop()
         for hook in self._watching:
             hook.remove()

@@ -141,7 +141,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self.follow()
 
     def follow(self) -> None:
-        """Have gathers from now on see what the current stream has been given to write until now.
+        """Make the all-gather stream wait for everything that is queued on the current stream.
 
         They run on a stream of their own, which nothing else makes wait: an optimizer step, a checkpoint or the user
         may just have written what they read. It is idle at these moments, so it loses no time.
@@ -153,7 +153,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
 @contextmanager
 def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Have a DeepSpeedZeRoOffload that is made in this context coordinate within the group.
+    """Give a DeepSpeedZeRoOffload that is made in this context a coordinator of the group.
 
     Args:
         group: the ranks that gather parameters together.
@@ -210,7 +210,7 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
 
 
 def _record_use(params: Sequence[Any]) -> None:
-    """Have the memory of gathered parameters wait for what reads them before it is given out again.
+    """Keep the memory of gathered parameters until the current stream has read them.
 
     DeepSpeed does so where it frees a parameter, but not where it lets go of a leaf module with a granularity
     threshold: the next gather could write into what a computation still reads.

@@ -105,7 +105,7 @@ class Crossing:
 
         Args:
             params: side by side in ``arrived``.
-            arrived: (rows, columns) or flat: their parts of this rank's I-slice; what is behind them is padding.
+            arrived: (rows, columns) or flat: their parts of this rank's I-slice; padding follows.
                 Complete on the current stream.
         """
         arrived, ready = arrived.view(self._rows, -1), Point()

@@ -102,7 +102,7 @@ class Gathers:
         return Unit(params, self.all_gather_coalesced, self._gone)
 
     def on_change(self, changed: Callable[[], None]) -> None:
-        """Have somebody called when somebody else than a step has written parameters."""
+        """Call ``changed`` from now on when something other than a step has written parameters."""
         self._changed_by_others = changed
 
     def _live(self, numel: int) -> None:
@@ -306,7 +306,7 @@ def partition(
 
 
 def _let_go(windowed: Sequence[WindowedModule], offload: DeepSpeedZeRoOffload) -> None:
-    """Have packed parameters that are fetched in windows not persist: small ones are part of a window as well."""
+    """Let packed parameters that are fetched in windows not persist: small ones are part of a window as well."""
     packed = {id(param) for one in windowed for param in one.params}
     offload.persistent_parameters = [p for p in offload.persistent_parameters if id(p) not in packed]
     for one in windowed:

@@ -285,7 +285,7 @@ class ShardedGradients:
         return cells.div_(self._ranks / sequence_parallel_size)
 
     def end_backward(self) -> None:
-        """Hear that all gradients of a backward have been given to ``reduce``."""
+        """Called when all gradients of a backward have been given to ``reduce``."""
         if self._crossing is not None:
             self._schedule.drain()
             self._cross(last=True)
