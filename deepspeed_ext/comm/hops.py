@@ -81,8 +81,11 @@ class ErrorState:
         return {"reductions"} if self.keeps_errors else set()
 
     def finish_step(self, applied: bool) -> None:
-        """Called at the end of each step. ``applied``: whether the step has used what was reduced since the last call, or
-        skipped it."""
+        """Called at the end of each step.
+
+        Args:
+            applied: whether the step has used what was reduced since the last call, or skipped it.
+        """
 
     def states(self) -> dict[str, Any]:
         """Return plain values, and tensors on the CPU, for a checkpoint."""
