@@ -318,9 +318,9 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         return taken
 
     with contextlib.ExitStack() as patches:
-        measure = getattr(optimizer, "_measure_host_shards", None)
+        measure = getattr(optimizer, "_hand_to_host_optimizer", None)
         if measure is not None and engine.optimizer_name() == "muon":
-            patches.enter_context(mock.patch.object(optimizer, "_measure_host_shards", measured))
+            patches.enter_context(mock.patch.object(optimizer, "_hand_to_host_optimizer", measured))
         if on_host and engine.zero_cpu_offload():
             for one in on_host:
                 patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))
