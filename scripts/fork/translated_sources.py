@@ -12,14 +12,13 @@ from pathlib import PurePosixPath
 from deepspeed_ext.integration.fork import PACKAGE
 from scripts import ROOT
 
-# What patches DeepSpeed while it runs, what is said there, what only our own tests and measurements use, and what a
-# fork needs no seam for, as its own files have the fix.
+# What patches DeepSpeed while it runs, what is said there, and what a fork needs no seam for, as its own files have
+# the fix.
 STAYS = frozenset(
     f"deepspeed_ext/{name}.py"
     for name in (
         "__init__",
         "__main__",
-        "comm/traffic",
         "integration/activation",
         "integration/fork",
         "integration/patcher",
