@@ -11,13 +11,11 @@ from deepspeed_ext.integration.seams import (
     endings,
     frameworks,
     granularity,
-    kernels,
     keys,
     leaf_gradients,
     mended,
     pipelines,
     planning,
-    records,
     strategies,
 )
 from deepspeed_ext.integration.symbols import ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
@@ -129,18 +127,6 @@ REPLACED: tuple[Patch, ...] = (
         "have each engine write back its own parameters",
         "(params, has_been_updated)",
         strategies.partition_by_owner,
-    ),
-    Patch(
-        "deepspeed.utils.comms_logging:calc_bw_log",
-        "record bandwidths over the ranks of a hop, not over all",
-        "(comm_op, size, duration)",
-        records.count_the_ranks_of_a_hop,
-    ),
-    Patch(
-        "deepspeed.env_report:op_report",
-        "show our kernels in ds_report",
-        "(verbose=True)",
-        kernels.report_our_kernels,
     ),
     Patch(
         "deepspeed.runtime.engine:create_checkpoint_engine",

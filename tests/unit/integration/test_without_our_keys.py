@@ -40,8 +40,6 @@ WITHOUT_A_KEY = {
     "runtime.zero.partition_parameters:GatheredParameters.__init__": NOTHING,
     "runtime.zero.partition_parameters:GatheredParameters._exit": NOTHING,
     "runtime.zero.partition_parameters:GatheredParameters._partition_params": NOTHING,
-    "utils.comms_logging:calc_bw_log": NOTHING,
-    "env_report:op_report": "shows a row for our kernels",
     "runtime.engine:create_checkpoint_engine": NOTHING,
     "runtime.engine:DeepSpeedEngine.save_checkpoint": NOTHING,
     "runtime.engine:DeepSpeedEngine.load_checkpoint": UNIVERSAL,
@@ -54,7 +52,7 @@ WITHOUT_A_KEY = {
     "torch.distributed.distributed_c10d:destroy_process_group": NOTHING,
 }
 OF_CHECKPOINTS = {name for name in WITHOUT_A_KEY if "checkpoint" in name or "ckpt" in name}
-ELSEWHERE = ("env_report", "accelerate", "torch")  # called in tests of their own
+ELSEWHERE = ("accelerate", "torch")  # called in tests of their own
 PAGE = ROOT / "deepspeed_ext" / "config" / "README.md"
 
 pytestmark = pytest.mark.skipif(fork.is_installed(), reason="a fork has the fixes in its own files")
@@ -85,8 +83,6 @@ def test_accelerate_reads_a_plain_section_as_it_is(section: Any) -> None:
 
 def cases() -> dict[str, Callable[[], Any]]:
     """What to run with us and without; each returns what must be equal."""
-    from deepspeed.utils.comms_logging import calc_bw_log
-
     from tests.harness import mixtures, pipelines, quantizers, training
     from tests.harness.training import Job
 
@@ -113,7 +109,6 @@ def cases() -> dict[str, Callable[[], Any]]:
         "leaf modules": lambda: trained(mixture, {"stage": 3, "leaf_module": {"classes": ["Layer"]}}),
         "quantized gradients on two nodes": quantized,
         "pipeline with ZeRO-1": pipeline,
-        "records": lambda: calc_bw_log("all_reduce", 1000, 0.5),
         "an iterator that is not gathered": iterator_left,
     }
 
