@@ -168,12 +168,12 @@ def test_a_cluster_in_a_file(
 @pytest.mark.parametrize(
     "changed, arguments, message",
     [
-        ({"inter_gbps": None}, [], "lacks the key(s) inter_gbps."),
-        ({"gbps": 4}, [], "has the unknown key(s) gbps; the keys are ranks_per_node, intra_gbps, inter_gbps, nodes,"),
-        ({"inter_gbps": "100"}, [], "inter_gbps must be a number, got '100'."),
-        ({"ranks_per_node": 7.5}, [], "ranks_per_node must be a whole number, got 7.5."),
-        ({"latency_us": -1}, [], "latency_us must be above 0, got -1."),
-        ({"intra_gbps": 0}, [], "intra_gbps must be above 0, got 0."),
+        ({"inter_gbps": None}, [], "lacks inter_gbps; ranks_per_node, intra_gbps, inter_gbps are required."),
+        ({"gbps": 4}, [], "has no key 'gbps': its keys are ranks_per_node, intra_gbps, inter_gbps, nodes,"),
+        ({"inter_gbps": "100"}, [], "inter_gbps must be a finite number above 0, got '100' of type str."),
+        ({"ranks_per_node": 7.5}, [], "ranks_per_node must be a whole number above 0, got 7.5 of type float."),
+        ({"latency_us": -1}, [], "latency_us must be a finite number of at least 0, got -1 of type int."),
+        ({"intra_gbps": 0}, [], "intra_gbps must be a finite number above 0, got 0 of type int."),
         ({"nodes": 4}, ["--nodes", "4"], "cluster.json has 4 nodes; leave out --nodes 4."),
         ({}, ["--nodes", "4", *LINKS], "describes the cluster; leave out --intra-gbps, --inter-gbps."),
         ({}, ["--nodes", "4", "--tokens", "10"], "--tokens needs tflops in the file of --cluster"),
