@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches: declared, applied once, undone; a DeepSpeed that we do not know is refused only if our keys are used."""
 
+import pkgutil
 import subprocess
 import sys
 
@@ -58,6 +59,13 @@ def test_the_list_says_what_for() -> None:
         "pipe.engine:PipelineEngine.__init__",
         "pipe.module:PipelineModule._partition_layers",
     ]
+
+
+def test_each_symbol_is_replaced_by_what_is_there() -> None:
+    """What is imported lazily is named by a string."""
+    for patch in (*patches.REPLACED, *patches.BESIDE):
+        assert patch.replace is not None
+        assert callable(pkgutil.resolve_name(f"{patch.replace.__module__}:{patch.replace.__name__}")), patch.target
 
 
 def test_what_zero_init_makes_of_linear_is_what_deepspeed_exports() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.config.implied_stage import read_with_stage
 from deepspeed_ext.integration import fork, patches
-from deepspeed_ext.integration.seams.frameworks import read_the_stage_that_is_implied
 from scripts import ROOT
 
 # What each replaced symbol does in a process whose configuration has none of our keys. The page has the same list.
@@ -77,7 +77,7 @@ def test_the_list_has_every_replaced_symbol_and_the_page_every_difference() -> N
 def test_accelerate_reads_a_plain_section_as_it_is(section: Any) -> None:
     config = SimpleNamespace(config={"zero_optimization": section})
     read: list[Any] = []
-    read_the_stage_that_is_implied(lambda self: read.append(copy.deepcopy(self.config)))(config)
+    read_with_stage(lambda self: read.append(copy.deepcopy(self.config)), config)
     assert read == [{"zero_optimization": section}] == [config.config]
 
 
@@ -172,15 +172,16 @@ def calls_seen(names: set[str]) -> Iterator[None]:
 
     from deepspeed_ext.integration import patcher
 
-    codes = {}
+    codes: dict[types.CodeType, dict[Any, str]] = {}  # what is replaced lazily has one code, and originals of its own
     for path, applied in patcher._applied.items():
         function = getattr(applied.replacement, "__func__", applied.replacement)
         target = next(patch.target for patch in (*patches.REPLACED, *patches.BESIDE) if patch.path == path)
-        codes[function.__code__] = (*codes.get(function.__code__, ()), target.removeprefix("deepspeed."))
+        codes.setdefault(function.__code__, {})[function.__wrapped__] = target.removeprefix("deepspeed.")
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code in codes:
-            names.update(codes[frame.f_code])
+            replaced = codes[frame.f_code]
+            names.add(replaced[frame.f_locals["original"]] if len(replaced) > 1 else next(iter(replaced.values())))
 
     sys.setprofile(note)
     try:
