@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How the files of a checkpoint are written and read: a checkpoint engine around DeepSpeed's."""
+"""How the files of a checkpoint are written and read: by a checkpoint engine that is torch's, as DeepSpeed has it."""
 
 import os
 import zipfile
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
 
@@ -20,16 +20,16 @@ HEADER = "paro"  # the same in a fork: either form reads what the other has save
 """Key of each file of a checkpoint, beside DeepSpeed's: what saved it. See ``CheckpointFiles.saving``."""
 
 
-def wrap(inner: CheckpointEngine) -> CheckpointEngine:
-    """Return DeepSpeed's checkpoint engine inside ours; one other than torch's as it is, with a warning."""
-    if isinstance(inner, TorchCheckpointEngine):
-        return CheckpointFiles(inner)
+def wrap(engine: CheckpointEngine) -> CheckpointEngine:
+    """Return ours in the place of DeepSpeed's checkpoint engine; one other than torch's as it is, with a warning."""
+    if type(engine) is TorchCheckpointEngine:
+        return CheckpointFiles(engine)
     logger.warning(
-        f"deepspeed_ext: checkpoints are written by {type(inner).__name__}: a save that is killed may leave an "
+        f"deepspeed_ext: checkpoints are written by {type(engine).__name__}: a save that is killed may leave an "
         f"incomplete checkpoint, and files are not checked before they are loaded. The keys are checkpoint.writer and "
         f"datastates_ckpt."
     )
-    return inner
+    return engine
 
 
 def _holds_parameters_only(path: str) -> bool:
@@ -43,17 +43,15 @@ def inspect(path: str | os.PathLike[str]) -> Any:
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
-class CheckpointFiles(CheckpointEngine):
+class CheckpointFiles(TorchCheckpointEngine):
     """Writes the files of a save into its staging folder, and looks into files before anything is changed by them.
 
     Args:
-        inner: DeepSpeed's checkpoint engine; writes and reads.
+        engine: whose place it takes, with its settings; it has said already that it is there.
     """
 
-    def __init__(self, inner: CheckpointEngine) -> None:
-        super().__init__()
-        self.name = inner.name
-        self._inner = inner
+    def __init__(self, engine: TorchCheckpointEngine) -> None:
+        self.__dict__.update(vars(engine))
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
         self._left_to_others: Callable[[str], bool] = lambda path: False
@@ -109,12 +107,12 @@ class CheckpointFiles(CheckpointEngine):
             self.error = self.error or CheckpointError(f"{path} could not be written: {error}")
 
     def _write(self, state_dict: object, path: str) -> None:
-        self._inner.save(state_dict, path)
+        super().save(state_dict, path)
         sync(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder, of the staging folder during a save."""
-        self._inner.makedirs(path if self._folder is None else self._folder.staged(path), exist_ok=exist_ok)
+        super().makedirs(path if self._folder is None else self._folder.staged(path), exist_ok=exist_ok)
 
     # Reading ##########################################################################################
 
@@ -145,7 +143,7 @@ class CheckpointFiles(CheckpointEngine):
 
     def load(self, path: str, map_location: object = None) -> Any:
         """Load as DeepSpeed does, without our header, and amended."""
-        state = self._inner.load(path, map_location=map_location)
+        state = super().load(path, map_location=map_location)
         if isinstance(state, dict):
             state.pop(HEADER, None)
             state.update(self.amendments.get(path, {}))
@@ -155,29 +153,3 @@ class CheckpointFiles(CheckpointEngine):
         """Forget a load that is over."""
         self.headers.clear()
         self.amendments.clear()
-
-    # DeepSpeed's, as they are #########################################################################
-
-    def create(self, info: CheckpointCommitInfo) -> None:
-        self._inner.create(info)
-
-    def commit(self, info: CheckpointCommitInfo) -> Any:
-        return self._inner.commit(info)
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        return self._inner.is_data_parallel_writer(dp_rank)
-
-    def is_decoupled(self) -> bool:
-        return self._inner.is_decoupled()
-
-    def set_commit_info(self, info: CheckpointCommitInfo) -> None:
-        self._inner.set_commit_info(info)
-
-    def get_commit_info(self) -> Any:
-        return self._inner.get_commit_info()
-
-    def cleanup(self) -> None:
-        self._inner.cleanup()
-
-    def preserves_storage_sharing(self) -> bool:
-        return self._inner.preserves_storage_sharing()

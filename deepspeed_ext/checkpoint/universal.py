@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.deepspeed_types import Engine, MappedParameter, is_partitioned
+from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _WEIGHTS, _STEP = "fp32", "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # all that ds_to_universal.py converts
@@ -141,18 +142,23 @@ def _moment_files(folder: Path, name: str, states: bool) -> list[Path]:
 # Loading ##########################################################################################
 
 
-def load(optimizer: ZeROOptimizer, folder: str, states: bool, from_fp32: bool) -> None:
+def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, states: bool, from_fp32: bool) -> None:
     """Load into a ZeRO optimizer, ours or DeepSpeed's.
 
     Args:
+        load: DeepSpeed's, which is called where it does not raise.
         optimizer: of stage 1, 2 or 3.
         folder: of the checkpoint.
         states: whether to load the optimizer's states, loss scale and hyperparameters; else weights only.
         from_fp32: without states, whether the optimizer's weights are those saved, or the model's, which may have
             16 bits.
     """
-    saved = inspect(Path(folder, "zero", _STATES))
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    swapped = getattr(optimizer, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
+    if not isinstance(optimizer, ParoOptimizer) and (swapped or not beyond_stock(stage3, folder)):
+        load(optimizer, folder, states, from_fp32)
+        return
+    saved = inspect(Path(folder, "zero", _STATES))
     if states and stage3:
         optimizer._load_global_state_stage3(saved)
     elif states:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_ext.cli.callables import import_callable
+from deepspeed_ext.cli.arguments import import_callable
 from deepspeed_ext.config.keys import LEAF_BYTES, SECTION, STRATEGY, THRESHOLD
 from deepspeed_ext.config.section import parse_section
 from deepspeed_ext.leaf import report as leaf_report

@@ -11,9 +11,8 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from deepspeed_ext.cli.callables import import_callable
+from deepspeed_ext.cli.arguments import count, import_callable, new_file, number
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import ADAM_BYTES, MUON_BYTES
@@ -27,67 +26,51 @@ from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOPS = 6  # of each parameter for a token, forward and backward
+TERMINAL = Path("-")  # as a file
 FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
+    some, ranks, amount, rest = number(count), number(int), number(float), number(float, zero=True)
     what = parser.add_argument_group("the model")
-    what.add_argument("--model", metavar="PKG:FN", help="makes the model; on the meta device it is free")
-    what.add_argument("--params", type=_count, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
-    what.add_argument("--trainable", type=_count, metavar="N", help="of these (default: all)")
-    what.add_argument(
-        "--largest-layer", type=_count, metavar="N", help="parameters of the largest module, with --params"
-    )
-    what.add_argument(
-        "--expert-params", type=_count, metavar="N", help="of these in experts, with --params and --expert-parallel"
-    )
-    what.add_argument(
-        "--expert-parallel", type=int, metavar="E", help="expert-parallel size: ranks that have all experts together"
-    )
+    either = what.add_mutually_exclusive_group(required=True)
+    either.add_argument("--model", metavar="PKG:FN", help="makes the model; on the meta device it is free")
+    either.add_argument("--params", type=some, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
+    what.add_argument("--trainable", type=number(count, zero=True), metavar="N", help="of these (default: all)")
+    layer = "parameters of the largest module, with --params"
+    what.add_argument("--largest-layer", type=number(count, zero=True), metavar="N", help=layer)
+    apart = "of these in experts, with --params and --expert-parallel"
+    what.add_argument("--expert-params", type=some, metavar="N", help=apart)
+    together = "expert-parallel size: ranks that have all experts together"
+    what.add_argument("--expert-parallel", type=ranks, metavar="E", help=together)
     what.add_argument("--dtype", choices=BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
-    what.add_argument("--accumulation", type=int, default=1, metavar="S", help="micro-steps of a step (default: 1)")
-    what.add_argument(
-        "--micro-step-seconds",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="forward and backward of a micro-step without communication, which they hide (default: 0)",
+    what.add_argument("--accumulation", type=ranks, default=1, metavar="S", help="micro-steps of a step (default: 1)")
+    hides = "forward and backward of a micro-step without communication, which they hide (default: 0)"
+    what.add_argument("--micro-step-seconds", type=rest, default=0.0, metavar="S", help=hides)
+    batch = "of a micro-batch on a rank, of which the cluster's tflops tell S"
+    what.add_argument("--tokens", type=count, metavar="N", help=batch)
+    overlap = "paro_overlap_updates: with p = N, updated parameters come under the next forward"
+    what.add_argument("--overlap-updates", action="store_true", help=overlap)
+    muon = (
+        "Muon trains the matrices that DeepSpeed chooses for it (with --params: all that is trained); S: seconds that "
+        "one rank would take to orthogonalize them all (default: 0)"
     )
-    what.add_argument(
-        "--tokens", type=_count, metavar="N", help="of a micro-batch on a rank, of which the cluster's tflops tell S"
-    )
-    what.add_argument(
-        "--overlap-updates",
-        action="store_true",
-        help="paro_overlap_updates: with p = N, updated parameters come under the next forward",
-    )
-    what.add_argument(
-        "--muon",
-        type=float,
-        nargs="?",
-        const=0.0,
-        metavar="S",
-        help="Muon trains the matrices that DeepSpeed chooses for it (with --params: all that is trained); S: seconds "
-        "that one rank would take to orthogonalize them all (default: 0)",
-    )
+    what.add_argument("--muon", type=rest, nargs="?", const=0.0, metavar="S", help=muon)
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
-    where.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="JSON that describes its nodes and links, instead of the options below; --nodes where it has none",
-    )
-    where.add_argument("--nodes", type=int)
-    where.add_argument("--ranks-per-node", type=int)
-    where.add_argument("--group-size", type=int, help="paro_group_size (default: ranks per node)")
-    where.add_argument("--intra-gbps", type=float, metavar="G", help="Gbit/s that a rank receives inside its node")
-    where.add_argument("--inter-gbps", type=float, metavar="G", help="Gbit/s that a node receives from others")
-    where.add_argument("--latency-us", type=float, default=0.0, metavar="U", help="of a message between groups")
-    where.add_argument("--memory-gb", type=float, metavar="G", help="10^9 bytes of a rank for model states")
+    file = "JSON that describes its nodes and links, instead of the options below; --nodes where it has none"
+    where.add_argument("--cluster", type=Path, metavar="FILE", help=file)
+    where.add_argument("--nodes", type=ranks)
+    where.add_argument("--ranks-per-node", type=ranks)
+    where.add_argument("--group-size", type=ranks, help="paro_group_size (default: ranks per node)")
+    where.add_argument("--intra-gbps", type=amount, metavar="G", help="Gbit/s that a rank receives inside its node")
+    where.add_argument("--inter-gbps", type=amount, metavar="G", help="Gbit/s that a node receives from others")
+    where.add_argument("--latency-us", type=rest, default=0.0, metavar="U", help="of a message between groups")
+    where.add_argument("--memory-gb", type=amount, metavar="G", help="10^9 bytes of a rank for model states")
     output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="write the plans; - for the terminal, instead of the table")
-    output.add_argument("--picture", type=Path, metavar="FILE", help="draw memory against time (needs matplotlib)")
+    terminal = "write the plans; - for the terminal, instead of the table"
+    output.add_argument("--json", type=new_file, metavar="FILE", help=terminal)
+    output.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory against time (needs matplotlib)")
     output.add_argument("--estimate", action="store_true", help="print memory as DeepSpeed's own estimators do")
 
 
@@ -126,13 +109,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_node: int) -> None:
     document = {name: found.as_dict() for name, found in zip(("exact", "loco", "both"), plans, strict=True)}
-    if arguments.json == "-":
+    if arguments.json == TERMINAL:
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         print()
     else:
         print(report.table(plans))
         if arguments.json:
-            Path(arguments.json).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+            arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     if arguments.estimate:
         from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs_all_cold as estimate
 
@@ -172,60 +155,51 @@ def _take_cluster(arguments: argparse.Namespace) -> Cluster | None:
     return cluster
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    if (arguments.model is None) == (arguments.params is None):
-        raise ValueError("expected either --model PKG:FN or --params N.")
-    if arguments.trainable is not None and arguments.params is None:
-        raise ValueError("--trainable goes with --params; of a --model those count that require a gradient.")
-    if (arguments.expert_params is None) != (arguments.expert_parallel is None):
-        raise ValueError("--expert-params and --expert-parallel go together.")
-    if arguments.expert_params is not None and arguments.params is None:
-        raise ValueError("--expert-params goes with --params; of a --model those count that DeepSpeed has marked.")
-    if arguments.expert_params is not None and (arguments.trainable is not None or arguments.muon is not None):
-        raise ValueError("--expert-params: all parameters are trained, and Muon takes no experts.")
-    if arguments.expert_params is not None and arguments.expert_params >= arguments.params:
-        raise ValueError(f"--expert-params {arguments.expert_params} leaves nothing of --params {arguments.params}.")
-    if arguments.trainable is not None and arguments.trainable > arguments.params:
-        raise ValueError(f"--trainable {arguments.trainable} is more than --params {arguments.params}.")
-    if arguments.largest_layer is not None and arguments.params is None:
-        raise ValueError("--largest-layer goes with --params; of a --model it is counted.")
-    if arguments.estimate and arguments.expert_params is not None:
-        raise ValueError("--estimate prints what DeepSpeed's estimators know, no experts. Leave out one of the two.")
-    if arguments.estimate and (arguments.trainable is not None or arguments.dtype == "fp32"):
-        raise ValueError(
-            "--estimate prints what DeepSpeed's estimators know: 16 bits, all parameters trained. Leave out "
-            "--trainable and --dtype fp32, or --estimate."
-        )
-    if arguments.estimate and arguments.params is not None and arguments.largest_layer is None:
-        raise ValueError("--estimate needs --largest-layer beside --params, as DeepSpeed's estimators do.")
-    if arguments.estimate and arguments.json == "-":
-        raise ValueError("--json - writes nothing else to the terminal. Leave out --estimate, or name a file.")
-    for name in ("json", "picture"):
-        path = getattr(arguments, name)
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"there is no folder for --{name} {path}.")
-    if (arguments.intra_gbps is None) != (arguments.inter_gbps is None):
-        raise ValueError("--intra-gbps and --inter-gbps go together.")
-    above = (
-        "params",
-        "accumulation",
-        "nodes",
-        "ranks_per_node",
-        "group_size",
-        "intra_gbps",
-        "inter_gbps",
-        "memory_gb",
-        "expert_params",
-        "expert_parallel",
-    )
-    for name in above:
-        value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}.")
-    for name in ("trainable", "largest_layer", "latency_us", "micro_step_seconds", "muon"):
-        value = getattr(arguments, name)
-        if value is not None and not value >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 0, got {value}.")
+def _check(a: argparse.Namespace) -> None:
+    """Refuse arguments that contradict one another."""
+    of_params = a.params is not None
+    experts, trainable, largest = (one is not None for one in (a.expert_params, a.trainable, a.largest_layer))
+    known = "--estimate prints what DeepSpeed's estimators know"
+    for wrong, message in (
+        (
+            trainable and not of_params,
+            "--trainable goes with --params; of a --model those count that require a gradient.",
+        ),
+        (experts != (a.expert_parallel is not None), "--expert-params and --expert-parallel go together."),
+        (
+            experts and not of_params,
+            "--expert-params goes with --params; of a --model those count that DeepSpeed has marked.",
+        ),
+        (
+            experts and (trainable or a.muon is not None),
+            "--expert-params: all parameters are trained, and Muon takes no experts.",
+        ),
+        (
+            experts and of_params and a.expert_params >= a.params,
+            f"--expert-params {a.expert_params} leaves nothing of --params {a.params}.",
+        ),
+        (
+            trainable and of_params and a.trainable > a.params,
+            f"--trainable {a.trainable} is more than --params {a.params}.",
+        ),
+        (largest and not of_params, "--largest-layer goes with --params; of a --model it is counted."),
+        (a.estimate and experts, f"{known}, no experts. Leave out one of the two."),
+        (
+            a.estimate and (trainable or a.dtype == "fp32"),
+            f"{known}: 16 bits, all parameters trained. Leave out --trainable and --dtype fp32, or --estimate.",
+        ),
+        (
+            a.estimate and of_params and not largest,
+            "--estimate needs --largest-layer beside --params, as DeepSpeed's estimators do.",
+        ),
+        (
+            a.estimate and a.json == TERMINAL,
+            "--json - writes nothing else to the terminal. Leave out --estimate, or name a file.",
+        ),
+        ((a.intra_gbps is None) != (a.inter_gbps is None), "--intra-gbps and --inter-gbps go together."),
+    ):
+        if wrong:
+            raise ValueError(message)
 
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
@@ -315,13 +289,3 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
     return probe.measure(get_topology(None, sizes.group_size), dtype)
-
-
-def _count(text: str) -> int:
-    """Return a number of parameters written as 7000000000, 7e9 or 7B."""
-    scale: dict[str, Any] = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    factor = scale.get(text[-1:].upper(), 1)
-    try:
-        return int(float(text if factor == 1 else text[:-1]) * factor)
-    except (ValueError, OverflowError) as error:
-        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 7e9 or 7B, got {text!r}") from error

@@ -63,6 +63,8 @@ def gathered(values: Sequence[int], group: ProcessGroup | None = None) -> list[l
 def gathered_texts(text: str, device: str | None = None) -> list[str]:
     """Return the text of every rank.
 
+    DeepSpeed's ``all_gather_object`` takes no device, and ends the process if the comms logger is on.
+
     Args:
         text: of this rank.
         device: where to put it for that, if not on the current one.
@@ -79,15 +81,9 @@ def gathered_texts(text: str, device: str | None = None) -> list[str]:
 
 def told(text: str, source: int) -> str:
     """Return the text of global rank ``source``, on all ranks."""
-    device = get_accelerator().current_device_name()
-    content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    length = torch.tensor([content.numel()], device=device)
-    dist.broadcast(length, source)
-    if dist.get_rank() != source:
-        content = torch.zeros(int(length.item()), dtype=torch.uint8, device=device)
-    if content.numel():
-        dist.broadcast(content, source)
-    return bytes(content.tolist()).decode()
+    said = [text]
+    dist.broadcast_object_list(said, source)
+    return said[0]
 
 
 def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError) -> None:

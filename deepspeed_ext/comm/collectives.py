@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.profiler import record_function
 
-from deepspeed_ext.comm.bandwidth import counted_over
 from deepspeed_ext.comm.packing import WIDEST_LOAD
 from deepspeed_ext.comm.pairwise import Handles, pairwise_all_to_all
 
@@ -70,7 +69,7 @@ class Collectives:
 
     def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
         """Start a function of ``deepspeed.comm`` over the group."""
-        with self.labeled(operation) as log_name, counted_over(self.size):
+        with self.labeled(operation) as log_name:
             return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:

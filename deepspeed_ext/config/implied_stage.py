@@ -9,7 +9,7 @@ DeepSpeed reads it. (Lightning decides on ``zero.Init`` before that.)
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, our_keys
@@ -59,6 +59,12 @@ def imply_stage_of_raw(section: Any) -> None:
     if strategy is None:
         raise ValueError(_without_stage("which decide before the model is known"))
     imply_stage(section, strategy.stage)
+
+
+def read_with_stage(read: Callable[[Any], None], reader: Any) -> None:
+    """Write the stage that is implied into the section of Accelerate's ``reader``, then make it ``read`` that."""
+    imply_stage_of_raw(reader.config.get(SECTION))
+    read(reader)
 
 
 def forget_stage(section: Any) -> None:

@@ -58,12 +58,6 @@ def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, SECTION: {key: value for key, value in section.items() if key not in REMOVED}}
 
 
-def must_be(key: str, expected: str, value: Any, hint: str = "") -> ValueError:
-    """Return the error for a value of the section that is out of bounds or of another type."""
-    given = f"{value!r} of type {type(value).__name__}"
-    return ValueError(f"{SECTION}.{key} must be {expected}, got {given}.{hint and ' '}{hint}")
-
-
 def is_count(value: Any) -> bool:
     """Whether a value is an integer of at least 1; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -21,11 +21,11 @@ from deepspeed_ext.config.keys import (
     STRATEGY,
     THRESHOLD,
     is_count,
-    must_be,
     our_keys,
 )
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, Placement
+from deepspeed_ext.values import must_be
 
 STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
 
@@ -52,9 +52,8 @@ def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
     revived = {key: value for key, value in section.items() if key not in MICS_KEYS}
     size, hierarchical = section.get(MICS_SIZE, -1), section.get(MICS_HIERARCHICAL, False)
     if not is_count(size) and (size != -1 or not isinstance(size, int)):
-        raise must_be(
-            MICS_SIZE, "an integer of at least 1 (ranks over which model states are sharded), or -1 for off", size
-        )
+        expected = "an integer of at least 1 (ranks over which model states are sharded), or -1 for off"
+        raise must_be(f"{SECTION}.{MICS_SIZE}", expected, size)
     if size == -1:
         if hierarchical:
             raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
@@ -89,7 +88,7 @@ def with_leaf_bytes(section: Mapping[str, Any]) -> dict[str, Any]:
     budget = section[LEAF_BYTES]
     if not isinstance(budget, int) or budget < 0:
         expected = f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MOST_LIVE}"
-        raise must_be(LEAF_BYTES, f"{expected} gives", budget)
+        raise must_be(f"{SECTION}.{LEAF_BYTES}", f"{expected} gives", budget)
     if not budget:
         del section[LEAF_BYTES]
         return section

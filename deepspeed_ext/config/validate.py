@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our keys of a raw section, one by one and beside the stage: every value that is refused, with what to write."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,11 +19,11 @@ from deepspeed_ext.config.keys import (
     SECTION,
     STRATEGY,
     is_count,
-    must_be,
     our_keys,
 )
 from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
 from deepspeed_ext.strategy import STRATEGIES, Strategy, parse_strategy
+from deepspeed_ext.values import must_be, no_key
 
 
 def check_top_level(config: Mapping[str, Any]) -> None:
@@ -51,9 +50,9 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
             "an integer of at least 1 (ranks in a group)",
             "Leave it out for the number of ranks per node.",
         )
-        raise must_be(GROUP_SIZE, expected, section[GROUP_SIZE], hint)
+        raise must_be(f"{SECTION}.{GROUP_SIZE}", expected, section[GROUP_SIZE], hint)
     if not isinstance(section.get(OVERLAP_UPDATES, False), bool):
-        raise must_be(OVERLAP_UPDATES, "true or false", section[OVERLAP_UPDATES])
+        raise must_be(f"{SECTION}.{OVERLAP_UPDATES}", "true or false", section[OVERLAP_UPDATES])
     stage = section.get("stage")
     if strategy is None:
         if isinstance(stage, bool) or stage not in (None, 0, *STRATEGY_OF_STAGE):
@@ -70,10 +69,7 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
 def _check_names(section: Mapping[str, Any]) -> None:
     for key in our_keys(section):
         if key not in (*OURS, LOCO):
-            close = difflib.get_close_matches(str(key).lower(), OURS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            known = ", ".join((*OURS, *REMOVED))
-            raise ValueError(f"{SECTION} has no key {key!r}: the keys of deepspeed_ext are {known}.{hint}")
+            raise no_key(SECTION, key, (*OURS, *REMOVED), "the keys of deepspeed_ext")
     if STRATEGY not in section:
         alone = next(key for key in OURS if key in section)
         raise ValueError(
@@ -94,12 +90,14 @@ def _parse_strategy(section: Mapping[str, Any]) -> Strategy | None:
     memory, file, seconds = section.get(MEMORY), section.get(DECISION), section.get(MICRO_STEP)
     if MEMORY in section and not _is_number(memory, lambda number: number > 0):
         hint = "Leave it out for a part of the device's free memory."
-        raise must_be(MEMORY, "a number above 0 (GB of each rank for model states)", memory, hint)
+        raise must_be(f"{SECTION}.{MEMORY}", "a number above 0 (GB of each rank for model states)", memory, hint)
     if DECISION in section and not (isinstance(file, str) and file):
-        raise must_be(DECISION, "the path of a file", file)
+        raise must_be(f"{SECTION}.{DECISION}", "the path of a file", file)
     if MICRO_STEP in section and not _is_number(seconds, lambda number: number >= 0):
         hint = "Leave it out for an estimate."
-        raise must_be(MICRO_STEP, "a number of at least 0 (seconds of forward and backward)", seconds, hint)
+        raise must_be(
+            f"{SECTION}.{MICRO_STEP}", "a number of at least 0 (seconds of forward and backward)", seconds, hint
+        )
     return None
 
 

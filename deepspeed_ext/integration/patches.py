@@ -6,20 +6,7 @@ With the seams, the only module that knows both DeepSpeed's symbols and all of o
 """
 
 from deepspeed_ext.integration.relied_on import CALLED
-from deepspeed_ext.integration.seams import (
-    checkpoints,
-    endings,
-    frameworks,
-    granularity,
-    kernels,
-    keys,
-    leaf_gradients,
-    mended,
-    pipelines,
-    planning,
-    records,
-    strategies,
-)
+from deepspeed_ext.integration.seams import checkpoints, keys, lazily, mended, planning, strategies
 from deepspeed_ext.integration.symbols import ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
 
 DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"  # setup.py reads it as well: pip installs no other
@@ -84,13 +71,13 @@ REPLACED: tuple[Patch, ...] = (
         "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
         "fetch the parameters of a leaf module as one",
         "(module, recurse=False)",
-        granularity.fetch_leaves_as_units,
+        lazily("deepspeed_ext.leaf.units:entries"),
     ),
     Patch(
         "deepspeed.runtime.zero.linear:zero3_linear_wrap",
         "multiply by the small weights of a leaf module without inspecting a signature each time",
         "(input, weight, bias=None)",
-        granularity.call_without_detour,
+        strategies.call_without_detour,
         copies=("deepspeed.runtime.zero.partition_parameters",),
     ),
     Patch(
@@ -98,19 +85,19 @@ REPLACED: tuple[Patch, ...] = (
         "beside a strategy, stage3_module_granularity_threshold never takes the root, nor what is entered from "
         "elsewhere; its table is shown",
         "(self, module, zero_module_granularity_threshold)",
-        granularity.choose_leaves,
+        strategies.choose_leaves,
     ),
     Patch(
         f"{ZERO3}.create_reduce_and_remove_grad_hooks",
         "reduce the gradients of a leaf module as one when all are there, whatever its inputs are",
         "(self)",
-        leaf_gradients.watch_our_leaves,
+        strategies.watch_our_leaves,
     ),
     Patch(
         f"{ZERO3}.independent_gradient_partition_epilogue",
         "reduce the gradients of leaf modules that have waited for the end of the backward",
         "(self)",
-        leaf_gradients.reduce_what_waits,
+        strategies.reduce_what_waits,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__",
@@ -128,19 +115,7 @@ REPLACED: tuple[Patch, ...] = (
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._partition_params",
         "have each engine write back its own parameters",
         "(params, has_been_updated)",
-        strategies.partition_by_owner,
-    ),
-    Patch(
-        "deepspeed.utils.comms_logging:calc_bw_log",
-        "record bandwidths over the ranks of a hop, not over all",
-        "(comm_op, size, duration)",
-        records.count_the_ranks_of_a_hop,
-    ),
-    Patch(
-        "deepspeed.env_report:op_report",
-        "show our kernels in ds_report",
-        "(verbose=True)",
-        kernels.report_our_kernels,
+        lazily("deepspeed_ext.zero.sharded.modifier_rank:partition_by_owner"),
     ),
     Patch(
         "deepspeed.runtime.engine:create_checkpoint_engine",
@@ -172,7 +147,7 @@ REPLACED: tuple[Patch, ...] = (
             f"{optimizer}._load_universal_checkpoint",
             "load universal checkpoints into ours; bug fix: into DeepSpeed's where it raises, as stages differ",
             "(self, checkpoint_folder, load_optimizer_states, load_from_fp32_weights)",
-            checkpoints.load_universal,
+            lazily("deepspeed_ext.checkpoint.universal:load_into"),
         )
         for optimizer in (ZERO12, ZERO3)
     ),
@@ -180,14 +155,14 @@ REPLACED: tuple[Patch, ...] = (
         f"{PIPELINE}.__init__",
         "run pipelines with strategies, ZeRO-2 and ZeRO-3",
         "(self, has_bool_tensors=False, *super_args, **super_kwargs)",
-        pipelines.train_pipelines,
+        lazily("deepspeed_ext.pipeline.setup:initialize"),
         takes_require=True,
     ),
     Patch(
         f"{STAGES}._partition_layers",
         "refuse to build a pipeline under zero.Init, where it would hang",
         "(self, method='uniform')",
-        pipelines.build_pipelines_whole,
+        lazily("deepspeed_ext.pipeline.setup:partition_layers"),
     ),
 )
 
@@ -199,13 +174,13 @@ BESIDE: tuple[Patch, ...] = (
         "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload",
         "have Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",
         "(self)",
-        frameworks.read_the_stage_that_is_implied,
+        lazily("deepspeed_ext.config.implied_stage:read_with_stage"),
     ),
     Patch(
         "torch.distributed.distributed_c10d:destroy_process_group",
         "complete updated parameters that are under way before the connections between ranks are closed",
         "(group=None)",
-        endings.complete_transfers_first,
+        strategies.complete_transfers_first,
         copies=("torch.distributed",),
     ),
 )

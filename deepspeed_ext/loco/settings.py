@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sub-keys of ``zeropp_loco_param`` and ``paro_quantized_updates``, validated. Pure: no torch, no DeepSpeed."""
 
-import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from deepspeed_ext.values import EXACTLY, made, one_of
 
 KEY = "zero_optimization.zeropp_loco_param"
 UPDATES_KEY = "zero_optimization.paro_quantized_updates"
-SMALLEST_BLOCK, LARGEST_BLOCK = 32, 4096
-EXACT = "exact"
+EXACT: Literal["exact"] = "exact"
 # Of differences, and of all that takes 8 bits. Sums of gradients in 4 bits take smaller blocks: with these they end
 # 0.65 % from exact training. Measured by tests/perf/updates_convergence.py.
 _BLOCK, _BLOCK_OF_SUMS = 128, 32
@@ -18,6 +20,11 @@ _BLOCK, _BLOCK_OF_SUMS = 128, 32
 # tests/perf/lossless_updates.py.
 EXACT_BITS = 3.6
 _Own = TypeVar("_Own", bound="_Settings")
+_Bits = Annotated[int, one_of(4, 8)]
+_BlockSize = Annotated[int, one_of(*(2**power for power in range(5, 13)))]
+_BLOCK_SIZE = Field(description="a power of two from 32 to 4096 (elements)")
+_Steps = Annotated[int, Field(ge=1, description="an integer of at least 1 (optimizer steps)")]
+_Flag = Annotated[bool, Field(description="true or false")]
 
 
 class _Settings:
@@ -27,46 +34,15 @@ class _Settings:
 
     @classmethod
     def parse(cls: type[_Own], section: object) -> _Own:
-        """Return the settings of what stands under the key.
-
-        Raises:
-            ValueError: not a dictionary, an unknown sub-key, or a value that is out of bounds.
-        """
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        if not isinstance(section, Mapping):
-            raise ValueError(
-                f"{cls.key} must be a dictionary of {', '.join(names)} (each may be left out), got {section!r} of "
-                f"type {type(section).__name__}."
-            )
-        for name in section:
-            if name not in names:
-                close = difflib.get_close_matches(str(name), names, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ValueError(f"{cls.key} has no key {name!r}: its keys are {', '.join(names)}.{hint}")
-        return cls(**section)
+        """Return the settings of what stands under the key; ValueError: see ``made``."""
+        return made(cls, section, cls.key)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for checkpoints and logs."""
         return asdict(self)  # type: ignore[call-overload]
 
-    def _integer(self, name: str, valid: Callable[[int], bool], expected: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not valid(value):
-            raise self._refused(name, expected)
 
-    def _block_size(self) -> None:
-        self._integer(
-            "block_size",
-            lambda value: SMALLEST_BLOCK <= value <= LARGEST_BLOCK and not value & (value - 1),
-            f"a power of two from {SMALLEST_BLOCK} to {LARGEST_BLOCK} (elements)",
-        )
-
-    def _refused(self, name: str, expected: str) -> ValueError:
-        value = getattr(self, name)
-        return ValueError(f"{self.key}.{name} must be {expected}, got {value!r} of type {type(value).__name__}.")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACTLY)
 class LocoSettings(_Settings):
     """How gradients are quantized between groups.
 
@@ -83,25 +59,13 @@ class LocoSettings(_Settings):
 
     key: ClassVar[str] = KEY
 
-    err_beta: float = 0.8
-    reset_T: int = 1024
-    bits: int = 4
-    block_size: int = _BLOCK
-    error_bits: int = 8
-    error_feedback: bool = True
-    hadamard: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a value that is out of bounds or of another type."""
-        if not 0 <= _real(self.err_beta) < 1:
-            raise self._refused("err_beta", "a number in [0, 1)")
-        self._integer("reset_T", lambda value: value >= 1, "an integer of at least 1 (optimizer steps)")
-        self._integer("bits", lambda value: value in (4, 8), "4 or 8")
-        self._integer("error_bits", lambda value: value in (8, 16), "8 or 16")
-        self._block_size()
-        for name in ("error_feedback", "hadamard"):
-            if not isinstance(getattr(self, name), bool):
-                raise self._refused(name, "true or false")
+    err_beta: Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1)")] = 0.8
+    reset_T: _Steps = 1024
+    bits: Annotated[_Bits, Field(description="4 or 8")] = 4
+    block_size: Annotated[_BlockSize, _BLOCK_SIZE] = _BLOCK
+    error_bits: Annotated[int, one_of(8, 16), Field(description="8 or 16")] = 8
+    error_feedback: _Flag = True
+    hadamard: _Flag = False
 
     @property
     def wire_bits(self) -> float:
@@ -116,7 +80,7 @@ class LocoSettings(_Settings):
         return self.error_bits + (16 / self.block_size if self.error_bits == 8 else 0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACTLY)
 class UpdateSettings(_Settings):
     """How updated parameters are quantized between groups, or sums of gradients where these come back.
 
@@ -140,19 +104,9 @@ class UpdateSettings(_Settings):
             )
         return found
 
-    bits: int | str = 4
-    block_size: int | None = None
-    resync_T: int = 1024
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a value that is out of bounds or of another type."""
-        if not isinstance(self.bits, str):
-            self._integer("bits", lambda value: value in (4, 8), f'4, 8 or "{EXACT}"')
-        elif self.bits != EXACT:
-            raise self._refused("bits", f'4, 8 or "{EXACT}"')
-        if self.block_size is not None:
-            self._block_size()
-        self._integer("resync_T", lambda value: value >= 1, "an integer of at least 1 (optimizer steps)")
+    bits: Annotated[_Bits | Literal["exact"], Field(description=f'4, 8 or "{EXACT}"')] = 4
+    block_size: Annotated[_BlockSize | None, _BLOCK_SIZE] = None
+    resync_T: _Steps = 1024
 
     @property
     def difference_block(self) -> int:
@@ -177,7 +131,3 @@ class UpdateSettings(_Settings):
         What takes none but those it needs is taken to need ``EXACT_BITS``.
         """
         return EXACT_BITS if isinstance(self.bits, str) else self.bits + 16 / self.difference_block
-
-
-def _real(value: object) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")

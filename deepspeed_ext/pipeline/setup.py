@@ -39,7 +39,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 
 
 def initialize(
-    init: Callable[..., None], require: Callable[[], None], engine: PipelineEngine, *args: Any, **kwargs: Any
+    init: Callable[..., None],
+    engine: PipelineEngine,
+    *args: Any,
+    require: Callable[[], None] = lambda: None,
+    **kwargs: Any,
 ) -> None:
     """Initialize a ``PipelineEngine``, which becomes ours with a strategy, or with ZeRO-2 or 3, which mean one.
 
@@ -47,8 +51,9 @@ def initialize(
 
     Args:
         init: DeepSpeed's.
-        require: raises if this DeepSpeed is not one that we know.
         engine: to initialize. The others are DeepSpeed's.
+        require: raises if this DeepSpeed is not one that we know. Plain ZeRO-2 and 3 have no key of ours, and need us
+            in a pipeline all the same.
 
     Raises:
         ValueError: on all ranks, if stages are configured differently; or what only the model can tell.
@@ -103,8 +108,8 @@ def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable
     return active_strategy(config)
 
 
-def refuse_zero_init() -> None:
-    """Refuse to build a PipelineModule whose parameters would be sharded as they are made.
+def partition_layers(partition: Callable[..., None], module: PipelineModule, *args: Any, **kwargs: Any) -> None:
+    """Give each stage its layers by DeepSpeed's ``partition``, unless parameters would be sharded as they are made.
 
     Raises:
         ValueError: it is built under ``deepspeed.zero.Init``, which shards them over all ranks, those of other stages
@@ -118,6 +123,7 @@ def refuse_zero_init() -> None:
             "while each stage has its own. Build it outside: stages hold their own layers only, and shard them "
             "afterwards."
         )
+    partition(module, *args, **kwargs)
 
 
 def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:

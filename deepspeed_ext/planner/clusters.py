@@ -3,19 +3,23 @@
 """A cluster, as a file describes it. Pure."""
 
 import json
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.values import EXACTLY, made
 
 _MICRO, _GIGA = 1e-6, 1e9
-_MAY_BE_ZERO = ("latency_us",)
-_COUNTS = ("nodes", "ranks_per_node")
+_COUNT = Field(gt=0, description="a whole number above 0")
+_AMOUNT = Field(gt=0, allow_inf_nan=False, description="a finite number above 0")
+_LATENCY = Field(ge=0, allow_inf_nan=False, description="a finite number of at least 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=EXACTLY)
 class Cluster:
     """Nodes of the same kind, and what joins them.
 
@@ -30,14 +34,14 @@ class Cluster:
         tflops: 10^12 floating-point operations/s that a rank reaches in training; None if unknown.
     """
 
-    ranks_per_node: int
-    intra_gbps: float
-    inter_gbps: float
-    nodes: int | None = None
-    latency_us: float = 0.0
-    memory_gb: float | None = None
-    memory_gbps: float | None = None
-    tflops: float | None = None
+    ranks_per_node: Annotated[int, _COUNT]
+    intra_gbps: Annotated[float, _AMOUNT]
+    inter_gbps: Annotated[float, _AMOUNT]
+    nodes: Annotated[int | None, _COUNT] = None
+    latency_us: Annotated[float, _LATENCY] = 0.0
+    memory_gb: Annotated[float | None, _AMOUNT] = None
+    memory_gbps: Annotated[float | None, _AMOUNT] = None
+    tflops: Annotated[float | None, _AMOUNT] = None
 
     def rates(self, sizes: GroupSizes) -> Rates:
         """Return the rates of the hops of groups of consecutive ranks."""
@@ -56,29 +60,10 @@ def read_cluster(path: Path) -> Cluster:
     """Return the cluster that a JSON file describes.
 
     Raises:
-        ValueError: it cannot be read, lacks a key, has another one, or a value that is no positive number.
+        ValueError: it cannot be read; see ``made``.
     """
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}.") from error
-    known = {one.name: one for one in fields(Cluster)}
-    required = ("ranks_per_node", "intra_gbps", "inter_gbps")
-    if not isinstance(given, dict):
-        raise ValueError(f"{path} must have one object with the keys {', '.join(known)}, got {given!r}.")
-    if unknown := sorted(set(given) - set(known)):
-        raise ValueError(f"{path} has the unknown key(s) {', '.join(unknown)}; the keys are {', '.join(known)}.")
-    if missing := [name for name in required if name not in given]:
-        raise ValueError(f"{path} lacks the key(s) {', '.join(missing)}.")
-    for name, value in given.items():
-        _check(path, name, value)
-    return Cluster(**given)
-
-
-def _check(path: Path, name: str, value: Any) -> None:
-    kind = int if name in _COUNTS else (int, float)
-    what = "a whole number" if name in _COUNTS else "a number"
-    if isinstance(value, bool) or not isinstance(value, kind):
-        raise ValueError(f"{path}: {name} must be {what}, got {value!r}.")
-    if not (value > 0 or (name in _MAY_BE_ZERO and value == 0)) or value == float("inf"):
-        raise ValueError(f"{path}: {name} must be above 0, got {value!r}.")
+    return made(Cluster, given, str(path), "{where}: {key}")

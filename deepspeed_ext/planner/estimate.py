@@ -7,12 +7,9 @@ DeepSpeed counts, in bytes for each parameter, 2 of a 16-bit parameter, 2 of its
 (fp32 parameter and two moments) and the fp32 gradient that it updates from: 4 at stage 2, and 2 at stage 3.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _UPDATED_FROM = {False: 4, True: 2}  # bytes of the fp32 gradient, by whether parameters are sharded
 
@@ -52,27 +49,6 @@ def estimate_paro_model_states_mem_needs(
     # In DeepSpeed's order of rounding: what is whole, and the sharded rest rounded down.
     whole = memory.parameters if strategy.p == Placement.N else 0.0
     return int(host), int(largest + whole) + int(memory.total - whole), int(largest)
-
-
-def estimate_paro_model_states_mem_needs_all_live(
-    model: "nn.Module",
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    group_size: int | None = None,
-    additional_buffer_factor: float = 1.5,
-) -> None:
-    """Print a table of all strategies for a model; see ``estimate_paro_model_states_mem_needs``."""
-    from deepspeed_ext.planner.models import describe
-
-    described = describe(model, parameter_bytes=1)
-    estimate_paro_model_states_mem_needs_all_cold(
-        int(described.states.parameters),
-        int(described.largest_layer),
-        num_gpus_per_node,
-        num_nodes,
-        group_size,
-        additional_buffer_factor,
-    )
 
 
 def estimate_paro_model_states_mem_needs_all_cold(

@@ -127,19 +127,6 @@ class Rates:
             rate["bandwidth"] = _finite(rate["bandwidth"])
         return {**hops, "memory": _finite(self.memory)}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Rates":
-        """Return the rates of what ``as_dict`` returns."""
-
-        def rate(latency: float, bandwidth: float | None) -> Rate:
-            return Rate(latency, _infinite(bandwidth))
-
-        hops = {
-            kind: HopRates(**{level: rate(**values[kind][level]) for level in ("intra", "inter")})
-            for kind in ("gather", "reduce")
-        }
-        return cls(**hops, memory=_infinite(values["memory"]))
-
 
 def _rings(sizes: GroupSizes, ranks_per_node: int) -> int:
     """Return how many groups that reach over several nodes the node with the most of these has; at least 1."""
@@ -152,10 +139,6 @@ def _rings(sizes: GroupSizes, ranks_per_node: int) -> int:
 
 def _finite(value: float) -> float | None:
     return None if value == float("inf") else value
-
-
-def _infinite(value: float | None) -> float:
-    return float("inf") if value is None else value
 
 
 def fit(samples: Sequence[tuple[float, float]]) -> Rate:

@@ -41,7 +41,7 @@ class ByteCounter:
         self._meter = None
         if dist.get_backend() == "gloo":
             # Imported here, after deepspeed.initialize, to show that training itself needs no import of ours.
-            from deepspeed_ext.comm.traffic import TrafficMeter
+            from scripts.emulation.traffic import TrafficMeter
 
             self._meter = TrafficMeter()
         elif dist.get_rank() == 0:
@@ -66,7 +66,7 @@ class ByteCounter:
     @staticmethod
     def _wait_for_rest() -> None:
         """Wait until nothing arrives: what a step has started may be under way when it returns."""
-        from deepspeed_ext.comm.traffic import received_bytes
+        from scripts.emulation.traffic import received_bytes
 
         before, now = None, received_bytes()
         while now != before:

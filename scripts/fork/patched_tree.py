@@ -19,8 +19,10 @@ from scripts.fork.translated_sources import MENDED, PACKAGE, UPSTREAM, is_ours, 
 README = PATCHES / "README.md"
 _TABLE = re.compile(r"(?<=<!-- table: scripts/patches refresh -->\n).*?(?=<!-- end -->)", re.DOTALL)
 # Lines of seam that put one of our functions in the place of DeepSpeed's: a decorator, or an assignment.
-_DECORATED = re.compile(r"^\+ *@(?P<ours>\w+\.\w+)\n(?:[ +] *@.*\n)*[ +] *def (?P<theirs>\w+)", re.MULTILINE)
-_ASSIGNED = re.compile(r"^\+(?P<theirs>\w+) = (?P<ours>\w+\.\w+)\((?P=theirs)\)$", re.MULTILINE)
+_OURS = r'(?P<ours>\w+\.\w+|seams\.lazily\("[\w.]+:\w+"\))'
+_DECORATED = re.compile(rf"^\+ *@{_OURS}\n(?:[ +] *@.*\n)*[ +] *def (?P<theirs>\w+)", re.MULTILINE)
+_ASSIGNED = re.compile(rf"^\+(?P<theirs>\w+) = {_OURS}\((?P=theirs)\)$", re.MULTILINE)
+_LAZILY = re.compile(r'seams\.lazily\("(?:\w+\.)*(\w+):(\w+)"\)')
 
 
 def apply(tree: Path, mail: Mail, but: Iterable[str] = ()) -> None:
@@ -177,7 +179,8 @@ def table(tree: Path, mails: Iterable[Mail]) -> list[PatchRow]:
                 lines += int(added) + int(removed)
                 changes = git(tree, "show", "--format=", commit, "--", name)
                 for form in (_DECORATED, _ASSIGNED):
-                    symbols += [(found["ours"], found["theirs"]) for found in form.finditer(changes)]
+                    found = form.finditer(changes)
+                    symbols += [(_LAZILY.sub(r"\1.\2", one["ours"]), one["theirs"]) for one in found]
         rows.append(PatchRow(mail.path.name, mail, sorted(names), lines, symbols))
     return rows
 

@@ -12,27 +12,25 @@ from pathlib import PurePosixPath
 from deepspeed_ext.integration.fork import PACKAGE
 from scripts import ROOT
 
-# What patches DeepSpeed while it runs, what is said there, what only our own tests and measurements use, and what a
-# fork needs no seam for, as its own files have the fix.
+# What patches DeepSpeed while it runs, what is said there, and what a fork needs no seam for, as its own files have
+# the fix.
 STAYS = frozenset(
     f"deepspeed_ext/{name}.py"
     for name in (
         "__init__",
         "__main__",
-        "comm/traffic",
         "integration/activation",
         "integration/fork",
         "integration/patcher",
         "integration/patches",
         "integration/relied_on",
-        "integration/seams/frameworks",
         "integration/seams/mended",
         "integration/symbols",
     )
 )
 MENDED = "deepspeed_ext.integration.seams.mended"  # whose functions have a fix of the series for a twin
 # Seams of the series without a twin: they change numbers without a key of ours, which is DeepSpeed's to decide.
-UPSTREAM = frozenset({("quantized.reduce_to_the_mean", "all_to_all_quant_reduce")})
+UPSTREAM = frozenset({("qgz.reduce_to_the_mean", "all_to_all_quant_reduce")})
 # Of a fork's package, what has no twin.
 BY_HAND = frozenset(f"{PACKAGE.replace('.', '/')}/{name}.py" for name in ("__init__", "__main__"))
 

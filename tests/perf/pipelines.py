@@ -35,11 +35,11 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from tqdm import tqdm
 
-from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts.emulation.cluster import collect
 from scripts.emulation.launching import start_rank
 from scripts.emulation.network import Link
+from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, pipeline, read_corpus
 from tests.harness.model_states import held, largest, whole_weights
 from tests.perf.lib import records

@@ -286,7 +286,7 @@ def test_messages_that_troubleshooting_quotes() -> None:
     assert "s old, the lock file of a process that builds" in inspect.getsource(build_lock)
     assert f"after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in page("csrc/README.md").text
     quoted = {
-        "has no key": "deepspeed_ext/config/validate.py",
+        "has no key": "deepspeed_ext/values.py",
         "contradicts": "deepspeed_ext/config/validate.py",
         "is at the top level of the configuration; it belongs into": "deepspeed_ext/config/validate.py",
         "paro_group_size must divide the data-parallel size": "deepspeed_ext/strategy.py",

@@ -1,8 +1,34 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in the place of DeepSpeed's symbols, a module for each purpose.
+"""What stands in the place of DeepSpeed's symbols.
 
 Each function takes the original and returns its replacement, which looks for our keys and calls the original if there
 are none. A DeepSpeed that has these features built in uses the same functions as decorators. Nothing of ours is
 imported before it is needed: most of it imports DeepSpeed, which may be just being imported.
 """
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def lazily(target: str) -> Callable[..., Callable[..., Any]]:
+    """Return what puts a function of ours in the place of an original, which that takes first.
+
+    Args:
+        target: ``module:function``, imported when it is called. If there is a ``require``, it takes that by name.
+    """
+    module, _, name = target.partition(":")
+
+    def replace(original: Callable[..., Any], require: Callable[[], None] | None = None) -> Callable[..., Any]:
+        known = {} if require is None else {"require": require}
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return getattr(importlib.import_module(module), name)(original, *args, **kwargs, **known)
+
+        return replacement
+
+    replace.__module__, replace.__name__ = module, name
+    return replace

@@ -54,30 +54,9 @@ def load_what_was_checked(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_our_files(engine: "Engine") -> bool:
     """Whether the engine has an optimizer of ours, and writes its files through us."""
-    if not _is_ours(engine.optimizer):
+    module = sys.modules.get("deepspeed_ext.zero.optimizer")  # whoever has made one has imported it
+    if module is None or not isinstance(engine.optimizer, module.ParoOptimizer):
         return False
     from deepspeed_ext.checkpoint.files import CheckpointFiles
 
     return isinstance(engine.checkpoint_engine, CheckpointFiles)
-
-
-def _is_ours(optimizer: object) -> bool:
-    module = sys.modules.get("deepspeed_ext.zero.optimizer")  # whoever has made one has imported it
-    return module is not None and isinstance(optimizer, module.ParoOptimizer)
-
-
-def load_universal(load: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(load)
-    def _load_universal_checkpoint(self: Any, folder: str, states: bool, from_fp32: bool) -> None:
-        from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-        from deepspeed_ext.checkpoint import universal
-
-        ours, stage3 = _is_ours(self), isinstance(self, DeepSpeedZeroOptimizer_Stage3)
-        swapped = getattr(self, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
-        if ours or (not swapped and universal.beyond_stock(stage3, folder)):
-            universal.load(self, folder, states, from_fp32)
-        else:
-            load(self, folder, states, from_fp32)
-
-    return _load_universal_checkpoint

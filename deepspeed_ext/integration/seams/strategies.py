@@ -1,14 +1,17 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizer is made, and which of ZeRO's functions ask it."""
+"""Which optimizer is made, which of DeepSpeed's functions ask it, and what ZeRO-3 does with leaf modules beside it."""
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepspeed_ext.deepspeed_types import Engine, ZeroParameter
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from torch import Tensor, nn
+
+    from deepspeed_ext.deepspeed_types import Engine, LeafOptimizer
 
 
 def keep_in_zero(sanity_check: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,11 +107,69 @@ def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
     return _exit
 
 
-def partition_by_owner(partition: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(partition)
-    def _partition_params(params: "Sequence[ZeroParameter]", has_been_updated: bool) -> None:
-        from deepspeed_ext.zero.sharded import modifier_rank
+def choose_leaves(choose: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(choose)
+    def _set_z3_leaf_modules_by_threshold(
+        self: "DeepSpeedZeRoOffload", module: "nn.Module", zero_module_granularity_threshold: int
+    ) -> None:
+        from deepspeed_ext.zero.sharded.coordinator import is_coordinating
 
-        modifier_rank.partition_by_owner(partition, params, has_been_updated)
+        if not is_coordinating():
+            choose(self, module, zero_module_granularity_threshold)
+            return
+        from deepspeed_ext.leaf.setup import by_granularity
 
-    return _partition_params
+        by_granularity(self, module, zero_module_granularity_threshold)
+
+    return _set_z3_leaf_modules_by_threshold
+
+
+def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrapped)  # not lazily: torch.compile looks into what is imported by a statement only
+    def zero3_linear_wrap(input: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> Any:
+        from deepspeed_ext.leaf.linear import linear
+
+        return linear(wrapped, input, weight, bias)
+
+    return zero3_linear_wrap
+
+
+def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(create)
+    def create_reduce_and_remove_grad_hooks(self: "LeafOptimizer") -> None:
+        from deepspeed_ext.leaf.gradients import LeafReducer, watch_leaves
+
+        create(self)
+        if isinstance(self, LeafReducer):  # one of ours: DeepSpeed's own reduce as without us
+            watch_leaves(self)
+
+    return create_reduce_and_remove_grad_hooks
+
+
+def reduce_what_waits(epilogue: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(epilogue)
+    def independent_gradient_partition_epilogue(self: "LeafOptimizer") -> None:
+        from deepspeed_ext.leaf.gradients import end_of_backward
+
+        end_of_backward(self)
+        epilogue(self)
+
+    return independent_gradient_partition_epilogue
+
+
+def complete_transfers_first(destroy: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(destroy)
+    def destroy_process_group(group: Any = None) -> None:
+        from torch.distributed import GroupMember
+
+        if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.endings" not in sys.modules:
+            destroy(group)
+            return
+        from deepspeed_ext.comm import endings
+
+        failure = endings.complete(after_an_error=sys.exc_info()[0] is not None)
+        destroy(group)
+        if failure is not None:
+            raise RuntimeError(endings.failed(failure)) from failure
+
+    return destroy_process_group

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that a rank receives from its own group and from others, told by the arguments of collectives.
 
-What ``deepspeed_ext.comm.traffic`` reads from sockets has the frames of messages in it, beside which the models of the
+What ``scripts.emulation.traffic`` reads from sockets has the frames of messages in it, beside which the models of the
 fuzzer are small.
 """
 

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from deepspeed_ext.comm.traffic import TrafficMeter
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import matrices
 from scripts.emulation.launching import add_options, collect, exit_on_signals, parse, start_rank
+from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
 from scripts.examples.steps import average, train_step
 from tests.perf.lib import records

@@ -378,7 +378,7 @@ def bytes_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, int, int,
     """Files of optimizer states, bytes of the largest, bytes received during the save, bytes of all states."""
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.traffic import TrafficMeter
+    from scripts.emulation.traffic import TrafficMeter
     from tests.harness import training
 
     job = training.Job(sizes=(256, 512, 256), optimizer="Adam", empty=False)

@@ -111,8 +111,3 @@ def test_the_command_says_so(fork: Path, inside: dict[str, str]) -> None:
     assert "<-- choice" in ours
     alone = inside | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert ours == run(fork, alone, "-W", "ignore", "-c", ALONE, *plan)
-
-
-def test_the_kernels_are_reported(fork: Path, inside: dict[str, str]) -> None:
-    out = run(fork, inside, "-W", "ignore", "-m", "deepspeed.env_report")
-    assert "\nloco " in out, out

@@ -13,7 +13,7 @@ from tests.harness.tiers import deep
 
 CHECK = """
 from deepspeed_ext.integration import patcher
-import deepspeed.runtime.engine, deepspeed.runtime.config, deepspeed.env_report
+import deepspeed.runtime.engine, deepspeed.runtime.config
 from deepspeed import DeepSpeedEngine
 assert all(state in ("applied", "as expected") for _, state in patcher.status()), patcher.status()
 assert DeepSpeedEngine._configure_zero_optimizer.__deepspeed_ext__

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from deepspeed_ext.config.implied_stage import read_with_stage
 from deepspeed_ext.integration import fork, patches
-from deepspeed_ext.integration.seams.frameworks import read_the_stage_that_is_implied
 from scripts import ROOT
 
 # What each replaced symbol does in a process whose configuration has none of our keys. The page has the same list.
@@ -40,8 +40,6 @@ WITHOUT_A_KEY = {
     "runtime.zero.partition_parameters:GatheredParameters.__init__": NOTHING,
     "runtime.zero.partition_parameters:GatheredParameters._exit": NOTHING,
     "runtime.zero.partition_parameters:GatheredParameters._partition_params": NOTHING,
-    "utils.comms_logging:calc_bw_log": NOTHING,
-    "env_report:op_report": "shows a row for our kernels",
     "runtime.engine:create_checkpoint_engine": NOTHING,
     "runtime.engine:DeepSpeedEngine.save_checkpoint": NOTHING,
     "runtime.engine:DeepSpeedEngine.load_checkpoint": UNIVERSAL,
@@ -54,7 +52,7 @@ WITHOUT_A_KEY = {
     "torch.distributed.distributed_c10d:destroy_process_group": NOTHING,
 }
 OF_CHECKPOINTS = {name for name in WITHOUT_A_KEY if "checkpoint" in name or "ckpt" in name}
-ELSEWHERE = ("env_report", "accelerate", "torch")  # called in tests of their own
+ELSEWHERE = ("accelerate", "torch")  # called in tests of their own
 PAGE = ROOT / "deepspeed_ext" / "config" / "README.md"
 
 pytestmark = pytest.mark.skipif(fork.is_installed(), reason="a fork has the fixes in its own files")
@@ -79,14 +77,12 @@ def test_the_list_has_every_replaced_symbol_and_the_page_every_difference() -> N
 def test_accelerate_reads_a_plain_section_as_it_is(section: Any) -> None:
     config = SimpleNamespace(config={"zero_optimization": section})
     read: list[Any] = []
-    read_the_stage_that_is_implied(lambda self: read.append(copy.deepcopy(self.config)))(config)
+    read_with_stage(lambda self: read.append(copy.deepcopy(self.config)), config)
     assert read == [{"zero_optimization": section}] == [config.config]
 
 
 def cases() -> dict[str, Callable[[], Any]]:
     """What to run with us and without; each returns what must be equal."""
-    from deepspeed.utils.comms_logging import calc_bw_log
-
     from tests.harness import mixtures, pipelines, quantizers, training
     from tests.harness.training import Job
 
@@ -113,7 +109,6 @@ def cases() -> dict[str, Callable[[], Any]]:
         "leaf modules": lambda: trained(mixture, {"stage": 3, "leaf_module": {"classes": ["Layer"]}}),
         "quantized gradients on two nodes": quantized,
         "pipeline with ZeRO-1": pipeline,
-        "records": lambda: calc_bw_log("all_reduce", 1000, 0.5),
         "an iterator that is not gathered": iterator_left,
     }
 
@@ -177,15 +172,16 @@ def calls_seen(names: set[str]) -> Iterator[None]:
 
     from deepspeed_ext.integration import patcher
 
-    codes = {}
+    codes: dict[types.CodeType, dict[Any, str]] = {}  # what is replaced lazily has one code, and originals of its own
     for path, applied in patcher._applied.items():
         function = getattr(applied.replacement, "__func__", applied.replacement)
         target = next(patch.target for patch in (*patches.REPLACED, *patches.BESIDE) if patch.path == path)
-        codes[function.__code__] = (*codes.get(function.__code__, ()), target.removeprefix("deepspeed."))
+        codes.setdefault(function.__code__, {})[function.__wrapped__] = target.removeprefix("deepspeed.")
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code in codes:
-            names.update(codes[frame.f_code])
+            replaced = codes[frame.f_code]
+            names.add(replaced[frame.f_locals["original"]] if len(replaced) > 1 else next(iter(replaced.values())))
 
     sys.setprofile(note)
     try:

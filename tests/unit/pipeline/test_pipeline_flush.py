@@ -61,7 +61,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     from deepspeed import comm as dist
     from deepspeed.runtime.pipe import schedule
 
-    from deepspeed_ext.comm.traffic import TrafficMeter
+    from scripts.emulation.traffic import TrafficMeter
     from tests.harness import pipelines
     from tests.harness.model_states import held
 

@@ -265,10 +265,9 @@ def test_training_is_that_of_the_strategy(ranks: Any, tmp_path: Path) -> None:
 def test_the_probe_gives_all_ranks_the_same_rates(ranks: Any) -> None:
     found = ranks(4).run(probe_case)[0]
     assert all(one == found[0] for one in found)
-    rates = Rates.from_dict(found[0])
-    for hops in (rates.gather, rates.reduce):
-        assert 1e6 < hops.intra.bandwidth < 1e12 and 1e6 < hops.inter.bandwidth < 1e12
-    assert 1e8 < rates.memory < 1e13
+    for hops in (found[0]["gather"], found[0]["reduce"]):
+        assert all(1e6 < hops[hop]["bandwidth"] < 1e12 for hop in ("intra", "inter"))
+    assert 1e8 < found[0]["memory"] < 1e13
 
 
 def flops_case() -> list[float]:
@@ -336,20 +335,18 @@ def test_estimates_are_those_of_deepspeed(ranks: Any, total: int, largest: int, 
 
 
 def table_case() -> tuple[str, str]:
-    """What DeepSpeed prints for a model, and what we do."""
+    """What DeepSpeed prints for a model of a size, and what we do."""
     import contextlib
     import io
 
-    import torch
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live as stock
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold as stock
 
-    from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs_all_live as ours
+    from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs_all_cold as ours
 
-    model = torch.nn.Sequential(torch.nn.Linear(2000, 3000), torch.nn.Linear(3000, 1000))
     printed = []
     for estimate in (stock, ours):
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            estimate(model, num_gpus_per_node=8, num_nodes=2)
+            estimate(9_004_000, 6_003_000, num_gpus_per_node=8, num_nodes=2)
         printed.append(out.getvalue())
     return printed[0], printed[1]
 

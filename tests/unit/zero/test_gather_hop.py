@@ -32,8 +32,8 @@ def slot_case(names: tuple[str, ...]) -> tuple[int, list[tuple[str, float, bool,
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.hops import GatherHop, Transfer, all_gather
-    from deepspeed_ext.comm.traffic import TrafficMeter
     from deepspeed_ext.loco import setup
+    from scripts.emulation.traffic import TrafficMeter
     from tests.harness import training
 
     class Bf16Gather(GatherHop):

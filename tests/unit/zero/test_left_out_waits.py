@@ -104,7 +104,7 @@ UNFOUND = {
     "comm/endings.py:complete:synchronize": _ENDS,
     "comm/schedule.py:Point.synchronize:synchronize": _ENDS,
     "comm/schedule.py:Schedule.synchronize:synchronize": _ENDS,
-    "integration/seams/endings.py:complete_transfers_first.destroy_process_group:complete": _ENDS,
+    "integration/seams/strategies.py:complete_transfers_first.destroy_process_group:complete": _ENDS,
     "comm/schedule.py:_Relayed._resume:follow": _ALONE,
     "comm/schedule.py:_Relayed._arrive:follow": _ALONE,
     "comm/schedule.py:Started.wait:complete": "a relay has been given all of it before",

@@ -24,7 +24,7 @@ def traffic_case() -> tuple[list[list[int]], list[int], list[int]]:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.traffic import TrafficMeter
+    from scripts.emulation.traffic import TrafficMeter
 
     rank = dist.get_rank()
     meter = TrafficMeter()
@@ -53,7 +53,7 @@ def one_port_case() -> list[list[int]]:
     """What is read where ranks 0 and 2 send from one port, to ranks 1 and 3."""
     from unittest import mock
 
-    from deepspeed_ext.comm.traffic import Connection, TrafficMeter
+    from scripts.emulation.traffic import Connection, TrafficMeter
 
     a, b, c = (("127.0.0.1", port) for port in (1, 2, 3))
     tables = [{Connection(a, b): 0}, {Connection(b, a): 5}, {Connection(a, c): 0}, {Connection(c, a): 7}]

@@ -1,0 +1,58 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the arguments of a command line are made of."""
+
+import argparse
+import os
+import pkgutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def import_callable(text: str) -> Callable[..., Any]:
+    """Return the function of that name; the current directory is searched, too.
+
+    Raises:
+        ValueError: the text is not of the form, or names nothing that can be imported.
+    """
+    if not all(text.partition(":")):
+        raise ValueError(f"expected PACKAGE.MODULE:FUNCTION, got {text!r}.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Callable[..., Any] = pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{text!r} cannot be imported: {error}.") from error
+    return found
+
+
+def number(kind: Callable[[str], float], zero: bool = False) -> Callable[[str], float]:
+    """Return what reads a number above 0, or of at least 0 if ``zero`` is allowed."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not (value > 0 or (zero and value == 0)):
+            raise argparse.ArgumentTypeError(f"must be {'at least' if zero else 'above'} 0, got {value}")
+        return value
+
+    read.__name__ = kind.__name__  # which argparse shows where the text is no number
+    return read
+
+
+def count(text: str) -> int:
+    """Return a number of parameters written as 7000000000, 7e9 or 7B."""
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    factor = scale.get(text[-1:].upper(), 1)
+    try:
+        return int(float(text if factor == 1 else text[:-1]) * factor)
+    except (ValueError, OverflowError) as error:
+        raise argparse.ArgumentTypeError(f"expected a number of parameters such as 7e9 or 7B, got {text!r}") from error
+
+
+def new_file(text: str) -> Path:
+    """Return the path of a file that can be written: its folder is there."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {text}")
+    return path
