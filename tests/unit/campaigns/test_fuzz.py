@@ -192,23 +192,23 @@ def test_what_grows_is_found_and_what_comes_and_goes_is_not() -> None:
     assert growth(wider) == ["resident_mb grows from 325 to 345"]
 
 
-def fuzz(ranks: Any, seed: int, seconds: float, batch: int) -> campaign.Campaign:
-    """A campaign without failures."""
+def fuzz(ranks: Any, seed: int, cases: int, seconds: float, batch: int) -> campaign.Campaign:
+    """A campaign without failures, of so many cases, or until the time is over."""
     found = campaign.Campaign(ranks, seed=seed, worlds=(2, 2, 2, 4), shrinking=60.0, batch=batch)
-    found.run(campaign.KINDS, 100_000, time.monotonic() + seconds)
+    found.run(campaign.KINDS, cases, time.monotonic() + seconds)
     assert not found.failures, found.report()
     return found
 
 
-def test_some_seconds_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
-    found = fuzz(ranks, 20, 12.0, batch=1)
-    assert sum(found.counts.values()) >= 4, found.report()
+def test_some_cases_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
+    found = fuzz(ranks, 20, 10, 240.0, batch=1)  # however slow the machine
+    assert sum(found.counts.values()) == 10, found.report()
     assert any(what.startswith("oracle: stage") for what in found.happened), found.report()
 
 
 @pytest.mark.deep
 @pytest.mark.timeout(900)
 def test_ten_minutes_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
-    found = fuzz(ranks, 21, 600.0, batch=5)
+    found = fuzz(ranks, 21, 100_000, 600.0, batch=5)
     assert {kind for kind, _ in found.counts} == set(campaign.KINDS), found.report()
     assert {"experts in windows", "oracle: torch", "undisturbed"} <= found.happened.keys(), found.report()
