@@ -15,7 +15,7 @@ from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts, expert_files, outside_experts
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.comm.agreement import raise_together, smallest, together
+from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.families import experts_of
 from deepspeed_ext.zero.flat.arrivals import BeforeUse
@@ -50,7 +50,9 @@ class Check:
         Args:
             strict: DeepSpeed's ``load_module_strict``; None where a function of the user's loads the module.
         """
-        together(lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be", CheckpointError)
+        run_on_all_or_raise(
+            lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be", CheckpointError
+        )
         self._check_saves()
 
     def _check(self, strict: bool | None) -> None:
@@ -204,7 +206,7 @@ class Check:
             error = CheckpointError(f"one of these files is of another save than the others: {', '.join(ids)}.")
         raise_together(error, CheckpointError)
         mine = next(iter(ids.values()), _LARGEST)
-        if mine not in (smallest(mine), _LARGEST):
+        if mine not in (all_reduce_min(mine), _LARGEST):
             error = CheckpointError(f"{', '.join(ids)} are of another save than the files that other ranks load.")
         raise_together(error, CheckpointError)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from deepspeed import comm as dist
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, remove, sync
-from deepspeed_ext.comm.agreement import together, told
+from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 
 SUFFIX = "_converted"
 _SOURCE = "converted_from.json"  # names, sizes and times of the files that were converted
@@ -65,13 +65,17 @@ def converted(load_dir: str, tag: str, why: str) -> str:
     target = folder.with_name(folder.name + SUFFIX)
     staging = folder.with_name(f".{folder.name}{_STAGING}")
     first = dist.get_rank() == 0
-    current = together(lambda: first and _is_current(folder, target), f"{folder} cannot be read", CheckpointError)
-    if told(str(current), 0) != str(True):
-        together(lambda: _begin(staging) if first else None, f"{staging} cannot be written", CheckpointError)
+    current = run_on_all_or_raise(
+        lambda: first and _is_current(folder, target), f"{folder} cannot be read", CheckpointError
+    )
+    if broadcast_text(str(current), 0) != str(True):
+        run_on_all_or_raise(
+            lambda: _begin(staging) if first else None, f"{staging} cannot be written", CheckpointError
+        )
         dist.barrier()
-        together(lambda: _find(staging), f"{staging} is not seen by all ranks", CheckpointError)
+        run_on_all_or_raise(lambda: _find(staging), f"{staging} is not seen by all ranks", CheckpointError)
         problem = _convert(folder, target, staging) if first else _wait(folder, staging)
-        together(lambda: _raise(problem, folder, why), f"{folder} cannot be converted", CheckpointError)
+        run_on_all_or_raise(lambda: _raise(problem, folder, why), f"{folder} cannot be converted", CheckpointError)
         if first:
             _clear(target, staging)
     return str(Path(tag).with_name(target.name))

@@ -17,7 +17,7 @@ from deepspeed_ext.checkpoint.converting import converted, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.residuals import Residuals
-from deepspeed_ext.comm.agreement import raise_together, require_same, together
+from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.families import experts_of
 
@@ -51,7 +51,7 @@ def load_checkpoint(
             optimizer states are sharded otherwise. Nothing has been changed.
     """
     from_universal = engine.load_universal_checkpoint()
-    tag = together(
+    tag = run_on_all_or_raise(
         lambda: _tag(engine, load_dir, tag), f"the latest checkpoint of {load_dir} cannot be told", CheckpointError
     )
     require_same("the tag of a checkpoint", tag, CheckpointError)
@@ -66,7 +66,7 @@ def load_checkpoint(
         return load(engine, load_dir, **rest)  # DeepSpeed's answer where there is none
     if load_module_only and engine.zero_optimization_partition_weights():
         rest["load_optimizer_states"] = False
-    present = together(
+    present = run_on_all_or_raise(
         CheckpointFolder(load_dir, tag).present_tag, f"no checkpoint {tag} in {load_dir}", CheckpointError
     )
     require_same(f"the place of checkpoint {tag}", present, CheckpointError)
@@ -90,14 +90,14 @@ def load_checkpoint(
         with engine.optimizer.writers.numbered(engine):
             check.run(strict)
         folder = Path(load_dir, present)
-        found = together(
+        found = run_on_all_or_raise(
             lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded", CheckpointError
         )
         if from_universal:
             universal.load_untrained(engine, check.untrained)
         with _weights_of(engine, present, from_universal), engine.optimizer.writers.numbered(engine):
             loaded = _loaded(lambda: load(engine, load_dir, present, **rest), folder)
-        together(
+        run_on_all_or_raise(
             engine.optimizer.error_state.forget if found is None else found.load,
             f"{folder} was loaded but in part",
             CheckpointError,

@@ -13,7 +13,13 @@ from deepspeed_ext.checkpoint import residuals
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-from deepspeed_ext.comm.agreement import raise_together, require_same, smallest, together, total
+from deepspeed_ext.comm.agreement import (
+    all_reduce_min,
+    all_reduce_sum,
+    raise_together,
+    require_same,
+    run_on_all_or_raise,
+)
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.optimizer import ParoOptimizer
@@ -50,7 +56,7 @@ def save_checkpoint(
     files: CheckpointFiles = engine.checkpoint_engine
     folder = CheckpointFolder(save_dir, tag)
     first, doing = _is_first(engine), "the checkpoint could not be saved"
-    together(lambda: folder.prepare() if first else None, doing, CheckpointError)
+    run_on_all_or_raise(lambda: folder.prepare() if first else None, doing, CheckpointError)
     more = {} if exclude_frozen_parameters else _frozen(engine)
     engine.optimizer.send_whole()  # a run that loads it goes on as this one does
     try:
@@ -61,14 +67,14 @@ def save_checkpoint(
             )
             residuals.save(engine, files, save_dir, tag)
         raise_together(files.error, CheckpointError)
-        written = total(len(files.written))
+        written = all_reduce_sum(len(files.written))
         if not engine.use_node_local_storage():
-            together(lambda: _require_all(folder, written) if first else None, doing, CheckpointError)
-        together(lambda: folder.publish() if first else None, doing, CheckpointError)
+            run_on_all_or_raise(lambda: _require_all(folder, written) if first else None, doing, CheckpointError)
+        run_on_all_or_raise(lambda: folder.publish() if first else None, doing, CheckpointError)
         if save_latest:
-            together(lambda: folder.point() if first else None, doing, CheckpointError)
+            run_on_all_or_raise(lambda: folder.point() if first else None, doing, CheckpointError)
     except CheckpointError as error:  # on all ranks: none of them must find ``latest`` before it is as it was
-        together(
+        run_on_all_or_raise(
             lambda: folder.revert() if first else None,
             f"{error}; what was there could not be put back",
             CheckpointError,
@@ -113,7 +119,7 @@ def _header(engine: Engine, name: str) -> dict[str, Any]:
     optimizer: ParoOptimizer = engine.optimizer
     return {
         "version": __version__,
-        "save_id": smallest(secrets.randbits(_SAVE_ID_BITS)),
+        "save_id": all_reduce_min(secrets.randbits(_SAVE_ID_BITS)),
         "strategy": optimizer.strategy.name,
         "group_size": optimizer.topology.sizes.group_size,
         "ranks": optimizer.topology.sizes.ranks,

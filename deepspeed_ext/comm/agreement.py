@@ -17,41 +17,41 @@ from torch.distributed import ProcessGroup
 _Result = TypeVar("_Result")
 
 
-def reduced(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
+def all_reduced(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
     """Return an all-reduce of values, of any shape, dtype and device; where they were."""
     found = values.to(get_accelerator().current_device_name(), copy=True)
     dist.all_reduce(found, op=operation, group=group)
     return found.to(values.device)
 
 
-def largest(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
+def all_reduce_max(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the largest of all ranks' values, each by itself."""
-    return reduced(values, dist.ReduceOp.MAX, group)
+    return all_reduced(values, dist.ReduceOp.MAX, group)
 
 
 def any_rank(found: bool, group: ProcessGroup | None = None) -> bool:
     """Whether one of the ranks has found it."""
-    return bool(largest(torch.tensor([float(found)]), group).item())
+    return bool(all_reduce_max(torch.tensor([float(found)]), group).item())
 
 
-def smallest(value: int, group: ProcessGroup | None = None) -> int:
+def all_reduce_min(value: int, group: ProcessGroup | None = None) -> int:
     """Return the smallest of all ranks' values."""
-    return int(reduced(torch.tensor([value]), dist.ReduceOp.MIN, group).item())
+    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.MIN, group).item())
 
 
-def total(value: int, group: ProcessGroup | None = None) -> int:
+def all_reduce_sum(value: int, group: ProcessGroup | None = None) -> int:
     """Return the sum of all ranks' values."""
-    return int(reduced(torch.tensor([value]), dist.ReduceOp.SUM, group).item())
+    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.SUM, group).item())
 
 
 def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tuple[int, int]]:
     """Return of each value the smallest and the largest among the ranks, by one all-reduce."""
     mine = torch.tensor(values, dtype=torch.int64)
-    highest, lowest = largest(torch.stack([mine, -mine]), group).tolist()
+    highest, lowest = all_reduce_max(torch.stack([mine, -mine]), group).tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 
-def gathered(values: Sequence[int], group: ProcessGroup | None = None) -> list[list[int]]:
+def all_gather_ints(values: Sequence[int], group: ProcessGroup | None = None) -> list[list[int]]:
     """Return the values of every rank, as many on each, in the order of the group."""
     mine = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
     everybody = mine.new_empty(dist.get_world_size(group=group) * mine.numel())
@@ -60,7 +60,7 @@ def gathered(values: Sequence[int], group: ProcessGroup | None = None) -> list[l
     return rows
 
 
-def gathered_texts(text: str, device: str | None = None) -> list[str]:
+def all_gather_texts(text: str, device: str | None = None) -> list[str]:
     """Return the text of every rank.
 
     DeepSpeed's ``all_gather_object`` takes no device, and ends the process if the comms logger is on.
@@ -79,7 +79,7 @@ def gathered_texts(text: str, device: str | None = None) -> list[str]:
     return [bytes(row[:length]).decode() for row, length in zip(everybody.tolist(), lengths.tolist(), strict=True)]
 
 
-def told(text: str, source: int) -> str:
+def broadcast_text(text: str, source: int) -> str:
     """Return the text of global rank ``source``, on all ranks."""
     said = [text]
     dist.broadcast_object_list(said, source)
@@ -93,12 +93,12 @@ def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError
         kind: with the error of the first rank that has one.
     """
     world = dist.get_world_size()
-    first = smallest(world if error is None else dist.get_rank())
+    first = all_reduce_min(world if error is None else dist.get_rank())
     if first < world:
-        raise kind(f"rank {first}: {told(str(error), first)}") from error
+        raise kind(f"rank {first}: {broadcast_text(str(error), first)}") from error
 
 
-def together(act: Callable[[], _Result], doing: str, kind: type[Exception] = RuntimeError) -> _Result:
+def run_on_all_or_raise(act: Callable[[], _Result], doing: str, kind: type[Exception] = RuntimeError) -> _Result:
     """Do what may fail on one rank and not on others, which would then wait for it.
 
     Args:
@@ -128,4 +128,4 @@ def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) ->
         kind: it does; with the value of the first rank that differs from rank 0.
     """
     problem = ValueError(f"{what} must be the same on all ranks, but here it is {value!r}.")
-    raise_together(None if told(value, 0) == value else problem, kind)
+    raise_together(None if broadcast_text(value, 0) == value else problem, kind)

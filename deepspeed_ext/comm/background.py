@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A thread of the host that runs transfers, where no device does; see Note [Relays] in ``schedule.py``.
+"""A thread of the host that runs transfers, where no device does; see Note [Side streams] in ``transfer_queue.py``.
 
 gloo's messages can't be asked whether they have arrived: a second hop starts when somebody has waited for the first.
 """
@@ -17,11 +17,11 @@ import torch
 
 from deepspeed_ext.comm.pairwise import tagged
 
-# Ranks make their schedules in one order, so those of a world have the same numbers on all ranks.
+# Ranks make their queues in one order, so those of a world have the same numbers on all ranks.
 _numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
 _all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a thread that runs keeps its own
 _failed: "set[Background]" = set()  # those whose failure nobody knows of yet
-_CHANNELS = 2**15 - 1  # schedules, and jobs of each, that tags tell from one another
+_CHANNELS = 2**15 - 1  # queues, and jobs of each, that tags tell from one another
 _JOBS = 2**16
 _COMES = 10.0  # seconds that a thread may take to begin on a loaded machine
 _LOOKS = 0.001  # seconds
@@ -174,7 +174,7 @@ def _has_begun(thread: threading.Thread) -> bool:
 
 
 def _channel() -> int:
-    """Return the number of a new schedule, the same on all ranks."""
+    """Return the number of a new queue, the same on all ranks."""
     if not torch.distributed.is_initialized():
         return 0
     numbers = _numbers.setdefault(torch.distributed.group.WORLD, itertools.count())

@@ -5,11 +5,11 @@
 Note [Hops and transfers]
     A hop is a reduction or a gather over one process group. Its methods are generators: they start one communication,
     yield its handle, and go on when it is done; the result is the generator's return value. A *transfer* composes
-    them into a reshard (``reshard.py``). ``Schedule`` runs transfers, one after the other or overlapped: the first hop
-    of a transfer is on the wire while the one before it is in its second hop.
+    them into a redistribution (``redistribution.py``). ``TransferQueue`` runs transfers, one after the other or
+    overlapped: the first hop of a transfer is on the wire while the one before it is in its second hop.
 
-    Gradients travel by a ``ReduceHop``, parameters by a ``GatherHop``. Whoever has another one travel, between groups
-    or inside them, changes nothing else: who calls a hop neither knows what it sends nor in which form.
+    Gradients travel by a ``ReduceHop``, parameters by a ``GatherHop``. Another one between groups, or
+    inside them, changes nothing else: a hop's caller knows neither what it sends nor in which form.
 """
 
 from abc import ABC, abstractmethod
@@ -191,7 +191,7 @@ def _at(states: Mapping[str, Any], place: Sequence[str]) -> Mapping[str, Any]:
 
 
 class Hop:
-    """One leg of a reshard, over one process group.
+    """One leg of a redistribution, over one process group.
 
     Any bucket is right. One is cheapest if its parts begin at multiples of ``multiple`` elements.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 WIDEST_LOAD = 16
 
 
-def read_here(tensor: Tensor) -> Tensor:
+def record_on_current_stream(tensor: Tensor) -> Tensor:
     """Return a tensor that another stream has made; its memory is not given out again before the current one has read
     it."""
     if not get_accelerator().is_synchronized_device():

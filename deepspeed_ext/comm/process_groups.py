@@ -228,7 +228,7 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
         ValueError: on all ranks, if one of them finds no group size or the ranks of a group find different ones (a
             launcher tells each rank about its own node only).
     """
-    from deepspeed_ext.comm.agreement import gathered
+    from deepspeed_ext.comm.agreement import all_gather_ints
 
     problem = ""
     try:
@@ -239,7 +239,7 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
     # A data-parallel group is known by its first rank.
     members: dict[int, list[int]] = {}
     found: dict[int, set[int]] = {}
-    rows = gathered([ranks[0], m, _host()])
+    rows = all_gather_ints([ranks[0], m, _host()])
     for rank, (first, size, _) in enumerate(rows):
         members.setdefault(first, []).append(rank)
         found.setdefault(first, set()).add(size)

@@ -1,82 +1,387 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""From one layout of a flat buffer to another: each rank's chunk, by one all-to-all."""
+"""Resharding of flat buffers: N <-> I <-> G, by at most two hops; see Note [Hops and transfers] in ``hops.py``."""
 
-from collections.abc import Iterator
+import functools
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.agreement import all_reduce_max
+from deepspeed_ext.comm.bucket_plan import BucketPlan, Rows
+from deepspeed_ext.comm.hops import (
+    Contents,
+    GatherHop,
+    Hop,
+    ReduceHop,
+    Span,
+    Transfer,
+    Update,
+    all_gather,
+)
+from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, record_on_current_stream
+from deepspeed_ext.strategy import Placement
 
-_Places = list[list[tuple[int, int]]]  # for each rank (start, numel) in a chunk
-_MOST = 1 << 24  # elements that a rank sends at a time, on average
+# Of so many pieces for each copy that would do for several of them, a bucket is packed by such copies: a kernel for
+# many pieces takes less time than one for each copy, until the host takes more to list them.
+_MORE_PIECES = 4
 
 
-class Redistribution:
-    """Takes chunks of one layout to those of another, of the same rows and columns.
+class _Redistribution:
+    """An intra and an inter hop, composed. This rank is in column ``col`` and row ``row`` of a flat buffer's cells.
 
-    Args:
-        source, target: layouts; what only one of them has, at the end of the flat buffer, is padding.
-        group: process group whose rank number r has chunk r.
+    Attributes:
+        multiple: elements; parts of buckets are cheapest to send if they are multiples of it.
+        pairwise: as of both hops.
     """
 
-    def __init__(self, source: FlatLayout, target: FlatLayout, group: ProcessGroup) -> None:
-        self._group = group
-        self._length = target.chunk
-        own = dist.get_rank(group=group)
-        # Both sides list what they exchange in the order of the flat buffer.
-        self._stretches = [
-            (_shared(source, target, own, *stretch), _shared(target, source, own, *stretch))
-            for stretch in _stretches(min(source.numel, target.numel), source.rows * source.cols)
-        ]
+    def __init__(self, intra: Hop, inter: Hop) -> None:
+        self.cols, self.col = intra.size, intra.rank
+        self.rows, self.row = inter.size, inter.rank
+        self.multiple = max(intra.multiple, inter.multiple)
+        self.pairwise = intra.pairwise and inter.pairwise
 
-    def move(self, chunk: Tensor) -> Tensor:
-        """Return this rank's chunk of the target, with zeros for padding, on the device of ``chunk``. Collective.
+
+class ParameterRedistribution(_Redistribution):
+    """Gathers of parameters: G -> I, I -> N, G -> N.
+
+    Attributes:
+        exact: as of both hops.
+        differences: how updates cross between groups as what receivers lack; None if they do not.
+    """
+
+    def __init__(self, intra: GatherHop, inter: GatherHop) -> None:
+        super().__init__(intra, inter)
+        self.intra = intra
+        self.inter = inter
+        self.exact = intra.exact and inter.exact
+        self.differences = inter.differences
+
+    def gather(self, shard: Tensor, source: Placement, target: Placement, out: Tensor | None = None) -> Transfer:
+        """Gather a window of this rank's shard: between groups first, while it is smallest.
 
         Args:
-            chunk: 1D, this rank's chunk of the source.
+            shard: 1D; for G a window of this rank's chunk (``width`` elements), for I the same of each row of its
+                slice (``rows * width``).
+            source, target: placements.
+            out: where the hop inside the group gathers; by default a new tensor.
+
+        Returns:
+            1D: for I ``rows * width`` elements, for N ``cols * rows * width``, in that order.
         """
-        moved = chunk.new_zeros(self._length)
-        for sent, received in self._stretches:
-            self._exchange(chunk, sent, moved, received)
-        return moved
+        if source == Placement.G > target:
+            shard = yield from self.inter.all_gather(shard)
+        if source > target == Placement.N:
+            shard = yield from self.intra.all_gather(shard, out)
+        return shard
 
-    def _exchange(self, chunk: Tensor, sent: _Places, moved: Tensor, received: _Places) -> None:
-        parts = [chunk.narrow(0, *place) for places in sent for place in places]
-        packed = torch.cat(parts) if parts else chunk.new_empty(0)
-        packed = packed.to(get_accelerator().current_device_name())
-        splits = [sum(numel for _, numel in places) for places in received]
-        arrived = packed.new_empty(sum(splits))
-        dist.all_to_all_single(
-            arrived,
-            packed,
-            output_split_sizes=splits,
-            input_split_sizes=[sum(numel for _, numel in places) for places in sent],
-            group=self._group,
+    def hops(self, source: Placement, target: Placement) -> int:
+        """Return of how many communications that gather is made."""
+        between = source == Placement.G > target and self.rows > 1
+        within = source > target == Placement.N and self.cols > 1
+        return int(between) + int(within)
+
+    def complete_rows(self, rows: Tensor) -> Transfer:
+        """Redistribute G -> I in place, as it is: each group has written its own row.
+
+        Args:
+            rows: (rows, width), rows without gaps; where the whole has some, it is gathered in a buffer and copied.
+        """
+        if rows.is_contiguous():
+            return (yield from self.inter.all_gather(rows[self.row], out=rows.view(-1)))
+        arrived = (yield from self.inter.all_gather(rows[self.row])).view(self.rows, -1)
+        for others in (slice(self.row), slice(self.row + 1, None)):
+            rows[others].copy_(arrived[others])
+        return rows
+
+    def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
+        """Redistribute G -> I in place what each group has encoded of its own row.
+
+        Args:
+            code: of this rank's row, from ``encode``.
+            rows: (rows, width), rows without gaps; written, this rank's own, too.
+        """
+        arrived = yield from self.inter.all_gather(record_on_current_stream(code))
+        self.write(arrived.view(self.rows, -1), rows)
+        return rows
+
+    def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
+        """Return what is sent of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
+
+        Args:
+            target: where they go; N or I.
+        """
+        assert self.differences is not None
+        hops = (self.inter, self.intra) if target == Placement.N else (self.inter,)
+        groups = [hop.collectives.group for hop in hops]
+        return self.differences.encode(updates, lambda numbers: functools.reduce(all_reduce_max, groups, numbers))
+
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Write what ``gather`` has brought of updates; see ``Differences.write``."""
+        assert self.differences is not None
+        self.differences.write(arrived, held)
+
+    def finish_step(self) -> None:
+        """Called at the end of each step."""
+        if self.differences is not None:
+            self.differences.finish_step()
+
+    def gather_rows(self, shard: Tensor) -> Transfer:
+        """Redistribute G -> I what no step updates, as it is: initial and frozen parameters lose nothing.
+
+        Args:
+            shard: 1D of ``width`` elements.
+
+        Returns:
+            1D of ``rows * width`` elements.
+        """
+        return all_gather(self.inter.collectives, shard)
+
+
+class _BucketParts(NamedTuple):
+    """How a packed bucket is made. Its parts are filled up as the first hop likes, rows as both can bear.
+
+    Attributes:
+        blocks: (offset of the first row, elements from row to row, rows), in the order of the parts.
+        splits: elements for each number in the group.
+        rows: of this rank's part, elements for each group; None where it stays in the group.
+    """
+
+    blocks: list[tuple[int, int, Rows]]
+    splits: list[int]
+    rows: list[int] | None
+
+    @property
+    def pieces(self) -> int:
+        """Stretches of the bucket that stay together."""
+        return sum(rows.times * len(rows.cuts) for *_, rows in self.blocks)
+
+    def row_by_row(self) -> Iterator[tuple[int, int, int]]:
+        """Give (offset in the packed bucket, offset in the bucket, numel) of each of them, in order."""
+        for start, pitch, rows in self.blocks:
+            for row in range(rows.times):
+                at = start + row * pitch
+                for cut in rows.cuts:
+                    yield at, cut.offset + row * cut.stride, cut.numel
+                    at += cut.numel
+
+
+class GradientRedistribution(_Redistribution):
+    """Reductions of gradients: N -> I, I -> G, N -> G; and back to where the optimizer's states are.
+
+    Attributes:
+        inter: the hop between groups, which may keep errors.
+    """
+
+    def __init__(self, intra: ReduceHop, inter: ReduceHop) -> None:
+        super().__init__(intra, inter)
+        self.intra = intra
+        self.inter = inter
+        self._parts: WeakKeyDictionary[BucketPlan, dict[Placement, _BucketParts]] = WeakKeyDictionary()
+
+    def pack_bucket(self, tensors: Sequence[Tensor], plan: BucketPlan, target: Placement) -> Tensor:
+        """Sort a bucket by owners, for ``reduce_bucket``, in one copy.
+
+        Args:
+            tensors: 1D each: the bucket, or one for each range of it.
+            plan: from ``plan_bucket``, the same on all ranks.
+            target: I or G.
+        """
+        parts = self._bucket_parts(plan, target)
+        starts = [0, *accumulate(tensor.numel() for tensor in tensors)]
+        copies = sum(len(rows.cuts) for *_, rows in parts.blocks)
+        if parts.pieces > _MORE_PIECES * copies:
+            return _packed_by_rows(tensors, starts, parts)
+        zero, packed, end = tensors[0].new_zeros(1), list[Tensor](), 0
+        for at, offset, numel in parts.row_by_row():
+            if at > end:
+                packed.append(zero.expand(at - end))
+            number = bisect_right(starts, offset) - 1
+            packed.append(tensors[number].narrow(0, offset - starts[number], numel))
+            end = at + numel
+        if sum(parts.splits) > end:
+            packed.append(zero.expand(sum(parts.splits) - end))
+        return torch.cat(packed)
+
+    def reduce_bucket(self, packed: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
+        """Redistribute N -> I or N -> G the parts of a bucket.
+
+        Args:
+            packed: 1D, as ``pack_bucket`` makes it; may be overwritten.
+            plan: from ``plan_bucket``, the same on all ranks.
+            target: I or G.
+
+        Returns:
+            1D: the sums of this rank's ``bucket_rows(plan, target)``; padding follows.
+        """
+        _, splits, rows = self._bucket_parts(plan, target)
+        told = rows is not None and self.inter.keeps_errors
+        return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if told else ())
+
+    def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[Rows]:
+        """Return what ``reduce_bucket`` gives on this rank, in order: one row after the other."""
+        return plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
+
+    def reduce_cells(
+        self, cells: Tensor, target: Placement, spans: Sequence[tuple[int, int]], buffer: int = 0
+    ) -> Transfer:
+        """Redistribute N -> I or N -> G buffers that are sharded each by itself.
+
+        Args:
+            cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten. Cheapest if the
+                width is a multiple of ``multiple``.
+            target: I or G.
+            spans: (start, numel) in the rank's shard of what a row holds; padding follows.
+            buffer: number of the flat buffer that they are of.
+
+        Returns:
+            1D: for I this rank's column, ``rows * width`` elements; for G its cell, ``width``.
+        """
+        cols, rows, width = cells.shape
+        splits = [width] * rows if target == Placement.G else None
+        contents = self._contents(rows, spans, buffer) if target == Placement.G else ()
+        return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
+
+    def reduce_rows(self, window: Tensor, spans: Sequence[tuple[int, int]], buffer: int = 0) -> Transfer:
+        """Redistribute I -> G a part of a slice.
+
+        Args:
+            window: (rows, width), contiguous; may be overwritten. Cheapest if the width is a multiple of ``multiple``.
+            spans: (start, numel) in the rank's shard of what a row holds; padding follows.
+            buffer: whose slice it is.
+
+        Returns:
+            1D: this rank's row, ``width`` elements.
+        """
+        rows, width = window.shape
+        return self.inter.reduce_scatter(window.view(-1), [width] * rows, self._contents(rows, spans, buffer))
+
+    def sync_slice(
+        self, window: Tensor, dtype: torch.dtype, target: Placement, start: int, buffer: int = 0
+    ) -> Transfer:
+        """Redistribute I -> G -> ``target`` a window of a slice; see ``sync_spans``.
+
+        Args:
+            window: (rows, width): a window of each chunk of the I-slice, on any device; may be overwritten.
+            dtype: on the wire.
+            target: G or I.
+            start: of the window in each chunk.
+            buffer: whose slice it is.
+        """
+        return self.sync_spans([window], dtype, target, [(start, window.shape[1])], buffer)
+
+    def sync_spans(
+        self,
+        windows: Sequence[Tensor],
+        dtype: torch.dtype,
+        target: Placement,
+        spans: Sequence[tuple[int, int]],
+        buffer: int = 0,
+    ) -> Transfer:
+        """Redistribute I -> G -> ``target`` windows of a slice; an all-reduce where the target is coarser than G.
+
+        Args:
+            windows: (rows, numel) of each span: windows of each chunk of the I-slice, on any device; may be
+                overwritten.
+            dtype: on the wire.
+            target: G or I.
+            spans: (start, numel) of each window in each chunk.
+            buffer: whose slice it is.
+
+        Returns:
+            (parts, width), the windows side by side: for G this rank's row, for I the sums of every row.
+        """
+        width = sum(numel for _, numel in spans)
+        filled = aligned_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
+        if target == Placement.G:
+            total = yield from self.reduce_rows(filled, spans, buffer)
+        else:
+            contents = self._contents(1, spans, buffer)  # of one row
+            total = yield from self.inter.all_reduce(filled.view(-1), *contents)
+        return total.view(-1, filled.shape[1])[:, :width]
+
+    def gather_slice(self, sums: Tensor) -> Transfer:
+        """Redistribute I -> N a window of sums that all groups have, as they are.
+
+        Args:
+            sums: 1D.
+
+        Returns:
+            (cols, numel of ``sums``).
+        """
+        gathered = yield from self.intra.gather_sums(aligned(sums, self.multiple))
+        return gathered.view(self.cols, -1)[:, : sums.numel()]
+
+    def _reduce(
+        self, packed: Tensor, splits: Sequence[int], rows: Sequence[int] | None, contents: Contents = ()
+    ) -> Transfer:
+        """Redistribute N -> I or, with ``rows``, N -> G.
+
+        Args:
+            packed: 1D, a part for each number in the group; may be overwritten.
+            splits: elements of each part, the same on all ranks.
+            rows: elements of this rank's part for each group.
+            contents: what these hold.
+
+        Returns:
+            1D: the sum of this rank's part, or of its row of that part.
+        """
+        # One name for all: what a hop has consumed is freed while the next is on the wire.
+        packed = yield from self.intra.reduce_scatter(packed, splits)
+        if rows is not None:
+            packed = yield from self.inter.reduce_scatter(packed[: sum(rows)], rows, contents)
+        return packed
+
+    def _contents(self, rows: int, spans: Sequence[tuple[int, int]], buffer: int = 0) -> Contents:
+        """Return what a bucket between groups holds, whose rows hold the same of each chunk.
+
+        It takes rows x spans objects for each bucket: nothing is made for hops that keep no errors.
+        """
+        if not self.inter.keeps_errors:
+            return ()
+        return tuple(tuple(Span(buffer, row, *span) for span in spans) for row in range(rows))
+
+    def _bucket_parts(self, plan: BucketPlan, target: Placement) -> _BucketParts:
+        made = self._parts.setdefault(plan, {})
+        if target not in made:
+            made[target] = self._lay_out(plan, target)
+        return made[target]
+
+    def _lay_out(self, plan: BucketPlan, target: Placement) -> _BucketParts:
+        def filled(numel: int) -> int:
+            return fill_up(numel, self.multiple) if target == Placement.G else numel
+
+        lengths = self.intra.lengths(
+            [
+                fill_up(sum(rows.times * filled(rows.numel) for rows in column), self.multiple)
+                for column in plan.columns
+            ]
         )
-        offset = 0
-        for start, numel in (place for places in received for place in places):
-            moved.narrow(0, start, numel).copy_(arrived.narrow(0, offset, numel))
-            offset += numel
+        blocks: list[tuple[int, int, Rows]] = []
+        for start, column in zip(accumulate(lengths, initial=0), plan.columns, strict=False):
+            for rows in column:
+                blocks.append((start, filled(rows.numel), rows))
+                start += rows.times * filled(rows.numel)
+        own = [filled(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
+        return _BucketParts(blocks, lengths, own)
 
 
-def _stretches(numel: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """Yield stretches (start, end) of a flat buffer, of which no rank sends much at a time."""
-    length = _MOST * ranks
-    for start in range(0, numel, length):
-        yield start, min(start + length, numel)
-
-
-def _shared(mine: FlatLayout, others: FlatLayout, own: int, start: int, end: int) -> _Places:
-    """Return for each rank which parts of chunk ``own`` of ``mine`` are in its chunk of ``others``, in a stretch."""
-    places: _Places = [[] for _ in range(mine.rows * mine.cols)]
-    for piece in mine.cells_of(*divmod(own, mine.cols)):
-        first = max(piece.start, start)
-        for part in others.pieces(first, max(0, min(piece.start + piece.numel, end) - first)):
-            column = piece.column + part.start - piece.start
-            places[part.row * others.cols + part.col].append((column, part.numel))
-    return places
+def _packed_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
+    """Pack a bucket by a copy for each cut, of all rows that have it."""
+    packed = tensors[0].new_zeros(sum(parts.splits))
+    for start, pitch, rows in parts.blocks:
+        for cut in rows.cuts:
+            number = bisect_right(starts, cut.offset) - 1
+            source, first = tensors[number], cut.offset - starts[number]
+            shape = rows.times, cut.numel
+            packed.as_strided(shape, (pitch, 1), start).copy_(
+                source.as_strided(shape, (cut.stride, 1), source.storage_offset() + first)
+            )
+            start += cut.numel
+    return packed

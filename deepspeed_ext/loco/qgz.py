@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.layout import FlatLayout
-from deepspeed_ext.comm.reshard import GradientReshard
-from deepspeed_ext.comm.schedule import Started
+from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.transfer_queue import Started
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.strategy import Placement
@@ -66,27 +66,29 @@ def reduce_to_the_mean(
     return all_to_all_quant_reduce(tensors, groups)
 
 
-_made: "weakref.WeakKeyDictionary[ProcessGroup, GradientReshard]" = (
+_made: "weakref.WeakKeyDictionary[ProcessGroup, GradientRedistribution]" = (
     weakref.WeakKeyDictionary()
 )  # by the group of a node
 
 
-def _reshard(intra: ProcessGroup, inter: ProcessGroup) -> GradientReshard:
+def _redistribution(intra: ProcessGroup, inter: ProcessGroup) -> GradientRedistribution:
     if intra not in _made:
-        _made[intra] = GradientReshard(LocoHop(intra, "qgz_intra", _SETTINGS), LocoHop(inter, "qgz_inter", _SETTINGS))
+        _made[intra] = GradientRedistribution(
+            LocoHop(intra, "qgz_intra", _SETTINGS), LocoHop(inter, "qgz_inter", _SETTINGS)
+        )
     return _made[intra]
 
 
 def _reduce(tensors: list[Tensor], groups: Mapping[str, ProcessGroup]) -> list[Tensor]:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     local = get_accelerator().device_count()
-    reshard = _reshard(groups[f"local_{rank // local}"], groups[f"global_{rank % local}"])
+    redistribution = _redistribution(groups[f"local_{rank // local}"], groups[f"global_{rank % local}"])
     layouts = [FlatLayout(tensor.numel(), ranks // local, local) for tensor in tensors]
     chunks = [layout.chunk for layout in layouts]
     cells = tensors[0].new_empty(local, ranks // local, sum(chunks))
     for tensor, layout, part in zip(tensors, layouts, cells.split(chunks, dim=2), strict=True):
         layout.pack(tensor.reshape(-1), part)
     cells.div_(ranks)
-    mine = Started(reshard.reduce_cells(cells, Placement.G, [(0, sum(chunks))])).finish()
+    mine = Started(redistribution.reduce_cells(cells, Placement.G, [(0, sum(chunks))])).finish()
     present = [max(0, min(chunk, t.numel() - rank * chunk)) for chunk, t in zip(chunks, tensors, strict=True)]
     return [part[:numel] for part, numel in zip(mine.split(chunks), present, strict=True)]

@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 
-from deepspeed_ext.comm.agreement import gathered_texts
+from deepspeed_ext.comm.agreement import all_gather_texts
 from deepspeed_ext.config.keys import GROUP_SIZE, LOCO, SECTION, STRATEGY
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.optimizer import ParoOptimizer
@@ -83,4 +83,4 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
 
 def _gather(module: PipelineModule, text: str) -> list[Any]:
     """Return what each rank has said, in JSON."""
-    return [json.loads(said) for said in gathered_texts(text, device_of(module))]
+    return [json.loads(said) for said in all_gather_texts(text, device_of(module))]

@@ -21,7 +21,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import gathered
+from deepspeed_ext.comm.agreement import all_gather_ints
 from deepspeed_ext.comm.disjoint_groups import make_groups
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.strategy import Placement
@@ -78,7 +78,7 @@ class _Exchange:
     ) -> None:
         self._optimizer, self._weights, self._group, self._stages = optimizer, weights, group, stages
         self._rank = dist.get_rank(group=group)
-        everybody = gathered([end for weight in weights for end in optimizer.owned_span(weight)], group)
+        everybody = all_gather_ints([end for weight in weights for end in optimizer.owned_span(weight)], group)
         self._spans = [[Interval(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.comm.agreement import reduced, told
+from deepspeed_ext.comm.agreement import all_reduced, broadcast_text
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
@@ -58,7 +58,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     flops = _flops(config, model)
     inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
-    name = told(file.find(inputs) or "" if dist.get_rank() == 0 else "", 0)
+    name = broadcast_text(file.find(inputs) or "" if dist.get_rank() == 0 else "", 0)
     made, compute = None, ""
     if not name:
         dtype, _ = engine.get_data_types()
@@ -66,7 +66,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
         if described.matrices:
             described = replace(described, orthogonalizing=_orthogonalizing(config, model))
         made = _measured_plan(config, topology, described, allowed, _budget(config, model))
-        name = told(made.choice.strategy if made.choice else "", 0)
+        name = broadcast_text(made.choice.strategy if made.choice else "", 0)
     if not name:
         assert made is not None
         raise ValueError(
@@ -184,7 +184,7 @@ def _same_everywhere(model: Model) -> Model:
 
 def _reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Return whole numbers, reduced over all ranks."""
-    found = reduced(torch.tensor([int(number) for number in numbers]), op)
+    found = all_reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in found.tolist()]
 
 

@@ -15,11 +15,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.schedule import Started
+from deepspeed_ext.comm.transfer_queue import Started
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
 
 MIB = 2**20
@@ -107,7 +107,7 @@ def _timed(run: Callable[[], Tensor], times: int = 1) -> float:
 
 def _slowest(seconds: list[float]) -> float:
     """Return the median of what the slowest rank took each time; the same on all ranks."""
-    return statistics.median(largest(torch.tensor(seconds, dtype=torch.float32)).tolist())
+    return statistics.median(all_reduce_max(torch.tensor(seconds, dtype=torch.float32)).tolist())
 
 
 def _memory() -> float:

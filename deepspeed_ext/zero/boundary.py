@@ -11,7 +11,7 @@ Note [Leaving early]
     the times differ.
 
     Since times differ no rank's host may wait, within a micro-step, for what has left: the rank that it waits
-    for may wait for it. So buckets leave by schedules that nobody needs to attend to (``Schedule.unattended``).
+    for may wait for it. So buckets leave by queues that nobody needs to attend to (``TransferQueue.unattended``).
 
     Neither buckets nor their order depend on whether they leave early: bits are the same, those of kept errors too.
 

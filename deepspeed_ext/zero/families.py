@@ -6,7 +6,7 @@ Note [Families]
     A *dense* parameter is held by all data-parallel ranks. An expert of expert parallelism is held by the ranks that
     have the same experts, DeepSpeed's expert-data-parallel group: with an expert-parallel size of ep these are every
     ep-th rank. Parameters with one set of such ranks are a family: dense ones, and the experts of one
-    expert-parallel size. A family has its own topology, hops and schedules; a strategy means the same for each. Its
+    expert-parallel size. A family has its own topology, hops and queues; a strategy means the same for each. Its
     groups are what it has of the dense family's: where a group of 8 ranks has 8 / ep of a family, these are a group,
     and with one of them I means N for this family. All ranks have all families, and start what each needs in one
     order, dense parameters first.
@@ -25,7 +25,7 @@ from torch import nn
 from deepspeed_ext.comm.backends import MakeGather, MakeReduce, make_reduce
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.process_groups import Topology, get_subtopology
-from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
+from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
 from deepspeed_ext.deepspeed_types import Engine
 
 DENSE = "dense"
@@ -45,8 +45,8 @@ class Family:
 
     name: str
     topology: Topology
-    gather: ParameterReshard
-    reduce: GradientReshard
+    gather: ParameterRedistribution
+    reduce: GradientRedistribution
 
 
 Families = Mapping[str, Family]  # all, by name, the dense one first
@@ -109,7 +109,9 @@ def families_of(
         found[name] = Family(
             name,
             topology,
-            ParameterReshard(GatherHop(topology.intra, intra), gather(topology.inter, inter)),
-            GradientReshard(make_reduce(over.intra, intra, reduce_scatter), reduce(over.inter, inter, reduce_scatter)),
+            ParameterRedistribution(GatherHop(topology.intra, intra), gather(topology.inter, inter)),
+            GradientRedistribution(
+                make_reduce(over.intra, intra, reduce_scatter), reduce(over.inter, inter, reduce_scatter)
+            ),
         )
     return found

@@ -13,8 +13,8 @@ Note [Muon]
     3. An all-to-all back brings each rank its part of the update, which takes the gradient's place.
 
     Matrices go in rounds: while one is orthogonalized the next is on its way, and so are updates of the one before.
-    (No relay could do that: all rounds travel over one communicator, in the order in which they are started, so the
-    next way there has to be started before a round is orthogonalized.) Owners are those that have something of the
+    (No side stream could do that: all rounds travel over one communicator, in the order in which they are started, so
+    the next way there has to be started before a round is orthogonalized.) Owners are those that have something of the
     matrix, each with as much to do as the others, as far as whole matrices allow (``comm/owners.py``). A matrix that
     one rank has alone goes nowhere.
 
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.owners import ROUNDS, Stretch, assign, rounds
-from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.flat_shards import FlatShard, FlatShards, Member
 from deepspeed_ext.zero.matrices import Matrices, matrices_of
@@ -126,10 +126,10 @@ class Muon:
         if self._shards:
             try:
                 for one in self._rounds or ():
-                    self._schedule.submit(self._exchange(one), partial(self._take, one, factors))
-                self._schedule.drain()
+                    self._queue.submit(self._exchange(one), partial(self._take, one, factors))
+                self._queue.drain()
             except BaseException:
-                self._schedule.drop()  # or another step would go on with them
+                self._queue.drop()  # or another step would go on with them
                 raise
             self._of.gradients_replaced(self._shards)
 
@@ -267,7 +267,7 @@ class Muon:
             self._collectives = Collectives(topology.intra, "muon")
         dtypes = {self._of.get_param_comm_dtype(member.param) for shard in self._shards for member in shard.members}
         self._wire = torch.float32 if torch.float32 in dtypes else torch.bfloat16
-        self._schedule = Schedule(overlap=True, newest_first=True)
+        self._queue = TransferQueue(overlap=True, newest_first=True)
         ranks = self._collectives.size
         found = list(self._all_matrices(ranks))
         stretches = [

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.agreement import all_reduce_max
 
 Reduce = Callable[[Tensor, dist.ReduceOp], None]  # over the parts of a model, in place
 
@@ -77,7 +77,7 @@ class Norms:
         norm = self._of_all_parts(of_this, over_parts)
         norm = torch.where(norm < 0, torch.inf, norm)
         if self._replicas is not None:
-            norm = largest(norm, self._replicas)
+            norm = all_reduce_max(norm, self._replicas)
         return torch.where(norm.isinf(), -1.0, norm)
 
     def _of_all_parts(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:

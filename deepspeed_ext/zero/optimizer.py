@@ -20,7 +20,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.hops import ErrorState, JointErrorState
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.overrides import override
@@ -161,7 +161,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """Learn which parameters rest, once the last micro-batch of an accumulation was known. Collective, once."""
         if self._last_was_known:
             for gradients in self.gradients.values():
-                gradients.learn(partial(largest, group=self.topology.world))
+                gradients.learn(partial(all_reduce_max, group=self.topology.world))
 
     @abstractmethod
     def send_whole(self) -> None:

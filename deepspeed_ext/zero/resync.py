@@ -22,9 +22,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import largest
+from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.reshard import ParameterReshard
+from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.strategy import Placement, Strategy
 
 _all: "weakref.WeakSet[Resync]" = weakref.WeakSet()
@@ -40,7 +40,7 @@ class _Vote:
     """Whether one of the ranks of a group has asked; on its way to the host."""
 
     def __init__(self, asked: bool, group: ProcessGroup | None) -> None:
-        found = largest(torch.full((1,), float(asked), device=get_accelerator().current_device_name()), group)
+        found = all_reduce_max(torch.full((1,), float(asked), device=get_accelerator().current_device_name()), group)
         self._found, self._there = found, None
         if not get_accelerator().is_synchronized_device():
             self._found = get_accelerator().pin_memory(torch.empty(1))
@@ -77,12 +77,12 @@ class Resync:
     Args:
         strategy: of which updates cross between groups if p is not G, and os is.
         topology: process groups of the data-parallel group.
-        reshards: by which they travel: of each family.
+        gathers: by which they travel: of each family.
     """
 
-    def __init__(self, strategy: Strategy, topology: Topology, reshards: Iterable[ParameterReshard]) -> None:
+    def __init__(self, strategy: Strategy, topology: Topology, gathers: Iterable[ParameterRedistribution]) -> None:
         crosses = strategy.p < strategy.os == Placement.G
-        every = [reshard.differences.whole_every for reshard in reshards if crosses and reshard.differences]
+        every = [gather.differences.whole_every for gather in gathers if crosses and gather.differences]
         self._every = min(every, default=None)
         self._topology = topology
         self._since = 0

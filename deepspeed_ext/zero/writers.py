@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import gathered
+from deepspeed_ext.comm.agreement import all_gather_ints
 from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import Placement, Strategy
@@ -41,7 +41,7 @@ class CheckpointWriters:
         if not experts or strategy.os == Placement.G:
             return
         held = [*shards, *(groups._get_expert_parallel_rank(name) for name in experts)]
-        rows = gathered(held, dense.world)
+        rows = all_gather_ints(held, dense.world)
         divisors = (count for count in range(1, len(rows) + 1) if len(rows) % count == 0)
         count = next(n for n in divisors if all(row == rows[rank % n] for rank, row in enumerate(rows)))
         self._group = get_topology(dense.world, count).intra

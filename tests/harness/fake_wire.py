@@ -51,7 +51,7 @@ JOB = Job(
     zero={**SMALL, **FEW_AT_A_TIME},
 )
 _PACKAGES = ("/deepspeed_ext/", "/deepspeed/")  # of code whose waits are told apart
-_PASSED_OVER = ("/comm/comm.py", "/comm/schedule.py", "/comm/pairwise.py")  # they wait for others
+_PASSED_OVER = ("/comm/comm.py", "/comm/transfer_queue.py", "/comm/pairwise.py")  # they wait for others
 
 
 @dataclass(eq=False)

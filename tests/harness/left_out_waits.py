@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 _ORDERING = ("wait_stream", "wait_event", "wait", "record", "record_event", "record_stream", "synchronize")
 # Ours that do.
-_OURS = ("drain", "finish", "complete", "follow", "receive_current", "wait_for_updates", "_finish_buckets")
+_OURS = ("drain", "finish", "complete", "wait_for_current", "receive_current", "wait_for_updates", "_finish_buckets")
 
 
 class Site(NamedTuple):

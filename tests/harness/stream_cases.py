@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor
 
-from deepspeed_ext.comm import reshard
+from deepspeed_ext.comm import redistribution
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from tests.harness import experts, mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
@@ -298,7 +298,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     on_host = [one for one in families if isinstance(one, ShardedGradients) and one.held.device.type == "cpu"]
     on_host = [one for one in on_host if one.rows == 1]
     parts += [(one, name) for one in on_host for name in ("_begin", "_clear_padding")]
-    aligned_rows = reshard.aligned_rows
+    aligned_rows = redistribution.aligned_rows
 
     def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
         with order.by_host():
@@ -324,7 +324,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         if on_host and engine.zero_cpu_offload():
             for one in on_host:
                 patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))
-            patches.enter_context(mock.patch.object(reshard, "aligned_rows", converted_by_host))
+            patches.enter_context(mock.patch.object(redistribution, "aligned_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
         yield

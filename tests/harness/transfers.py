@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from deepspeed_ext.comm.schedule import Started
+from deepspeed_ext.comm.transfer_queue import Started
 
 
 class Handle:

@@ -27,7 +27,7 @@ from unittest import mock
 import deepspeed
 import torch
 
-from deepspeed_ext.comm.reshard import ParameterReshard
+from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.zero.sharded import slices
 from tests.perf.lib import records
 from tests.perf.lib.blocks import Pauses, make_blocks
@@ -51,13 +51,13 @@ class Link:
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
         """In this context gathers of updates take their time."""
-        complete_rows = ParameterReshard.complete_rows
+        complete_rows = ParameterRedistribution.complete_rows
 
-        def paced(reshard: ParameterReshard, rows: torch.Tensor) -> Any:
-            transfer = complete_rows(reshard, rows)
+        def paced(redistribution: ParameterRedistribution, rows: torch.Tensor) -> Any:
+            transfer = complete_rows(redistribution, rows)
             handle = next(transfer)
             begun = max(time.perf_counter(), self.free)
-            seconds = rows[0].nbytes * (reshard.rows - 1) / self.rate
+            seconds = rows[0].nbytes * (redistribution.rows - 1) / self.rate
             due = self.free = begun + seconds
             self.busy += seconds
             yield _Due(due, self)
@@ -66,7 +66,7 @@ class Link:
                 next(transfer)
             return rows
 
-        with mock.patch.object(ParameterReshard, "complete_rows", paced):
+        with mock.patch.object(ParameterRedistribution, "complete_rows", paced):
             yield
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.zero.arrivals import announce, forget
 from deepspeed_ext.zero.flat.windows import Window
 
@@ -173,7 +173,7 @@ class Arrivals:
         self._gather = gather
         self._place = place
         self.ahead = ahead
-        self._schedule = Schedule(overlap or ahead, relayed=True, background=ahead and threads, owed=True)
+        self._queue = TransferQueue(overlap or ahead, side_streams=True, background=ahead and threads, owed=True)
         self._started: list[Started] = []
         self._reached: dict[Any, int] = {}  # stream, None without: number of the last window that it has waited for
         self._last_of: dict[int, int] = {}  # id of a parameter: number of the last window with elements of it
@@ -194,11 +194,11 @@ class Arrivals:
                 self._place(window, gathered)
 
             if self.ahead:
-                self._started.append(self._schedule.start(self._gather(window), arrive))
+                self._started.append(self._queue.start(self._gather(window), arrive))
             else:
-                self._schedule.submit(self._gather(window), arrive)
+                self._queue.submit(self._gather(window), arrive)
         if not self.ahead:
-            self._schedule.drain()
+            self._queue.drain()
 
     @property
     def begun(self) -> bool:
@@ -213,7 +213,7 @@ class Arrivals:
         if number >= len(self._started):
             self.drain()
         else:
-            self._schedule.wait(self._started[number])  # they arrive in order
+            self._queue.wait(self._started[number])  # they arrive in order
         self._reached[stream] = number
 
     def wait_for_those(self, params: Iterable[Any]) -> None:
@@ -248,7 +248,7 @@ class Arrivals:
     def drain(self) -> None:
         """Make the current stream wait until all windows have arrived."""
         if self._started:
-            self._schedule.drain()
+            self._queue.drain()
             if get_accelerator().is_synchronized_device():  # else other streams have to wait as well
                 self._started.clear()
 

@@ -25,8 +25,8 @@ from deepspeed_ext.comm.bucket_plan import BucketPlan, Range, parts_of, plan_buc
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import add_to
-from deepspeed_ext.comm.reshard import GradientReshard
-from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.flat.windows import Window
@@ -57,7 +57,7 @@ class FlatGradients:
     """See Note [Where buckets of flat buffers arrive].
 
     Args:
-        reshard: hops of the data-parallel group.
+        redistribution: hops of the data-parallel group.
         strategy: one with p = N.
         layouts: of each flat buffer, also of those that are not of this family.
         buffers: numbers of those that are.
@@ -73,7 +73,7 @@ class FlatGradients:
 
     def __init__(
         self,
-        reshard: GradientReshard,
+        redistribution: GradientRedistribution,
         strategy: Strategy,
         layouts: Sequence[FlatLayout],
         buffers: Sequence[int],
@@ -83,12 +83,12 @@ class FlatGradients:
         windows: Sequence[Window],
         crosses_in: torch.dtype,
         overlap: bool,
-        relayed: bool = True,
+        side_streams: bool = True,
         added: Callable[[], None] = lambda: None,
     ) -> None:
-        self._reshard, self._os = reshard, strategy.os
+        self._redistribution, self._os = redistribution, strategy.os
         self._arrives = Placement.G if strategy.g == Placement.G else Placement.I
-        self._schedule = Schedule(overlap, relayed, completed=reshard.pairwise)
+        self._queue = TransferQueue(overlap, side_streams, completed=redistribution.pairwise)
         self.layouts = tuple(layouts)
         self._buffers = tuple(buffers)
         self._mean = mean
@@ -96,7 +96,7 @@ class FlatGradients:
         self._shard = shard
         self._added = added
         self._crosses_in = crosses_in
-        self._crosses = Schedule(overlap, relayed, background=reshard.pairwise)
+        self._crosses = TransferQueue(overlap, side_streams, background=redistribution.pairwise)
         early = self._arrives == Placement.I and self._crosses.unattended
         self._boundary = Boundary(windows, lambda window: sorted(window.members), early)
         self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
@@ -113,12 +113,12 @@ class FlatGradients:
             complete: parameters of which nothing more comes before the boundary; as in ``windows``.
         """
         plan = plan_bucket(self.layouts, ranges)
-        self._schedule.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
+        self._queue.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
     def _move(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
-        packed = [self._mean.divide(self._reshard.pack_bucket(tensors, plan, self._arrives)).to(dtype)]
+        packed = [self._mean.divide(self._redistribution.pack_bucket(tensors, plan, self._arrives)).to(dtype)]
         del tensors  # nothing of full size waits for hops that do not need it, what was packed neither
-        return (yield from self._reshard.reduce_bucket(packed.pop(), plan, self._arrives))
+        return (yield from self._redistribution.reduce_bucket(packed.pop(), plan, self._arrives))
 
     def has(self, buffer: int) -> bool:
         """Whether a flat buffer is of this family."""
@@ -157,11 +157,11 @@ class FlatGradients:
 
     def drain(self) -> None:
         """Wait for all buckets."""
-        self._schedule.drain()
+        self._queue.drain()
 
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
-        self._schedule.drop()
+        self._queue.drop()
         self._crosses.drop()
         self._boundary.clear()
         self.slices.clear()
@@ -172,7 +172,7 @@ class FlatGradients:
 
     def _accumulate(self, plan: BucketPlan, complete: Iterable[int], mine: Tensor) -> None:
         """Add what a bucket brings, and start to move what is complete between groups."""
-        for rows in self._reshard.bucket_rows(plan, self._arrives):
+        for rows in self._redistribution.bucket_rows(plan, self._arrives):
             arrived, mine = mine.tensor_split([rows.times * rows.numel])
             stretches = rows.stretches()
             parts = arrived.view(rows.times, -1).split([stretch.numel for stretch in stretches], dim=1)
@@ -196,22 +196,22 @@ class FlatGradients:
         self._crosses.drain()
         if self._os == Placement.N:
             for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
-                for start, width in self.layouts[buffer].windows(self._reshard.cols, bucket):
+                for start, width in self.layouts[buffer].windows(self._redistribution.cols, bucket):
                     transfer = self._gather(held[:, start : start + width], dtype)
-                    self._schedule.submit(transfer, partial(self._place, buffer, start))
-            self._schedule.drain()
+                    self._queue.submit(transfer, partial(self._place, buffer, start))
+            self._queue.drain()
 
     def _gather(self, sums: Tensor, dtype: torch.dtype) -> Transfer:
         """Gather a window of slices inside the group. What it is sent as is made in here, where hops run: there its
         memory waits for them."""
-        return (yield from self._reshard.gather_slice(sums.to(dtype).view(-1)))
+        return (yield from self._redistribution.gather_slice(sums.to(dtype).view(-1)))
 
     def _cross(self, windows: Iterable[Window]) -> None:
         for buffer, start, width, _ in windows:
             # With one row a window may be a view, which hops overwrite: slices are dropped after this.
             window = self.slices[buffer][:, start : start + width]
             target = Placement.G if self._os == Placement.G else Placement.I
-            transfer = self._reshard.sync_slice(window, self._crosses_in, target, start, buffer)
+            transfer = self._redistribution.sync_slice(window, self._crosses_in, target, start, buffer)
             self._crosses.submit(transfer, partial(self._deliver, buffer, start), reuses=False)
 
     def _deliver(self, buffer: int, start: int, total: Tensor) -> None:

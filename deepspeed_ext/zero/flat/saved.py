@@ -24,8 +24,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import largest
-from deepspeed_ext.comm.redistribution import Redistribution
+from deepspeed_ext.comm.agreement import all_reduce_max
+from deepspeed_ext.comm.relayout import Relayout
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
 from deepspeed_ext.zero.momentum import Touched, of_partition, sharded_otherwise, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
@@ -55,7 +55,7 @@ def in_zeros_order(buffer: FlatBuffer, weights: Tensor, states: State) -> tuple[
         buffer: one with stripes.
         weights, states: of this rank's partition.
     """
-    to_zeros = Redistribution(buffer.layout, buffer.zeros_layout, buffer.group)
+    to_zeros = Relayout(buffer.layout, buffer.zeros_layout, buffer.group)
     moved = {
         key: to_zeros.move(states[key]).cpu()
         for key in sorted(states)
@@ -111,7 +111,7 @@ def raise_together(problem: ValueError | None, group: ProcessGroup | None) -> No
     Raises:
         ValueError: this rank's, or that another one has one.
     """
-    failed = bool(largest(torch.tensor([float(problem is not None)]), group).item())
+    failed = bool(all_reduce_max(torch.tensor([float(problem is not None)]), group).item())
     if failed:
         raise problem or sharded_otherwise("otherwise on another rank", "are not")
 
@@ -123,7 +123,7 @@ def from_zeros_order(buffers: Iterable[FlatBuffer], state: State) -> dict[str, A
     states = dict(enumerate(base)) if not isinstance(base, dict) else dict(base["state"])
     for buffer in (buffer for buffer in buffers if buffer.striped):
         group, chunk = buffer.number, buffer.zeros_layout.chunk
-        from_zeros = Redistribution(buffer.zeros_layout, buffer.layout, buffer.group)
+        from_zeros = Relayout(buffer.zeros_layout, buffer.layout, buffer.group)
         number = group if not isinstance(base, dict) else base["param_groups"][group]["params"][0]
         whole = {chunk, weights[group].numel()}
         mine = states.get(number, {})
@@ -170,7 +170,7 @@ def with_own_momentum(buffers: Sequence[FlatBuffer], state: State, group: Proces
         other and length != sum(one.whole for one in parts)
         for other, length, parts in zip(others, lengths, touched, strict=True)
     ]
-    alike = largest(torch.tensor([[one is not None for one in saved], others, wrong]).float(), group).bool()
+    alike = all_reduce_max(torch.tensor([[one is not None for one in saved], others, wrong]).float(), group).bool()
     if alike[2].any():
         raise sharded_otherwise(f"for Muon's momentum of {lengths} elements", f"are for {chunks} elements")
     momenta = {}

@@ -11,8 +11,8 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer, Update
-from deepspeed_ext.comm.packing import aligned, read_here
-from deepspeed_ext.comm.reshard import ParameterReshard
+from deepspeed_ext.comm.packing import aligned, record_on_current_stream
+from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import Families, Family
 from deepspeed_ext.zero.flat.arrivals import Arrivals
@@ -182,12 +182,12 @@ class FlatUpdates:
         self.arrivals.start()
         return True
 
-    def _reshard_of(self, window: Window) -> ParameterReshard:
+    def _redistribution_of(self, window: Window) -> ParameterRedistribution:
         return self._buffers[window.buffer].family.gather
 
     def _is_whole(self, window: Window) -> bool:
         """Whether a window travels as it is: in this step, or always, where nothing crosses of its family."""
-        return self._resync.now or self._reshard_of(window).differences is None
+        return self._resync.now or self._redistribution_of(window).differences is None
 
     def _own_part(self, window: Window) -> Tensor:
         own = self._own(window.buffer)
@@ -195,12 +195,12 @@ class FlatUpdates:
         return own.detach().narrow(0, window.start, window.width)
 
     def _gather_window(self, window: Window) -> Transfer:
-        reshard = self._reshard_of(window)
+        redistribution = self._redistribution_of(window)
         if self._is_whole(window):
-            sent = aligned(self._own_part(window), reshard.multiple)
+            sent = aligned(self._own_part(window), redistribution.multiple)
         else:
-            sent = read_here(self._codes.pop(window))
-        return (yield from reshard.gather(sent, self._strategy.os, self._strategy.p))
+            sent = record_on_current_stream(self._codes.pop(window))
+        return (yield from redistribution.gather(sent, self._strategy.os, self._strategy.p))
 
     def _update(self, window: Window) -> Update:
         """Return what this rank sends of a window; the last cells of a buffer may end early."""
@@ -218,7 +218,7 @@ class FlatUpdates:
         if not self._is_whole(window):
             codes = cells.view(layout.cols, layout.rows, -1).transpose(0, 1).flatten(0, 1)
             for numbers, held in layout.held(flat, window.start, window.width):
-                self._reshard_of(window).write(codes[numbers], held)
+                self._redistribution_of(window).write(codes[numbers], held)
             return
         layout.place(flat, window.start, cells.view(layout.cols, layout.rows, -1)[..., : window.width])
 

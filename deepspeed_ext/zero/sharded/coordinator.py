@@ -138,9 +138,9 @@ class GroupCoordinator(PartitionedParameterCoordinator):
                 one.forget(one)
         with _comparing_within(self._gathering_group):
             super().reset_step()
-        self.follow()
+        self.wait_for_current()
 
-    def follow(self) -> None:
+    def wait_for_current(self) -> None:
         """Make the all-gather stream wait for everything that is queued on the current stream.
 
         They run on a stream of their own, which nothing else makes wait: an optimizer step, a checkpoint or the user

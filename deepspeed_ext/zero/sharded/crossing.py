@@ -26,7 +26,7 @@ from deepspeed.runtime.torch_autocast import sort_dtypes
 from torch import Tensor
 
 from deepspeed_ext.comm.packing import fill_up
-from deepspeed_ext.comm.schedule import Point
+from deepspeed_ext.comm.transfer_queue import StreamEvent
 from deepspeed_ext.deepspeed_types import ZeroParameter
 
 
@@ -35,7 +35,7 @@ class _Piece(NamedTuple):
 
     param: ZeroParameter
     arrived: Tensor
-    ready: Point
+    ready: StreamEvent
     start: int
     numel: int
 
@@ -56,7 +56,7 @@ class CrossingBucket:
         """Return (rows, columns and padding) of the parameters, on the current stream; once."""
         pieces, self._pieces = self._pieces, []
         for ready, arrived in {id(piece.ready): (piece.ready, piece.arrived) for piece in pieces}.values():
-            ready.follow(arrived)
+            ready.wait(arrived)
         stretches: list[_Piece] = []
         for piece in pieces:
             last = stretches[-1] if stretches else None
@@ -108,7 +108,7 @@ class Crossing:
             arrived: (rows, columns) or flat: their parts of this rank's I-slice; padding follows.
                 Complete on the current stream.
         """
-        arrived, ready = arrived.view(self._rows, -1), Point()
+        arrived, ready = arrived.view(self._rows, -1), StreamEvent()
         start = 0
         for param in params:
             piece = _Piece(param, arrived, ready, start, param.ds_tensor.ds_numel)

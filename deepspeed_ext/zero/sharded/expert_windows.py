@@ -25,7 +25,7 @@ from torch import Tensor
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined_and_aligned
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement
@@ -73,10 +73,10 @@ class _Window:
     """A window on its way."""
 
     def __init__(
-        self, owner: "WindowGathers", schedule: Schedule, started: Started, pieces: list[list[_Piece]]
+        self, owner: "WindowGathers", queue: TransferQueue, started: Started, pieces: list[list[_Piece]]
     ) -> None:
         self._owner = owner
-        self._schedule = schedule
+        self._queue = queue
         self._started: Started | None = started
         self._pieces = pieces
         self._numel = sum(piece.numel for some in pieces for piece in some)
@@ -84,7 +84,7 @@ class _Window:
     def wait(self, weights: Sequence[Tensor]) -> None:
         """Write it to its parameters."""
         assert self._started is not None
-        flat, self._started = self._schedule.finish(self._started), None
+        flat, self._started = self._queue.finish(self._started), None
         start = 0
         for piece in (piece for some in self._pieces for piece in some):
             target = weights[piece.param].view(-1)[piece.offset : piece.offset + piece.numel]
@@ -100,12 +100,12 @@ class WindowGathers:
     """Gathers windows of the parameters that ranks hold. See Note [Windows of slices].
 
     Args:
-        slices: what is held, with the schedule of its gathers for use.
+        slices: what is held, with the queue of its gathers for use.
     """
 
-    def __init__(self, slices: Slices, schedule: Schedule, live: Any, gone: Any) -> None:
+    def __init__(self, slices: Slices, queue: TransferQueue, live: Any, gone: Any) -> None:
         self._slices = slices
-        self._schedule = schedule
+        self._queue = queue
         self._live = live
         self.gone = gone
         self._whole = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
@@ -121,7 +121,7 @@ class WindowGathers:
         """With p = G, start to gather the I-slices between groups, once for a pass."""
         started = None
         if self._whole and not self._between:
-            started = self._schedule.start(self._gather_slices(module))
+            started = self._queue.start(self._gather_slices(module))
         self._gathered.setdefault(id(module), []).append((started, []))
 
     def _end(self, module: WindowedModule) -> None:
@@ -133,14 +133,14 @@ class WindowGathers:
         pieces = [
             param.ds_tensor.to(device=device, dtype=dtype, non_blocking=True).view(1, -1) for param in module.params
         ]
-        shard = joined_and_aligned(pieces, self._slices.reshard.multiple)
-        return (yield from self._slices.reshard.gather(shard, Placement.G, Placement.I))
+        shard = joined_and_aligned(pieces, self._slices.redistribution.multiple)
+        return (yield from self._slices.redistribution.gather(shard, Placement.G, Placement.I))
 
     def _fetch(self, module: WindowedModule, number: int) -> _Window:
         passes = self._gathered[id(module)]
         started, rows = passes[-1]
         if started is not None:
-            flat = self._schedule.finish(started)
+            flat = self._queue.finish(started)
             numels = [param.ds_tensor.ds_numel for param in module.params]
             slices = flat.view(self._slices.topology.sizes.groups, -1)[:, : sum(numels)].split(numels, dim=1)
             rows = list(slices)
@@ -153,11 +153,11 @@ class WindowGathers:
         pieces = self._plans[key]
         transfer = self._send(module, pieces, rows)
         self._live(sum(piece.numel for some in pieces for piece in some))
-        return _Window(self, self._schedule, self._schedule.start(transfer), pieces)
+        return _Window(self, self._queue, self._queue.start(transfer), pieces)
 
     def _send(self, module: WindowedModule, pieces: list[list[_Piece]], rows: list[Tensor]) -> Transfer:
-        reshard, params = self._slices.reshard, module.params
-        collectives = (reshard.inter if self._between else reshard.intra).collectives
+        redistribution, params = self._slices.redistribution, module.params
+        collectives = (redistribution.inter if self._between else redistribution.intra).collectives
         self._slices.wait_for_updates(params)
         held = rows or [self._slices.held(param) for param in params]
         dtype = get_allgather_dtype(params[0], params[0].ds_tensor)

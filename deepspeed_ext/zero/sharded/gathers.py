@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, fetch_nothing, forget_units, make_units
@@ -51,16 +51,16 @@ class Gathers:
 
     def __init__(self, slices: Slices, sequential: bool = False, leaves: Iterable[nn.Module] = ()) -> None:
         self.slices = slices
-        self._reshard, self._topology = slices.reshard, slices.topology
+        self._redistribution, self._topology = slices.redistribution, slices.topology
         self._sequential = sequential
         self._changed_by_others: Callable[[], None] = lambda: None
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
         self._path = slices.strategy.p, Placement.N
         # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
-        several = self._reshard.hops(*self._path) > 1
-        self._relayed = several or slices.sliced
-        threads = (slices.sliced and self._reshard.pairwise, several and self._reshard.pairwise)
-        self._schedule = Schedule(True, self._relayed, *threads)
+        several = self._redistribution.hops(*self._path) > 1
+        self._side_streams = several or slices.sliced
+        threads = (slices.sliced and self._redistribution.pairwise, several and self._redistribution.pairwise)
+        self._queue = TransferQueue(True, self._side_streams, *threads)
         self.live = self.most_live = 0
         for param in slices.params:
             if hasattr(param, OWNER):
@@ -88,7 +88,7 @@ class Gathers:
 
     def fetch_windows(self, windowed: Sequence[WindowedModule]) -> None:
         """Fetch the packed experts of these modules in windows."""
-        windows = WindowGathers(self.slices, self._schedule, self._live, self._gone)
+        windows = WindowGathers(self.slices, self._queue, self._live, self._gone)
         for one in windowed:
             windows.watch(one)
 
@@ -145,25 +145,23 @@ class Gathers:
         """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
         held = [self.slices.held(param) for param in params]
         whole = None
-        if self._relayed and self._topology.sizes.group_size > 1:
-            # What outlives the transfer is memory of this stream, which gives it out again sooner than a relay.
-            width = fill_up(sum(rows.numel() for rows in held), self._reshard.multiple)
+        if self._side_streams and self._topology.sizes.group_size > 1:
+            # What outlives the transfer is memory of this stream, which gives it out again sooner than a side stream.
+            width = fill_up(sum(rows.numel() for rows in held), self._redistribution.multiple)
             device = get_accelerator().current_device_name()
             senders = self._topology.sizes.ranks // self.slices.row_count
             whole = torch.empty(senders * width, dtype=dtype, device=device)
-        started = self._schedule.start(self._send(params, dtype, whole))
+        started = self._queue.start(self._send(params, dtype, whole))
         self._live(sum(param.ds_numel for param in params))
-        return GatherHandle(
-            params, self._schedule, started, self._bucket_of(params, alone), self.slices.row_count, alone
-        )
+        return GatherHandle(params, self._queue, started, self._bucket_of(params, alone), self.slices.row_count, alone)
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
         device = get_accelerator().current_device_name()
         held = [self.slices.held(param).to(device=device, dtype=dtype, non_blocking=True) for param in params]
-        shard = [joined_and_aligned(held, self._reshard.multiple)]
+        shard = [joined_and_aligned(held, self._redistribution.multiple)]
         del held
-        return (yield from self._reshard.gather(shard.pop(), *self._path, whole))
+        return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
 
     @torch.no_grad()
     def all_gather_coalesced(
@@ -294,7 +292,7 @@ def partition(
                 family.topology,
                 family.gather,
                 bucket,
-                coordinator.follow,
+                coordinator.wait_for_current,
             ),
             sequential,
             [*leaves, *chunks],

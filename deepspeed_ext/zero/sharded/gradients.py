@@ -30,8 +30,8 @@ from deepspeed_ext.comm.hops import ReduceHop, Transfer
 from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import add_to, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.reshard import GradientReshard
-from deepspeed_ext.comm.schedule import Schedule
+from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.boundary import Boundary
@@ -73,7 +73,7 @@ class ShardedGradients:
         layout: how a parameter is divided into cells.
         strategy: one with p = I or G.
         ranks: data-parallel ranks, over which the mean is taken.
-        reshard: hops of the data-parallel group.
+        redistribution: hops of the data-parallel group.
         bucket: elements (of whole parameters) reduced at a time.
         overlap: whether the hops of two buckets may overlap.
         relayed: whether they may on streams of their own, on which nothing has the host wait.
@@ -90,10 +90,10 @@ class ShardedGradients:
         layout: Callable[[ZeroParameter], FlatLayout],
         strategy: Strategy,
         ranks: int,
-        reshard: GradientReshard,
+        redistribution: GradientRedistribution,
         bucket: int,
         overlap: bool,
-        relayed: bool = True,
+        side_streams: bool = True,
         *,
         dtype_of: Callable[[ZeroParameter], torch.dtype] = lambda param: param.dtype,
         dtype: torch.dtype = torch.float32,
@@ -101,23 +101,26 @@ class ShardedGradients:
         name: Callable[[ZeroParameter], str] = lambda param: str(param.ds_id),
         number: int = 0,
     ) -> None:
-        self._reshard, self._os = reshard, strategy.os
+        self._redistribution, self._os = redistribution, strategy.os
         self._arrives = strategy.os if strategy.g == Placement.N else strategy.g
         self._kept = strategy.g == Placement.N
-        ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and reshard.rows > 1
-        background, completed = reshard.pairwise and self._kept, reshard.pairwise and not ordered
-        self._schedule = Schedule(overlap, relayed, background, completed)
+        ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and redistribution.rows > 1
+        background, completed = redistribution.pairwise and self._kept, redistribution.pairwise and not ordered
+        self._queue = TransferQueue(overlap, side_streams, background, completed)
         self._params = list(params)
         self._layout = layout
         self._ranks = ranks
         self._number = number
-        self._crossing = Crossing(self._params, reshard.rows, bucket, reshard.multiple) if ordered else None
-        self._crosses = Schedule(overlap, relayed, completed)  # what ``_crossing`` gives, or buckets of the boundary
+        self._crossing = (
+            Crossing(self._params, redistribution.rows, bucket, redistribution.multiple) if ordered else None
+        )
+        # What ``_crossing`` gives, or buckets of the boundary.
+        self._crosses = TransferQueue(overlap, side_streams, completed)
         self._wire = dtype
         self._window = bucket
         self._dtype_of = dtype_of
         self._uncrossed: list[Bucket] = []  # with g = N and os = I: buckets that have arrived
-        self.rows = reshard.rows if (self._arrives, strategy.os) == (Placement.I, Placement.G) else 1
+        self.rows = redistribution.rows if (self._arrives, strategy.os) == (Placement.I, Placement.G) else 1
         self._held_by_host = by_host and self.rows == 1
         self._crosses_early = self._crosses.unattended and not self._held_by_host
         at_boundary = [] if strategy.g == Placement.G else self._params
@@ -125,7 +128,7 @@ class ShardedGradients:
         self._boundary: Boundary[Bucket] = Boundary(
             boundary_buckets(at_boundary, bucket, dtype_of if self._kept else lambda param: dtype),
             lambda some: [param.ds_id for param in some if param.ds_numel],
-            early=self._schedule.unattended if self._kept else self._crosses_early,
+            early=self._queue.unattended if self._kept else self._crosses_early,
             once=False,
             name=lambda ds_id: name(names[ds_id]),
         )
@@ -166,11 +169,11 @@ class ShardedGradients:
 
     @property
     def _own_row(self) -> int:
-        return self._reshard.row if self.rows > 1 else 0
+        return self._redistribution.row if self.rows > 1 else 0
 
     def crossing_spans(self, param: ZeroParameter, name: str) -> Iterator[CrossingSpan]:
         """Return where elements of a parameter are among those of this rank that cross between groups."""
-        layout, col = self._layout(param), self._reshard.col
+        layout, col = self._layout(param), self._redistribution.col
         return crossing_spans_of(name, param.ds_numel, layout, col, self._number, start=self._starts[param.ds_id])
 
     def forget(self) -> None:
@@ -234,19 +237,19 @@ class ShardedGradients:
     @property
     def intra(self) -> ReduceHop:
         """The hop inside the group."""
-        return self._reshard.intra
+        return self._redistribution.intra
 
     def submit(self, params: Sequence[ZeroParameter], transfer: Transfer, last: bool, adds: bool = True) -> None:
         """Start a transfer of gradients, or of a part of them, which with ``adds`` brings what is added for them."""
         self._begin()
         deliver = partial(self._arrive, last) if self._crossing is None else self._crossing.add
-        self._schedule.submit(transfer, partial(deliver, params) if adds else lambda _: None)
+        self._queue.submit(transfer, partial(deliver, params) if adds else lambda _: None)
         self._cross()
 
     def move_sums(self, params: Sequence[ZeroParameter], sums: Tensor) -> Transfer:
         """Move parameters' I-slices, (rows, elements of their chunks), to where a bucket arrives."""
         if self._crossing is None and self._arrives == Placement.G:
-            return (yield from self._reshard.reduce_rows(sums, self._spans(params), self._number))
+            return (yield from self._redistribution.reduce_rows(sums, self._spans(params), self._number))
         return sums.view(-1)
 
     def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
@@ -263,9 +266,9 @@ class ShardedGradients:
         cells = [self._pack(params, [gradient for _, gradient in gradients], dtype, sequence_parallel_size)]
         del gradients  # nothing of full size waits for hops that do not need it, what was packed neither
         if self._crossing is None:
-            transfer = self._reshard.reduce_cells(cells.pop(), self._arrives, self._spans(params), self._number)
+            transfer = self._redistribution.reduce_cells(cells.pop(), self._arrives, self._spans(params), self._number)
         else:
-            transfer = self._reshard.reduce_cells(cells.pop(), Placement.I, ())
+            transfer = self._redistribution.reduce_cells(cells.pop(), Placement.I, ())
         return (yield from transfer)
 
     def _pack(
@@ -277,7 +280,7 @@ class ShardedGradients:
     ) -> Tensor:
         bucket = ParameterBucket([self._layout(param) for param in params])
         device = get_accelerator().current_device_name()
-        width = fill_up(bucket.width, self._reshard.multiple)
+        width = fill_up(bucket.width, self._redistribution.multiple)
         cells = torch.empty(bucket.cols, bucket.rows, width, dtype=dtype, device=device)
         bucket.pack(gradients, cells)
         cells[:, :, bucket.width :].zero_()
@@ -287,18 +290,18 @@ class ShardedGradients:
     def end_backward(self) -> None:
         """Called when all gradients of a backward have been given to ``reduce``."""
         if self._crossing is not None:
-            self._schedule.drain()
+            self._queue.drain()
             self._cross(last=True)
 
     def drain(self) -> None:
         """Wait for all buckets."""
-        self._schedule.drain()
+        self._queue.drain()
         self._cross()
         self._crosses.drain()
 
     def drop(self) -> None:
         """Drop what has been accumulated, and what is on the wire."""
-        self._schedule.drop()
+        self._queue.drop()
         self._crosses.drop()
         self._boundary.clear()
         self.forget()
@@ -309,7 +312,7 @@ class ShardedGradients:
             self.held.zero_()
         elif self._finished and self._arrives == Placement.I:
             # Another backward at the boundary: what is complete already must count once when it is summed again.
-            elsewhere = self._os == Placement.I and self._reshard.row != 0
+            elsewhere = self._os == Placement.I and self._redistribution.row != 0
             for row in range(self.rows):
                 if row != self._own_row or elsewhere:
                     self.held[row].zero_()
@@ -322,10 +325,10 @@ class ShardedGradients:
                 self._crosses.submit(self._move_on(bucket), deliver, reuses=False)  # pieces are theirs alone
 
     def _move_on(self, bucket: CrossingBucket) -> Transfer:
-        return (yield from self._reshard.reduce_rows(bucket.pack(), self._spans(bucket.params), self._number))
+        return (yield from self._redistribution.reduce_rows(bucket.pack(), self._spans(bucket.params), self._number))
 
     def _accumulate(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
-        """Add what a reshard of these parameters has brought."""
+        """Add what a redistribution of these parameters has brought."""
         arrived = arrived.view(self.rows, -1)
         for start, offset, numel in self._runs(params):
             add_to(self.held[:, start : start + numel], arrived[:, offset : offset + numel])
@@ -360,7 +363,7 @@ class ShardedGradients:
             self._begin()
             gradients = [(param, self._whole.pop(param.ds_id, None)) for param in bucket]
             transfer = self._move(gradients, self._dtype_of(bucket[0]), 1)
-            self._schedule.submit(transfer, partial(self._arrive_whole, bucket))
+            self._queue.submit(transfer, partial(self._arrive_whole, bucket))
             if not get_accelerator().is_synchronized_device():
                 for _, gradient in gradients:
                     if gradient is not None:  # of the stream that computes, which goes on
@@ -376,7 +379,7 @@ class ShardedGradients:
 
     def finish(self) -> None:
         """Complete the optimizer's shard: what is in I moves on to os."""
-        self._schedule.drain()
+        self._queue.drain()
         self._cross()
         if not self.begun:
             self._begin()
@@ -386,7 +389,7 @@ class ShardedGradients:
         self._uncrossed.clear()
         self.drain()
         self._finished = True
-        if not self._reshard.inter.keeps_zeros:
+        if not self._redistribution.inter.keeps_zeros:
             self._clear_padding()
 
     def _cross_bucket(self, bucket: Bucket) -> None:
@@ -401,7 +404,7 @@ class ShardedGradients:
             ]
         for spans in parts:
             pieces = [self.held[:, start : start + numel] for start, numel in spans]
-            transfer = self._reshard.sync_spans(pieces, self._wire, self._os, spans, self._number)
+            transfer = self._redistribution.sync_spans(pieces, self._wire, self._os, spans, self._number)
             # What is read stays as it is until all is complete.
             self._crosses.submit(transfer, partial(self._take, spans), reuses=False)
 
@@ -413,8 +416,8 @@ class ShardedGradients:
 
     def _clear_padding(self) -> None:
         """Zero the padding: chunks of the last ranks may reach over the end of their parameter."""
-        cols = self._reshard.cols
-        rank = self._reshard.col + (self._reshard.row * cols if self._os == Placement.G else 0)
+        cols = self._redistribution.cols
+        rank = self._redistribution.col + (self._redistribution.row * cols if self._os == Placement.G else 0)
         for param in self._params:
             chunk = param.ds_tensor.ds_numel
             present = min(chunk, max(0, param.ds_numel - rank * chunk))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 
 
@@ -16,7 +16,7 @@ class GatherHandle:
 
     Args:
         params: not available before, all of one dtype on the wire; they are marked as in flight.
-        schedule: of the gather. DeepSpeed waits for the parameters of a module in any order; it heeds the ranks' one.
+        queue: of the gather. Completes gathers in the order that all ranks share; DeepSpeed may wait in any order.
         started: the gather of their cells side by side.
         bucket: where these are.
         parts: rows of the bucket that a rank has sent together.
@@ -26,14 +26,14 @@ class GatherHandle:
     def __init__(
         self,
         params: Sequence[ZeroParameter],
-        schedule: Schedule,
+        queue: TransferQueue,
         started: Started,
         bucket: ParameterBucket,
         parts: int,
         alone: bool,
     ) -> None:
         self._params = params
-        self._schedule = schedule
+        self._queue = queue
         self._bucket = bucket
         self._parts = parts
         self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # else one is a view of all
@@ -46,7 +46,7 @@ class GatherHandle:
         gathered is theirs, or is known to this stream."""
         if self._started is None:
             return
-        flat, self._started = self._schedule.finish(self._started), None
+        flat, self._started = self._queue.finish(self._started), None
         cells = self._bucket.arrived(flat, self._parts)
         for param, whole in zip(self._params, self._bucket.unpack(cells), strict=True):
             mine = whole.clone() if self._copied else whole

@@ -12,7 +12,7 @@ Note [Rows]
     The slices of the trainable parameters of a sub-group make one block, (k, elements of the sub-group): row j of it
     is the sub-group's flat partition. It is gathered in *windows*, stretches of its columns of as many elements as a
     bucket has, so that a model of one sub-group crosses piece by piece, too. A window that is a whole block is
-    gathered in place, another one through a buffer of its size, of which relays have two at a time.
+    gathered in place, another one through a buffer of its size, of which side streams have two at a time.
 
     Gathers are started after the step, and each is waited for when a parameter of the window is first used. Where a
     thread of the host runs transfers, windows come one after the other, and gathers for use, which wait for them, are
@@ -33,8 +33,8 @@ from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
-from deepspeed_ext.comm.reshard import ParameterReshard
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.redistribution import ParameterRedistribution
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
 from deepspeed_ext.strategy import Placement, Strategy, full_bucket
 from deepspeed_ext.zero.arrivals import announce
@@ -84,7 +84,7 @@ class Slices:
         params: ZeRO parameters, trainable and frozen.
         strategy: one with p = I or G.
         topology: process groups of the data-parallel group.
-        reshard: its gathers.
+        redistribution: its gathers.
         bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
         written: called when the current stream has been given to write what is held.
     """
@@ -94,13 +94,13 @@ class Slices:
         params: Iterable[ZeroParameter],
         strategy: Strategy,
         topology: Topology,
-        reshard: ParameterReshard,
+        redistribution: ParameterRedistribution,
         bucket: int,
         written: Callable[[], None],
     ) -> None:
         self.strategy = strategy
         self.topology = topology
-        self.reshard = reshard
+        self.redistribution = redistribution
         self.bucket = max(1, bucket)
         self.written = written
         self.params = list(params)
@@ -111,7 +111,7 @@ class Slices:
         self._windows: list[_Window] = []  # in the order in which they travel
         self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows that its slice is in
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
-        self._updates = Schedule(overlap=True, relayed=True, background=reshard.pairwise, owed=True)
+        self._updates = TransferQueue(overlap=True, side_streams=True, background=redistribution.pairwise, owed=True)
         self._update_of: dict[int, Started] = {}  # number of the window: the gather into it
         self._changed: dict[int, _Change] = {}  # number of the block: what is sent as what the others lack of it
         announce(self)
@@ -154,7 +154,7 @@ class Slices:
 
     def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
         self._slices[param.ds_id] = slice_
-        param.ds_tensor.data = slice_[self.reshard.row]
+        param.ds_tensor.data = slice_[self.redistribution.row]
 
     def held(self, param: ZeroParameter) -> Tensor:
         """Return what this rank holds of the parameter: (rows, chunk), one row where it is no slice."""
@@ -199,7 +199,7 @@ class Slices:
     def _block_width(self, sub_group: Sequence[ZeroParameter]) -> tuple[int, int]:
         """Return the elements of a row of its block, and with padding: where rows begin hops like best."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
-        return width, fill_up(width, self.reshard.multiple if self.sliced else 1)
+        return width, fill_up(width, self.redistribution.multiple if self.sliced else 1)
 
     def make_block(
         self, number: int, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]
@@ -218,7 +218,7 @@ class Slices:
             column += param.ds_tensor.ds_numel
         self._windows.clear()
         width, _ = self._block_width(sub_group)
-        return block[self.reshard.row if self.sliced else 0, :width], offset + block.numel()
+        return block[self.redistribution.row if self.sliced else 0, :width], offset + block.numel()
 
     def place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> int:
         """Hold parameters in a flat buffer from ``offset`` on, as ``make_block`` does, wherever it is; return where
@@ -243,7 +243,7 @@ class Slices:
     @property
     def always_whole(self) -> bool:
         """Whether updates always travel as they are, or none do."""
-        return self.reshard.differences is None
+        return self.redistribution.differences is None
 
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_block``."""
@@ -265,17 +265,17 @@ class Slices:
             self.written()
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
-        """Reshard their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
-        chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self.reshard.multiple)
+        """Redistribute their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
+        chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self.redistribution.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
-        gathered = Started(self.reshard.gather_rows(chunks)).finish()
+        gathered = Started(self.redistribution.gather_rows(chunks)).finish()
         rows = gathered.view(self.topology.sizes.groups, chunks.numel())
         numels = [param.ds_tensor.ds_numel for param in params]
         return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))
 
     @torch.no_grad()
     def gather_updates(self) -> None:
-        """Reshard os -> p after a step: start to complete the slices from the groups' rows, if there are slices.
+        """Redistribute os -> p after a step: start to complete the slices from the groups' rows, if there are slices.
 
         All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
         another does with its data. It is that of the model: parameter groups split each layer's parameters, and
@@ -330,7 +330,7 @@ class Slices:
         for, and a window for its end alone would be a message for little."""
         inside = [(ds_id, columns) for ds_id, columns in self._columns.items() if columns.block == number]
         filled = self._blocks[number].shape[1]
-        width = fill_up(-(-filled // max(1, round(filled / most))), self.reshard.multiple)
+        width = fill_up(-(-filled // max(1, round(filled / most))), self.redistribution.multiple)
         for start in range(0, filled, max(1, width)):
             stop = min(start + width, filled)
             members = sorted(ds_id for ds_id, columns in inside if columns.start < stop and start < columns.stop)
@@ -339,7 +339,7 @@ class Slices:
     def _gather_windows(self, windows: Sequence[_Window]) -> None:
         changed = [window for window in windows if window.block in self._changed]
         updates = [self._changed[window.block].update(window) for window in changed]
-        codes = self.reshard.encode(updates, Placement.I) if changed else []
+        codes = self.redistribution.encode(updates, Placement.I) if changed else []
         code_of = {
             window.number: (code, update.most) for window, code, update in zip(changed, codes, updates, strict=True)
         }
@@ -350,9 +350,9 @@ class Slices:
             rows = self._blocks[window.block].detach()[:, window.start : window.stop]
             if window.number in code_of:
                 code, width = code_of.pop(window.number)
-                transfer = self.reshard.update_rows(code, rows[:, :width])
+                transfer = self.redistribution.update_rows(code, rows[:, :width])
             else:
-                transfer = self.reshard.complete_rows(rows)
+                transfer = self.redistribution.complete_rows(rows)
             self._update_of[window.number] = self._updates.start(transfer)
 
     def drain(self) -> None:
@@ -385,7 +385,7 @@ class Slices:
         layout, whole = self.layout(param), param.data.reshape(-1)
         missing = layout.rows * layout.cols * layout.chunk - layout.numel
         padded = torch.nn.functional.pad(whole, (0, missing)) if missing else whole
-        self.held(param).copy_(padded.view(layout.rows, layout.cols, layout.chunk)[:, self.reshard.col])
+        self.held(param).copy_(padded.view(layout.rows, layout.cols, layout.chunk)[:, self.redistribution.col])
 
 
 def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:

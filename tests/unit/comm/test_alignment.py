@@ -21,8 +21,8 @@ from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import fill_up, joined
-from deepspeed_ext.comm.reshard import GradientReshard, ParameterReshard
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.flat.windows import Window
@@ -73,8 +73,8 @@ class Pointers:
 
 
 @contextmanager
-def device(sizes: GroupSizes) -> Iterator[tuple[Pointers, GradientReshard, ParameterReshard]]:
-    """The reshards of the last rank, as on NCCL; tensors have no memory."""
+def device(sizes: GroupSizes) -> Iterator[tuple[Pointers, GradientRedistribution, ParameterRedistribution]]:
+    """The redistributions of the last rank, as on NCCL; tensors have no memory."""
     pointers = Pointers()
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
@@ -94,7 +94,7 @@ def device(sizes: GroupSizes) -> Iterator[tuple[Pointers, GradientReshard, Param
         groups = {"intra": sizes.group_size, "inter": sizes.groups}
         intra, inter = (NativeReduce(group, name) for name, group in groups.items())
         gathers = (GatherHop(group, name) for name, group in groups.items())
-        yield pointers, GradientReshard(intra, inter), ParameterReshard(*gathers)
+        yield pointers, GradientRedistribution(intra, inter), ParameterRedistribution(*gathers)
 
 
 def clusters() -> Iterator[GroupSizes]:
@@ -171,9 +171,9 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
     with device(cluster) as (pointers, mine, gathers):
         layouts = [FlatLayout.of(numel, strategy.os, topology) for numel in NUMELS]
         held = Slices.__new__(Slices)
-        held.strategy, held.topology, held.reshard = strategy, topology, gathers
+        held.strategy, held.topology, held.redistribution = strategy, topology, gathers
         held._columns, held._windows, held._windows_of = {}, [], {}
-        held._update_of, held._changed, held._updates = {}, {}, Schedule(overlap=True)
+        held._update_of, held._changed, held._updates = {}, {}, TransferQueue(overlap=True)
         shared = torch.empty(sum(layout.chunk for layout in layouts) + 1, dtype=dtype, device="meta")[1:]
         params, offset = [], 0
         for ds_id, (numel, layout) in enumerate(zip(NUMELS, layouts, strict=True)):
@@ -186,9 +186,9 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         rows = cluster.groups if held.sliced else 1
         held._slices = {param.ds_id: param.ds_tensor.expand(rows, -1) for param in params}
         used = Gathers.__new__(Gathers)
-        used.slices, used._reshard, used._topology, used._buckets = held, gathers, topology, {}
-        used._path, used._schedule = (strategy.p, Placement.N), Schedule(overlap=True)
-        used._relayed = gathers.hops(*used._path) > 1
+        used.slices, used._redistribution, used._topology, used._buckets = held, gathers, topology, {}
+        used._path, used._queue = (strategy.p, Placement.N), TransferQueue(overlap=True)
+        used._side_streams = gathers.hops(*used._path) > 1
         used.live = used.most_live = 0
         for some in (params, params[:3], *([param] for param in params)):
             used._start(some, dtype).wait()

@@ -79,12 +79,12 @@ def given_up_case() -> tuple[float, str, int]:
 
     from deepspeed_ext.comm import background, endings
     from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.schedule import Schedule
+    from deepspeed_ext.comm.transfer_queue import TransferQueue
 
     group = dist.new_group([0, 1])
-    schedule, failure = Schedule(overlap=True, background=True), "none"
+    queue, failure = TransferQueue(overlap=True, background=True), "none"
     if dist.get_rank() == 0:
-        started = schedule.start(GatherHop(group).all_gather(torch.ones(3)))
+        started = queue.start(GatherHop(group).all_gather(torch.ones(3)))
         time.sleep(0.1)
         begin = time.monotonic()
         assert endings.complete(after_an_error=True) is None  # gradients are owed to nobody
@@ -111,7 +111,7 @@ def finalizer_case() -> tuple[bool, bool]:
     import torch
 
     from deepspeed_ext.comm import endings
-    from deepspeed_ext.comm.schedule import Schedule
+    from deepspeed_ext.comm.transfer_queue import TransferQueue
 
     done: list[bool] = []
 
@@ -121,7 +121,7 @@ def finalizer_case() -> tuple[bool, bool]:
         return torch.ones(1)
         yield
 
-    Schedule(overlap=True, background=True, owed=True).start(transfer())
+    TransferQueue(overlap=True, background=True, owed=True).start(transfer())
     before = bool(done)
     (finalizer,) = endings._finalizers
     finalizer()

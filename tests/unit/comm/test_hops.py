@@ -14,7 +14,7 @@ from hypothesis import strategies as some
 
 from deepspeed_ext.comm import backends, collectives
 from deepspeed_ext.comm.hops import ReduceHop
-from deepspeed_ext.comm.schedule import Started
+from deepspeed_ext.comm.transfer_queue import Started
 from tests.harness.transfers import Handle, result
 
 pytestmark = pytest.mark.quick

@@ -69,7 +69,7 @@ def hop_case() -> list[list[float]]:
 
     from deepspeed_ext.comm.backends import make_reduce
     from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.schedule import Started
+    from deepspeed_ext.comm.transfer_queue import Started
 
     rank, group = dist.get_rank(), dist.group.WORLD
     gathered = Started(GatherHop(group).all_gather(torch.full((2,), float(rank)))).finish()
@@ -84,34 +84,34 @@ def test_hops_with_empty_parts(ranks: Any) -> None:
 
 
 def background_case() -> list[list[float]]:
-    """Two schedules over one group, which ranks begin in different orders, beside messages of the main thread."""
+    """Two queues over one group, which ranks begin in different orders, beside messages of the main thread."""
     import torch
     import torch.distributed as dist
     from deepspeed.comm.comm import comms_logger
 
     from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.schedule import Schedule, Started
+    from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 
     comms_logger.enabled = comms_logger.prof_all = True  # it times what threads start
     rank, hop = dist.get_rank(), GatherHop(dist.group.WORLD)
     found: list[list[float]] = [[], [], []]
-    schedules = [Schedule(overlap=True, background=True) for _ in range(2)]
+    queues = [TransferQueue(overlap=True, background=True) for _ in range(2)]
 
     def submit(number: int) -> None:
         for at in range(20):
             shard = torch.full((1,), 100.0 * number + 10 * rank + at)
-            schedules[number].submit(hop.all_gather(shard), lambda sums: found[number].append(sums.sum().item()))
+            queues[number].submit(hop.all_gather(shard), lambda sums: found[number].append(sums.sum().item()))
 
     for number in (0, 1) if rank else (1, 0):
         submit(number)
         time.sleep(0.05)
     for at in range(20):
         found[2].append(Started(hop.all_gather(torch.full((1,), 1000.0 + at))).finish().sum().item())
-    for schedule in schedules:
-        schedule.drain()
+    for queue in queues:
+        queue.drain()
     return found
 
 
-def test_schedules_of_their_own_threads_do_not_mix(ranks: Any) -> None:
+def test_queues_of_their_own_threads_do_not_mix(ranks: Any) -> None:
     for found in ranks(3).run(background_case):
         assert found == [[3 * (first + at) + 30 * (first < 1000) for at in range(20)] for first in (0, 100, 1000)]

@@ -23,7 +23,7 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.comm.schedule import Started
+    from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.loco.hop import LocoHop
     from deepspeed_ext.loco.settings import LocoSettings
 
@@ -70,8 +70,8 @@ def hops_case(local: int) -> tuple[float, float, float, float]:
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.comm.reshard import GradientReshard
-    from deepspeed_ext.comm.schedule import Started
+    from deepspeed_ext.comm.redistribution import GradientRedistribution
+    from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.loco.hop import LocoHop
     from deepspeed_ext.loco.settings import LocoSettings
     from deepspeed_ext.strategy import Placement
@@ -85,9 +85,11 @@ def hops_case(local: int) -> tuple[float, float, float, float]:
         if hops == 1:
             found = Started(LocoHop(None, "one", settings).reduce_scatter(data[rank].clone(), [640] * world)).finish()
         else:
-            reshard = GradientReshard(LocoHop(topology.intra, "a", settings), LocoHop(topology.inter, "b", settings))
+            redistribution = GradientRedistribution(
+                LocoHop(topology.intra, "a", settings), LocoHop(topology.inter, "b", settings)
+            )
             cells = data[rank].view(world // local, local, 640).transpose(0, 1).contiguous()
-            found = Started(reshard.reduce_cells(cells, Placement.G, [(0, 640)])).finish()
+            found = Started(redistribution.reduce_cells(cells, Placement.G, [(0, 640)])).finish()
         return ((found - mean).norm() / mean.norm()).item()
 
     plain = LocoSettings(error_feedback=False)

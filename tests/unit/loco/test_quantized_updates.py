@@ -313,7 +313,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
 
     from deepspeed_ext.comm.backends import make_reduce
     from deepspeed_ext.comm.hops import Span
-    from deepspeed_ext.comm.schedule import Started
+    from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.loco.settings import UpdateSettings
     from deepspeed_ext.loco.sums import QuantizedSums
 

@@ -101,7 +101,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from deepspeed_ext.comm.hops import Span
-    from deepspeed_ext.comm.schedule import Started
+    from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.loco import hop as loco
     from deepspeed_ext.loco import sampling
     from deepspeed_ext.loco.settings import LocoSettings

@@ -176,7 +176,7 @@ def collectives_case() -> tuple[int, ...]:
 
         def note(engine: Any) -> None:
             gradients = engine.optimizer.gradients["dense"]
-            left_open = len(gradients._schedule._completed)
+            left_open = len(gradients._queue._completed)
             gradients.drain()  # its threads may be behind
             gradients._crosses.drain()
             open_transfers.append((count(), left_open))

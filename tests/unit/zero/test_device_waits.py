@@ -170,7 +170,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
     how many of them the stream that computes is behind, and how many up to those that gathers until now need."""
     from unittest import mock
 
-    from deepspeed_ext.comm.reshard import ParameterReshard
+    from deepspeed_ext.comm.redistribution import ParameterRedistribution
     from deepspeed_ext.zero.sharded.coordinator import GroupCoordinator
     from deepspeed_ext.zero.sharded.gathers import Gathers
     from tests.harness import training
@@ -180,7 +180,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
     sent: list[int] = []
     waited: list[tuple[int, int]] = []
     gathered: dict[int, list[Any]] = {}  # ds_id: what is gathered together with it
-    complete_rows, fetch = ParameterReshard.complete_rows, GroupCoordinator.fetch_sub_module
+    complete_rows, fetch = ParameterRedistribution.complete_rows, GroupCoordinator.fetch_sub_module
     start = Gathers._start
     with device_with_streams() as order:
         engine, _ = training.make_engine(job, placed("IIG", sub_group_size=300))
@@ -210,7 +210,7 @@ def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
                     engine.step()
             name = f"wire {engine.optimizer.topology.inter.group_name}"
             wire = next(one for one in order.streams if one.name == name)
-            with mock.patch.object(ParameterReshard, "complete_rows", complete):
+            with mock.patch.object(ParameterRedistribution, "complete_rows", complete):
                 engine.step()
             began = wire.clock[wire.number] - len(sent)
             with (
@@ -265,12 +265,12 @@ def early_case() -> list[str]:
     """Steps of sub-groups and gathers of windows, in their order."""
     from unittest import mock
 
-    from deepspeed_ext.comm.reshard import ParameterReshard
+    from deepspeed_ext.comm.redistribution import ParameterRedistribution
     from deepspeed_ext.zero.stage3 import Stage3Optimizer
     from tests.harness import training
 
     log: list[str] = []
-    step, complete_rows = Stage3Optimizer._optimizer_step, ParameterReshard.complete_rows
+    step, complete_rows = Stage3Optimizer._optimizer_step, ParameterRedistribution.complete_rows
 
     def stepped(*args: Any) -> Any:
         log.append("step")
@@ -285,7 +285,7 @@ def early_case() -> list[str]:
     training.micro_step(engine, job, 0, *next(training.batches(job)))
     with (
         mock.patch.object(Stage3Optimizer, "_optimizer_step", stepped),
-        mock.patch.object(ParameterReshard, "complete_rows", sent),
+        mock.patch.object(ParameterRedistribution, "complete_rows", sent),
     ):
         engine.step()
     return log

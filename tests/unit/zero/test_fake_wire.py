@@ -33,7 +33,7 @@ WAITS = {  # by whether the device has streams
         "sharded/handles.py:wait": "GGG",
         "sharded/slices.py:_wait_for_windows": "IGG",
     },
-    True: {  # relays wait at once; what has none is a gather of one hop
+    True: {  # side streams wait at once; what has none is a gather of one hop
         **COMMON,
         "sharded/gathers.py:_start": "GGG",
         "sharded/handles.py:wait": "III",
@@ -91,7 +91,7 @@ def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[
     return different, ours, missed
 
 
-@pytest.mark.parametrize("removed", ["", "deepspeed_ext.zero.sharded.coordinator:GroupCoordinator.follow"])
+@pytest.mark.parametrize("removed", ["", "deepspeed_ext.zero.sharded.coordinator:GroupCoordinator.wait_for_current"])
 def test_the_wire_of_a_gpu(ranks: Any, removed: str) -> None:
     """Its streams, simulated: what is sent and received has an order, and one that is missing is found."""
     same, findings = ranks(1).run(gpu_case, removed)[0]

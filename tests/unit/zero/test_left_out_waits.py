@@ -19,27 +19,27 @@ from tests.harness.left_out_waits import sites
 
 # By call: what finds it, (strategy, options); see ``left_out_waits.Site.name`` and ``stream_cases.OPTIONS``.
 FOUND = {
-    "comm/schedule.py:Point.__init__:record": ("IIG", "plain"),
-    "comm/schedule.py:Point.follow:wait_event": ("IIG", "plain"),
-    "comm/schedule.py:Point.follow:record_stream": ("III", "by hand"),
-    "comm/schedule.py:Started.advance:wait": ("NGG", "overlap"),
-    "comm/schedule.py:Started.finish:complete": ("IIG", "every micro-step"),
-    "comm/schedule.py:Started.finish:follow": ("IIG", "plain"),
-    "comm/schedule.py:Started.wait:follow": ("NIG", "plain"),
-    "comm/schedule.py:_Relayed.__init__:wait_stream": ("IIG", "plain"),
-    "comm/schedule.py:_Relayed.__init__:complete": ("IIG", "plain"),
-    "comm/schedule.py:Schedule.submit:follow": ("NGG", "overlap"),
-    "comm/schedule.py:Schedule.submit:drain": ("NIG", "no overlap"),
-    "comm/schedule.py:Schedule.drain:follow": ("NGG", "overlap"),
-    "comm/schedule.py:Schedule._complete_up_to:complete": ("III", "units"),
-    "comm/schedule.py:Schedule.finish:finish": ("IIG", "plain"),
-    "comm/schedule.py:Schedule.wait:wait": ("NIG", "plain"),
+    "comm/transfer_queue.py:StreamEvent.__init__:record": ("IIG", "plain"),
+    "comm/transfer_queue.py:StreamEvent.wait:wait_event": ("IIG", "plain"),
+    "comm/transfer_queue.py:StreamEvent.wait:record_stream": ("III", "by hand"),
+    "comm/transfer_queue.py:Started.advance:wait": ("NGG", "overlap"),
+    "comm/transfer_queue.py:Started.finish:complete": ("IIG", "every micro-step"),
+    "comm/transfer_queue.py:Started.finish:wait": ("IIG", "plain"),
+    "comm/transfer_queue.py:Started.wait:wait": ("NIG", "plain"),
+    "comm/transfer_queue.py:_OnSideStream.__init__:wait_stream": ("IIG", "plain"),
+    "comm/transfer_queue.py:_OnSideStream.__init__:complete": ("IIG", "plain"),
+    "comm/transfer_queue.py:TransferQueue.submit:wait": ("NGG", "overlap"),
+    "comm/transfer_queue.py:TransferQueue.submit:drain": ("NIG", "no overlap"),
+    "comm/transfer_queue.py:TransferQueue.drain:wait 2": ("NGG", "overlap"),
+    "comm/transfer_queue.py:TransferQueue._complete_up_to:complete": ("III", "units"),
+    "comm/transfer_queue.py:TransferQueue.finish:finish": ("IIG", "plain"),
+    "comm/transfer_queue.py:TransferQueue.wait:wait": ("NIG", "plain"),
     "leaf/units.py:Unit.partition:record_stream": ("GGG", "units"),
     "leaf/units.py:UnitGather.wait:wait": ("GGG", "units"),
     "leaf/windows.py:WindowedModule._in_order:wait": ("GGG", "windows"),
-    "zero/sharded/coordinator.py:GroupCoordinator.reset_step:follow": ("GGG", "units"),
-    "zero/sharded/coordinator.py:GroupCoordinator.follow:wait_stream": ("GGG", "plain"),
-    "zero/sharded/crossing.py:CrossingBucket.pack:follow": ("IGG", "chunks"),
+    "zero/sharded/coordinator.py:GroupCoordinator.reset_step:wait_for_current": ("GGG", "units"),
+    "zero/sharded/coordinator.py:GroupCoordinator.wait_for_current:wait_stream": ("GGG", "plain"),
+    "zero/sharded/crossing.py:CrossingBucket.pack:wait": ("IGG", "chunks"),
     "zero/sharded/expert_windows.py:_Window.wait:finish": ("GGG", "windows"),
     "zero/sharded/expert_windows.py:WindowGathers._fetch:finish": ("GGG", "windows"),
     "zero/sharded/expert_windows.py:WindowGradients._reduce:record_stream": ("GGG", "windows"),
@@ -62,7 +62,7 @@ FOUND = {
     "zero/optimizer.py:ParoOptimizer._end_micro_step:_finish_buckets": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:_finish_buckets": ("NIG", "plain"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:finish": ("NIG", "offload"),
-    "comm/packing.py:read_here:record_stream": ("ING", "in few bits"),
+    "comm/packing.py:record_on_current_stream:record_stream": ("ING", "in few bits"),
     "zero/stage12.py:Stage12Optimizer._sync_gradients:wait": ("NNG", "pipeline, overlap"),
     "zero/streams.py:ReductionStream.after_current:wait_stream": ("NGG", "overlap"),
     "zero/streams.py:ReductionStream.after_current:wait_stream 2": ("NGG", "overlap"),
@@ -86,7 +86,7 @@ FOUND = {
 _ARRIVED = "modules have waited for what they use before"
 _BY_READING = "tests/unit/zero/test_overlap.py reads what has not arrived, without a device"
 _GLOO = "for gloo alone, where it has the host wait"
-_ALONE = "tests/unit/comm/test_schedule.py finds it"
+_ALONE = "tests/unit/comm/test_transfer_queue.py finds it"
 _ENDS = f"the host waits at the end of a process; {_ALONE}"
 _MEASURES = "measures time; nobody reads what it brings"
 _LATER = "hops of gradients between groups, which are waited for, come behind these gathers: on one communicator"
@@ -102,18 +102,18 @@ UNFOUND = {
     "comm/pairwise.py:PairwiseHandles.wait:wait": _GLOO,
     "comm/pairwise.py:PairwiseHandles.break_off:wait": _GLOO,
     "comm/endings.py:complete:synchronize": _ENDS,
-    "comm/schedule.py:Point.synchronize:synchronize": _ENDS,
-    "comm/schedule.py:Schedule.synchronize:synchronize": _ENDS,
+    "comm/transfer_queue.py:StreamEvent.synchronize:synchronize": _ENDS,
+    "comm/transfer_queue.py:TransferQueue.synchronize:synchronize": _ENDS,
     "integration/seams/strategies.py:complete_transfers_first.destroy_process_group:complete": _ENDS,
-    "comm/schedule.py:_Relayed._resume:follow": _ALONE,
-    "comm/schedule.py:_Relayed._arrive:follow": _ALONE,
-    "comm/schedule.py:Started.wait:complete": "a relay has been given all of it before",
-    "comm/schedule.py:_InBackground.advance:wait": _THREAD,
-    "comm/schedule.py:_InBackground.complete:wait": _THREAD,
-    "comm/schedule.py:_Completed.complete:wait": _THREAD,
-    "comm/schedule.py:Schedule.drain:wait": _THREAD,
-    "comm/schedule.py:Schedule.submit:complete": _THREAD,
-    "comm/schedule.py:Schedule.drop:follow": _ALONE,
+    "comm/transfer_queue.py:_OnSideStream._resume:wait": _ALONE,
+    "comm/transfer_queue.py:_OnSideStream._arrive:wait": _ALONE,
+    "comm/transfer_queue.py:Started.wait:complete": "a side stream has been given all of it before",
+    "comm/transfer_queue.py:_InBackground.advance:wait": _THREAD,
+    "comm/transfer_queue.py:_InBackground.complete:wait": _THREAD,
+    "comm/transfer_queue.py:_Completed.complete:wait": _THREAD,
+    "comm/transfer_queue.py:TransferQueue.drain:wait": _THREAD,
+    "comm/transfer_queue.py:TransferQueue.submit:complete": _THREAD,
+    "comm/transfer_queue.py:TransferQueue.drop:wait": _ALONE,
     "leaf/gradients.py:LeafGradients.leave_modules:finish": "orders nothing: it is a block's own",
     "loco/feedback.py:ErrorFeedback._settle:synchronize": _HOST,
     "loco/qgz.py:_reduce:finish": "DeepSpeed's own optimizer, whose waits are not ours",
@@ -224,7 +224,7 @@ def race_case(race: str, name: str, options: str) -> list[str]:
 @contextmanager
 def taken_back(race: str) -> Iterator[None]:
     """Bring a race back, in this context."""
-    from deepspeed_ext.comm.schedule import Started
+    from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.zero.sharded.coordinator import GroupCoordinator
 
     def finish(started: Any) -> Any:

@@ -28,7 +28,7 @@ def in_flight_case(overlap: bool) -> list[int]:
         data = training.batches(job)
         for number in range(3):
             training.micro_step(engine, job, number, *next(data))
-            counts.append(len(engine.optimizer.gradients["dense"]._schedule._open))
+            counts.append(len(engine.optimizer.gradients["dense"]._queue._open))
             engine.step()
         engine.destroy()
     return counts

@@ -2,28 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """When transfers travel, and who waits: what is in flight, in which order, on which stream.
 
-Note [Relays]
-    On a device with streams to wait for a communication is to order a stream after it; the host goes on. So a
-    transfer can be given to the device as a whole: its second hop starts when the first is over, not when somebody
-    submits the next transfer, and only who needs its result waits for it. It takes a stream of its own for
-    that, a *relay*: on a shared one whoever waits for that stream would wait for every hop that the relay waits for.
+Note [Side streams]
+    On a device with streams to wait for a communication is to order a stream after it; the host goes on. So a transfer
+    can be given to the device as a whole: its second hop starts when the first is over, not when the next transfer is
+    submitted, and only what needs its result waits for it. For that it runs on a *side stream*: on a shared stream,
+    whatever waits for that stream would wait for every hop of every transfer on it.
 
-    There are two relays, which take turns: one transfer is in its first hop while the one before it is in its second.
-    A third would find both links busy, and hold memory. What a transfer allocates is its relay's memory, from packing
-    to the result, so it needs no care; what it reads is another stream's, which follows the reading
+    There are two side streams, which take turns: one transfer is in its first hop while the one before it is in its
+    second. A third would find both links busy, and hold memory. What a transfer allocates is its side stream's memory,
+    from packing to the result, so it needs no care; what it reads is another stream's, which waits for the reading
     (``submit``).
 
     Step by step transfers stay in the order in which they were submitted, and so do their results: what a hop keeps
     from one to the next, and sums, have one order.
 
-    No step may have the host wait: it would wait for the hop before, and nothing else would be given to the device
-    meanwhile. What is delivered to pageable memory of the host has no relays for that.
+    No step may make the host wait: it would wait for the hop before, and nothing else would be given to the device
+    meanwhile. What is delivered to pageable memory of the host has no side streams for that reason.
 
-    Without streams a thread of the host may be the relay (``background.py``): it runs one transfer after the other,
-    each from packing to the result. It has its own place in the order of messages, so ranks may submit such transfers
-    at different times, as long as they do so in the same order. That is what crosses while other things do:
-    Note [Leaving early] in ``zero/boundary.py``. Or the thread only completes what is submitted: first hops start
-    at once, and the host waits where more are under way than relays would take.
+    Without streams a thread of the host may take the place of a side stream (``background.py``): it runs one transfer
+    after the other, each from packing to the result. It has its own place in the order of messages, so ranks may
+    submit such transfers at different times, as long as they do so in the same order. That is what crosses while other
+    things do: Note [Leaving early] in ``zero/boundary.py``. Or the thread only completes what is submitted: first hops
+    start at once, and the host waits where more are under way than side streams would take.
 """
 
 import os
@@ -43,10 +43,10 @@ from deepspeed_ext.comm.pairwise import tagged
 
 Deliver = Callable[[Tensor], object]
 
-_RELAYS = 2
+_SIDE_STREAMS = 2
 
 
-class Point:
+class StreamEvent:
     """An event on the current stream; nothing on devices without streams."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Point:
             self._stream, self._event = get_accelerator().current_stream(), get_accelerator().Event()
             self._event.record()
 
-    def follow(self, *read: Tensor) -> None:
+    def wait(self, *read: Tensor) -> None:
         """Make the current stream wait for the event.
 
         Args:
@@ -95,7 +95,7 @@ class Started:
         self._deliver = deliver
         self._handle: Any = None
         self._result: Tensor | None = None
-        self._done: Point | None = None
+        self._done: StreamEvent | None = None
         self._home = get_accelerator().current_stream()
         self._begin()
 
@@ -123,14 +123,14 @@ class Started:
         """
         self.complete()
         assert self._done is not None and self._result is not None
-        self._done.follow(self._result)
+        self._done.wait(self._result)
         return self._result
 
     def wait(self) -> None:
         """Make the current stream wait for the delivery."""
         self.complete()
         assert self._done is not None
-        self._done.follow()
+        self._done.wait()
 
     def _begin(self) -> None:
         self._resume()
@@ -147,44 +147,46 @@ class Started:
             self._result = result
         else:
             self._deliver(result)
-        self._done = Point()
+        self._done = StreamEvent()
 
 
-class _Relayed(Started):
-    """A transfer that a relay takes to its end; see Note [Relays].
+class _OnSideStream(Started):
+    """A transfer that a side stream takes to its end; see Note [Side streams].
 
     Args:
         transfer, deliver: see ``Started``.
-        relay: a stream.
+        stream: the side stream.
         before: ``steps`` of the transfer before it.
 
     Attributes:
-        steps: where the relay was after each step: packed and sent, received and sent on, ..., delivered.
+        steps: where the side stream was after each step: packed and sent, received and sent on, ..., delivered.
     """
 
-    def __init__(self, transfer: Transfer, deliver: Deliver | None, relay: Any, before: Sequence[Point]) -> None:
-        self.steps: list[Point] = []
+    def __init__(
+        self, transfer: Transfer, deliver: Deliver | None, stream: Any, before: Sequence[StreamEvent]
+    ) -> None:
+        self.steps: list[StreamEvent] = []
         self._before = before
-        relay.wait_stream(get_accelerator().current_stream())
-        with get_accelerator().stream(relay):
+        stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(stream):
             super().__init__(transfer, deliver)
             self.complete()
         self._before = ()
 
     def _resume(self) -> None:
         if len(self.steps) < len(self._before):
-            self._before[len(self.steps)].follow()
+            self._before[len(self.steps)].wait()
         super()._resume()
-        self.steps.append(Point())
+        self.steps.append(StreamEvent())
 
     def _arrive(self, result: Tensor) -> None:
         if self._before:
-            self._before[-1].follow()
+            self._before[-1].wait()
         super()._arrive(result)
 
 
 class _InBackground(Started):
-    """A transfer that a thread of the host runs when its turn comes; see Note [Relays].
+    """A transfer that a thread of the host runs when its turn comes; see Note [Side streams].
 
     Args:
         transfer, deliver: see ``Started``.
@@ -212,7 +214,7 @@ class _InBackground(Started):
 
 
 class _Completed(Started):
-    """A transfer that a thread of the host completes; see Note [Relays]. Arguments as of ``_InBackground``."""
+    """A transfer that a thread of the host completes; see Note [Side streams]. Arguments as of ``_InBackground``."""
 
     def __init__(self, transfer: Transfer, deliver: Deliver | None, background: Background) -> None:
         tag = background.next_tag()
@@ -230,13 +232,13 @@ def _host_waits() -> bool:
     return comms_logger.enabled or os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "1"
 
 
-class Schedule:
+class TransferQueue:
     """Transfers in flight. All ranks start the same communications in the same order.
 
     Args:
         overlap: whether ``submit`` leaves a transfer on the wire. Where the host has to wait for communications each
             one then moves all earlier ones on by one hop, so that at most as many are open as one has hops.
-        relayed: whether relays take overlapped transfers, on devices with streams; see Note [Relays].
+        relayed: whether side streams take overlapped transfers, on devices with streams; see Note [Side streams].
         background: whether a thread takes them, on devices without. What a transfer reads must stay as it is then
             until it is complete.
         completed: whether a thread completes them there.
@@ -249,7 +251,7 @@ class Schedule:
     def __init__(
         self,
         overlap: bool,
-        relayed: bool = False,
+        side_streams: bool = False,
         background: bool = False,
         completed: bool = False,
         newest_first: bool = False,
@@ -260,18 +262,18 @@ class Schedule:
         self._open: deque[Started] = deque()
         self._completed: deque[_Completed] = deque()  # what a thread may still be completing
         streams = not get_accelerator().is_synchronized_device()
-        self._relayed = relayed and overlap and streams
+        self._side_streams = side_streams and overlap and streams
         self._background = Background(owed) if (background or completed) and overlap and not streams else None
         self._whole = background
-        self._relays: deque[Any] = deque()
-        self._last: Sequence[Point] = ()  # of the last transfer that a relay has taken
+        self._streams: deque[Any] = deque()
+        self._last: Sequence[StreamEvent] = ()  # of the last transfer that a side stream has taken
         if owed:
             endings.owe(self)
 
     @property
     def unattended(self) -> bool:
         """Whether transfers come to their end though nobody waits, so that ranks may submit them at any times."""
-        return (self._relayed and not _host_waits()) or (self._whole and self._background is not None)
+        return (self._side_streams and not _host_waits()) or (self._whole and self._background is not None)
 
     def submit(self, transfer: Transfer, deliver: Deliver, reuses: bool = True) -> None:
         """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it.
@@ -282,12 +284,12 @@ class Schedule:
         """
         earlier = list(self._open)
         started = self.start(transfer, deliver)
-        if isinstance(started, _Relayed):
+        if isinstance(started, _OnSideStream):
             if reuses:
-                started.steps[0].follow()
+                started.steps[0].wait()
         elif isinstance(started, _Completed):
             self._completed.append(started)
-            if len(self._completed) > _RELAYS:
+            if len(self._completed) > _SIDE_STREAMS:
                 self._completed.popleft().complete()
         elif self._background is not None:
             pass  # its turn comes
@@ -298,13 +300,13 @@ class Schedule:
 
     def start(self, transfer: Transfer, deliver: Deliver | None = None) -> Started:
         """Start a transfer whose result ``finish`` hands out; arguments as of ``Started``."""
-        if self._relayed:
-            if not self._relays:
-                self._relays.extend(get_accelerator().Stream() for _ in range(_RELAYS))
-            self._relays.rotate()
-            relayed = _Relayed(transfer, deliver, self._relays[0], self._last)
-            self._last = relayed.steps
-            return relayed
+        if self._side_streams:
+            if not self._streams:
+                self._streams.extend(get_accelerator().Stream() for _ in range(_SIDE_STREAMS))
+            self._streams.rotate()
+            beside = _OnSideStream(transfer, deliver, self._streams[0], self._last)
+            self._last = beside.steps
+            return beside
         if self._background is not None:
             take = _InBackground if self._whole else _Completed
             return take(transfer, deliver, self._background)
@@ -314,7 +316,7 @@ class Schedule:
         return started
 
     def finish(self, started: Started) -> Tensor:
-        """Return the result of a transfer of this schedule, for the current stream.
+        """Return the result of a transfer of this queue, for the current stream.
 
         Those before it are completed first: ranks may ask for results in different orders, but what is started later
         on the way to them must be in one.
@@ -323,7 +325,7 @@ class Schedule:
         return started.finish()
 
     def wait(self, started: Started) -> None:
-        """Make the current stream wait for what a transfer of this schedule delivers by itself; see ``finish``."""
+        """Make the current stream wait for what a transfer of this queue delivers by itself; see ``finish``."""
         self._complete_up_to(started)
         started.wait()
 
@@ -336,7 +338,7 @@ class Schedule:
             self._completed.clear()
             self._background.wait()
         for step in self._last[-1:]:
-            step.follow()
+            step.wait()
         while self._open:
             self._advance(self._open)
 
@@ -354,7 +356,7 @@ class Schedule:
     def drop(self) -> None:
         """Leave all transfers where they are: nobody will read what they bring."""
         for step in self._last[-1:]:  # the device has been given all of them, and will deliver
-            step.follow()
+            step.wait()
         self._last = ()
         self._open.clear()
         if self._background is not None:

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed_ext.comm import backends, collectives, reshard
+from deepspeed_ext.comm import backends, collectives, redistribution
 from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
 from deepspeed_ext.comm.hops import Contents, Part, Span, SumsGather
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined as join
-from deepspeed_ext.comm.reshard import GradientReshard
-from deepspeed_ext.comm.schedule import Started
+from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.transfer_queue import Started
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
 
@@ -61,7 +61,7 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
         mock.patch.object(collectives, "get_process_group_ranks", lambda group: range(sizes[group])),
         mock.patch.object(backends, "_OF_A_STEP", 0),
     ):
-        mine = GradientReshard(kind("intra"), kind("inter"))
+        mine = GradientRedistribution(kind("intra"), kind("inter"))
         plan = plan_bucket((layout,), ranges)
         packed = mine.pack_bucket([torch.cat(gradients)] if together else gradients, plan, Placement.G)
         message, move = StorageWeakRef(packed.untyped_storage()), mine.reduce_bucket(packed, plan, Placement.G)
@@ -88,8 +88,8 @@ def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, mu
         hops = [backends.NativeReduce.__new__(backends.NativeReduce) for _ in range(2)]
         for hop, size in zip(hops, (4, 7), strict=True):
             hop.collectives, hop.multiple = SimpleNamespace(size=size, rank=1), multiple
-        with mock.patch.object(reshard, "_MORE_PIECES", more):
-            mine = GradientReshard(*hops)
+        with mock.patch.object(redistribution, "_MORE_PIECES", more):
+            mine = GradientRedistribution(*hops)
             packed += [mine.pack_bucket(given, plan, target) for given in (tensors, [torch.cat(tensors)])]
     assert all(torch.equal(packed[0], one) for one in packed[1:])
     assert packed[0].sum().item() == pytest.approx(torch.cat(tensors).sum().item(), abs=1e-3)
@@ -117,7 +117,7 @@ def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: boo
             yield
 
     told: list[Contents] = []
-    mine = GradientReshard(Noting([]), Noting(told))
+    mine = GradientRedistribution(Noting([]), Noting(told))
     plan = plan_bucket((FlatLayout(40, 2, 2),), (Range(0, 3, 30),))
     made: list[Span] = []
 
@@ -125,7 +125,7 @@ def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: boo
         made.append(Span(*fields))
         return made[-1]
 
-    with mock.patch.object(reshard, "Span", span):
+    with mock.patch.object(redistribution, "Span", span):
         for move in (
             mine.reduce_bucket(mine.pack_bucket([torch.ones(30)], plan, Placement.G), plan, Placement.G),
             mine.reduce_cells(torch.ones(2, 2, 5), Placement.G, [(0, 3), (7, 2)]),
@@ -160,11 +160,11 @@ def gathers_case() -> dict[str, list[float]]:
 
     from deepspeed_ext.comm.hops import GatherHop
     from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.comm.reshard import ParameterReshard
+    from deepspeed_ext.comm.redistribution import ParameterRedistribution
     from deepspeed_ext.strategy import Placement
 
     topology = get_topology(None, 3)
-    mine = ParameterReshard(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
+    mine = ParameterRedistribution(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
     pairs = [(source, target) for source in Placement for target in Placement if source >= target]
     for pair in pairs:
@@ -202,7 +202,7 @@ def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
     from deepspeed_ext.strategy import Placement
 
     topology = get_topology(None, 2)
-    mine = GradientReshard(make_reduce(topology.intra, "intra"), make_reduce(topology.inter, "inter"))
+    mine = GradientRedistribution(make_reduce(topology.intra, "intra"), make_reduce(topology.inter, "inter"))
     everybody = [
         [torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(rank)).float() for numel in numels]
         for rank in range(4)

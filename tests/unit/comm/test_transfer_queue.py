@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_ext.comm import background, endings
 from deepspeed_ext.comm.background import Background
-from deepspeed_ext.comm.schedule import Schedule, Started
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
 
@@ -94,10 +94,10 @@ def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread
 
 def test_overlapped_transfers_are_one_hop_apart() -> None:
     log: list[str] = []
-    schedule = Schedule(overlap=True)
+    queue = TransferQueue(overlap=True)
     for name in "ab":
-        schedule.submit(transfer(log, name), ignore)
-    schedule.drain()
+        queue.submit(transfer(log, name), ignore)
+    queue.drain()
     # The first hop of b is on the wire together with the second of a.
     assert log == [
         *("start a1", "start b1", "wait a1", "start a2", "wait a2", "done a"),
@@ -107,10 +107,10 @@ def test_overlapped_transfers_are_one_hop_apart() -> None:
 
 def test_newest_first_earlier_ones_travel_while_a_later_one_goes_on() -> None:
     log: list[str] = []
-    schedule = Schedule(overlap=True, newest_first=True)
+    queue = TransferQueue(overlap=True, newest_first=True)
     for name in "abc":
-        schedule.submit(transfer(log, name), ignore)
-    schedule.drain()
+        queue.submit(transfer(log, name), ignore)
+    queue.drain()
     # What b does between its hops has the second hop of a, and the first of c, on the wire.
     assert log == [
         *("start a1", "start b1", "wait a1", "start a2"),
@@ -121,9 +121,9 @@ def test_newest_first_earlier_ones_travel_while_a_later_one_goes_on() -> None:
 
 def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     log: list[str] = []
-    schedule = Schedule(overlap=False)
+    queue = TransferQueue(overlap=False)
     for name in "ab":
-        schedule.submit(transfer(log, name), ignore)
+        queue.submit(transfer(log, name), ignore)
     assert log == [
         f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
     ]
@@ -140,10 +140,10 @@ def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
 
 def test_a_relay_has_all_hops_at_once_where_waiting_does_not_block_the_host() -> None:
     log: list[str] = []
-    with mock.patch("deepspeed_ext.comm.schedule.get_accelerator") as accelerator:
+    with mock.patch("deepspeed_ext.comm.transfer_queue.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
-        schedule = Schedule(overlap=True, relayed=True)
-        schedule.submit(transfer(log, "a"), lambda _: log.append("delivered a"))
+        queue = TransferQueue(overlap=True, side_streams=True)
+        queue.submit(transfer(log, "a"), lambda _: log.append("delivered a"))
         assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a", "delivered a"]
 
 
@@ -175,7 +175,7 @@ def seen(stream: Stream, wires: list[Stream]) -> list[int]:
 def test_nobody_waits_for_transfers_whose_result_it_does_not_need() -> None:
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
-        gathers = Schedule(overlap=True, relayed=True)
+        gathers = TransferQueue(overlap=True, side_streams=True)
         first, second, _ = (gathers.start(over(order, wires)) for _ in range(3))
         assert seen(order.default, wires) == [0, 0]
         gathers.finish(first)
@@ -188,7 +188,7 @@ def test_nobody_waits_for_transfers_whose_result_it_does_not_need() -> None:
 def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
-        updates = Schedule(overlap=True, relayed=True, owed=owed)
+        updates = TransferQueue(overlap=True, side_streams=True, owed=owed)
         for _ in range(3):
             updates.start(over(order, wires))
         assert endings.complete(after_an_error=False) is None
@@ -199,10 +199,10 @@ def test_buckets_leave_the_stream_that_packs_them_to_the_next_ones() -> None:
     delivered: list[list[int]] = []
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
-        reductions = Schedule(overlap=True, relayed=True)
+        reductions = TransferQueue(overlap=True, side_streams=True)
         for number in range(4):
             reductions.submit(over(order, wires), lambda _: delivered.append(seen(order.current, wires)))
-            # Two are in flight: the third one's packing waits for the first one's relay.
+            # Two are in flight: the third one's packing waits for the first one's side stream.
             assert seen(order.default, wires) == [max(0, number - 1)] * 2
             assert [wire.clock[wire.number] for wire in wires] == [number + 1] * 2  # given to the device at once
         reductions.drain()
@@ -214,7 +214,7 @@ def test_a_bucket_that_stays_in_its_group_is_delivered_behind_those_before_it() 
     behind: list[bool] = []
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
-        reductions = Schedule(overlap=True, relayed=True)
+        reductions = TransferQueue(overlap=True, side_streams=True)
         reductions.submit(over(order, wires), ignore)
         reductions.submit(over(order, wires[:1]), lambda _: behind.append(seen(order.current, wires) == [2, 1]))
     assert behind == [True]
@@ -234,7 +234,7 @@ def test_what_a_hop_keeps_passes_from_transfer_to_transfer_in_order() -> None:
 
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
-        reductions = Schedule(overlap=True, relayed=True)
+        reductions = TransferQueue(overlap=True, side_streams=True)
         for _ in range(3):
             reductions.submit(keeping(order, wires), ignore)
     assert behind == [True] * 3
@@ -243,7 +243,7 @@ def test_what_a_hop_keeps_passes_from_transfer_to_transfer_in_order() -> None:
 def test_what_is_dropped_is_over_for_what_comes_next() -> None:
     with device_with_streams() as order:
         wires = [Stream(order, "intra")]
-        reductions = Schedule(overlap=True, relayed=True)
+        reductions = TransferQueue(overlap=True, side_streams=True)
         reductions.submit(over(order, wires), ignore)
         reductions.drop()
         assert seen(order.default, wires) == [1]
@@ -270,17 +270,17 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
         assert not torch.is_grad_enabled()
         return torch.ones(1)
 
-    schedule = Schedule(overlap=True, relayed=True, background=True)
-    assert schedule.unattended and not Schedule(overlap=True, relayed=True).unattended
-    first = schedule.start(held_up())
-    schedule.submit(transfer(log, "b"), lambda _: log.append("delivered b"))
+    queue = TransferQueue(overlap=True, side_streams=True, background=True)
+    assert queue.unattended and not TransferQueue(overlap=True, side_streams=True).unattended
+    first = queue.start(held_up())
+    queue.submit(transfer(log, "b"), lambda _: log.append("delivered b"))
     assert not log  # nobody has waited here
     may.set()
-    assert schedule.finish(first).item() == 1
-    schedule.drain()
+    assert queue.finish(first).item() == 1
+    queue.drain()
     hops = [[f"start {name}1", f"wait {name}1", f"start {name}2", f"wait {name}2", f"done {name}"] for name in "ab"]
     assert log == [*hops[0], *hops[1], "delivered b"]
-    assert not Schedule(overlap=False, background=True).unattended
+    assert not TransferQueue(overlap=False, background=True).unattended
 
 
 def test_a_thread_completes_what_has_been_started_and_the_host_waits_where_it_is_far_ahead() -> None:
@@ -298,15 +298,15 @@ def test_a_thread_completes_what_has_been_started_and_the_host_waits_where_it_is
             yield HeldUp(log, f"{name}{hop}")
         return torch.empty(0)
 
-    schedule = Schedule(overlap=True, completed=True)
-    assert not schedule.unattended
+    queue = TransferQueue(overlap=True, completed=True)
+    assert not queue.unattended
     for name in "ab":
-        schedule.submit(held_up(name), lambda _, name=name: log.append(f"delivered {name}"))
+        queue.submit(held_up(name), lambda _, name=name: log.append(f"delivered {name}"))
     assert log == ["start a1", "start b1"]
     threading.Timer(0.2, may.set).start()
-    schedule.submit(held_up("c"), ignore)
+    queue.submit(held_up("c"), ignore)
     assert "delivered a" in log
-    schedule.drain()
+    queue.drain()
     assert [entry for entry in log if "c1" not in entry] == [
         *("start a1", "start b1", "wait a1", "start a2", "wait a2", "delivered a"),
         *("wait b1", "start b2", "wait b2", "delivered b", "start c2", "wait c2"),
@@ -320,15 +320,15 @@ def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
         yield Handle(log, "a1")
         raise ConnectionError("a rank is gone")
 
-    schedule = Schedule(overlap=True, background=True)
-    schedule.submit(failing(), ignore)
-    schedule.submit(transfer(log, "b"), ignore)
+    queue = TransferQueue(overlap=True, background=True)
+    queue.submit(failing(), ignore)
+    queue.submit(transfer(log, "b"), ignore)
     for _ in range(2):
         with pytest.raises(ConnectionError, match="a rank is gone"):
-            schedule.drain()
+            queue.drain()
     assert log == ["wait a1"]  # nothing starts behind it, which would meet other ranks' messages
-    schedule.drop()
-    schedule.drain()
+    queue.drop()
+    queue.drain()
 
 
 def test_what_a_thread_has_goes_on_when_it_is_dropped() -> None:
@@ -340,11 +340,11 @@ def test_what_a_thread_has_goes_on_when_it_is_dropped() -> None:
         yield from transfer(log, "a")
         return torch.empty(0)
 
-    schedule = Schedule(overlap=True, background=True)
-    schedule.submit(held_up(), ignore)
-    schedule.drop()
-    schedule.drain()  # of nothing
-    schedule.submit(transfer(log, "b"), ignore)
+    queue = TransferQueue(overlap=True, background=True)
+    queue.submit(held_up(), ignore)
+    queue.drop()
+    queue.drain()  # of nothing
+    queue.submit(transfer(log, "b"), ignore)
     may.set()
-    schedule.drain()
+    queue.drain()
     assert [entry for entry in log if entry.startswith("done")] == ["done a", "done b"]
