@@ -238,7 +238,7 @@ def taken_back(race: str) -> Iterator[None]:
 
     with ExitStack() as patches:
         if race.startswith("gathers"):
-            patches.enter_context(mock.patch.object(GroupCoordinator, "follow", lambda coordinator: None))
+            patches.enter_context(mock.patch.object(GroupCoordinator, "wait_for_current", lambda coordinator: None))
         elif race.startswith("a gather"):
             patches.enter_context(mock.patch.object(Started, "finish", finish))
             patches.enter_context(mock.patch.object(Started, "complete", finish))
