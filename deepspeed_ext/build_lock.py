@@ -37,7 +37,7 @@ _FORGOTTEN_SECONDS = 24 * 3600.0  # after which another machine's note says noth
 
 @contextmanager
 def built_once(folder: Path, name: str) -> Iterator[None]:
-    """Have one process at a time build in a folder; see Note [Two locks].
+    """Make one process at a time build in a folder; see Note [Two locks].
 
     Args:
         folder: where torch builds.

@@ -69,7 +69,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         header: Mapping[str, Any],
         left_to_others: Callable[[str], bool] = lambda path: False,
     ) -> Iterator[None]:
-        """Have files of the folder written to its staging folder meanwhile, with a header.
+        """Write files of the folder to its staging folder in this context, with a header.
 
         Args:
             folder: of the checkpoint.

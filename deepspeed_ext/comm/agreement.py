@@ -34,14 +34,14 @@ def any_rank(found: bool, group: ProcessGroup | None = None) -> bool:
     return bool(all_reduce_max(torch.tensor([float(found)]), group).item())
 
 
-def all_reduce_min(value: int, group: ProcessGroup | None = None) -> int:
+def all_reduce_min(value: int) -> int:
     """Return the smallest of all ranks' values."""
-    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.MIN, group).item())
+    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.MIN).item())
 
 
-def all_reduce_sum(value: int, group: ProcessGroup | None = None) -> int:
+def all_reduce_sum(value: int) -> int:
     """Return the sum of all ranks' values."""
-    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.SUM, group).item())
+    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.SUM).item())
 
 
 def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tuple[int, int]]:

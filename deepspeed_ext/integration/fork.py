@@ -76,6 +76,6 @@ _aliases = _Aliases()
 
 
 def stand_down() -> None:
-    """Have our modules be the fork's. Idempotent."""
+    """Make our modules the fork's. Idempotent."""
     if _aliases not in sys.meta_path:
         sys.meta_path.insert(0, _aliases)

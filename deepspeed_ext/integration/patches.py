@@ -113,7 +113,7 @@ REPLACED: tuple[Patch, ...] = (
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._partition_params",
-        "have each engine write back its own parameters",
+        "make each engine write back its own parameters",
         "(params, has_been_updated)",
         lazily("deepspeed_ext.zero.sharded.modifier_rank:partition_by_owner"),
     ),
@@ -172,7 +172,7 @@ PATCHES = REPLACED + CALLED
 BESIDE: tuple[Patch, ...] = (
     Patch(
         "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload",
-        "have Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",
+        "make Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",
         "(self)",
         lazily("deepspeed_ext.config.implied_stage:read_with_stage"),
     ),
