@@ -115,7 +115,7 @@ LOCO_LOCAL void find_error(const Compress& job, Place& at) {
   }
 }
 
-// The elements of a block, with zeros behind the end of its row, for which `filled` has room.
+// The elements of a block, with zeros after the end of its row, for which `filled` has room.
 template <Type kType>
 LOCO_LOCAL const Element<kType>* elements_of(
     const void* all, int64_t stride, const Compress& job, const Place& at, Element<kType>* filled) {

@@ -37,7 +37,7 @@ struct Layout {
 // What a thread works on. What is of the tile is one for all threads, so that addresses are that and a small integer.
 struct Place {
   int64_t row, begin, first_block;  // of the tile; its first element and block in the row
-  int elements, padded;             // that the row has of the tile, without and with the zeros behind its end
+  int elements, padded;             // that the row has of the tile, without and with the zeros after its end
   int element;                      // the thread's first, in the tile
   int block;                        // likewise
   bool inside;                      // there is such a block

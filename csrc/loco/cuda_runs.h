@@ -44,7 +44,7 @@ struct alignas(sizeof(Stored) == 1 ? 8 : 16) Run {
 LOCO_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 LOCO_DEVICE float sum(float a, float b) { return __fadd_rn(a, b); }
 
-// Runs that are 16 elements apart, up to where the row ends: `left` elements from the first on. Zeros behind that.
+// Runs that are 16 elements apart, up to where the row ends: `left` elements from the first on. Zeros after that.
 template <typename Stored, int kCount>
 LOCO_DEVICE void load_runs(const Stored* from, int left, bool aligned, Run<Stored> (&runs)[kCount]) {
   if (aligned && left >= (kCount - 1) * kHalfChunk + kRun) {

@@ -35,7 +35,7 @@ LOCO_DEVICE int lane() { return threadIdx.x % kWarp; }
 LOCO_DEVICE int element_of(int i) { return i * kThreads + threadIdx.x; }
 LOCO_DEVICE int segment_of(int i) { return i * kWarps + threadIdx.x / kWarp; }
 
-// A thread's elements, zeros behind the end of the row.
+// A thread's elements, zeros after the end of the row.
 LOCO_DEVICE void load(const uint16_t* from, int count, uint16_t (&bits)[kEach]) {
 #pragma unroll
   for (int i = 0; i < kEach; ++i) bits[i] = element_of(i) < count ? from[element_of(i)] : 0;
@@ -136,7 +136,7 @@ LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int
   __shared__ int picked_of[kSegments], escaped_of[kSegments];
   __shared__ uint32_t nibbles[kNibbleUnits / 2];
   __shared__ uint16_t codes[kBaseUnits<kInPairs>], escape_units[kTile];
-  if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;  // seen by all behind the barriers of the ranks
+  if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;  // seen by all after the barriers of the ranks
   bool picked[kEach], escaped[kEach];
   int place[kEach], escape[kEach];
 #pragma unroll

@@ -6,7 +6,7 @@
 
 #define LOCO_LOCAL inline __attribute__((always_inline)) LOCO_TARGET
 
-// Elements of a tile with zeros behind the end of its row, for which `filled` has room.
+// Elements of a tile with zeros after the end of its row, for which `filled` has room.
 LOCO_LOCAL const uint16_t* elements_of(const uint16_t* row, int64_t width, int64_t tile, uint16_t* filled) {
   const int64_t first = tile * kTile, left = width - first;
   if (left >= kTile) return row + first;

@@ -216,7 +216,7 @@ def _link(source: str, target: str) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Have the file or folder on disk before anything refers to it."""
+    """Write the file or folder to disk before anything refers to it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

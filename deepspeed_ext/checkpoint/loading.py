@@ -130,7 +130,7 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
 
 @contextmanager
 def _ordinary(engine: Engine) -> Iterator[None]:
-    """Have the engine load ordinary checkpoints in this context."""
+    """Let the engine load ordinary checkpoints in this context."""
     with mock.patch.object(engine._config, "load_universal_checkpoint", False):
         yield
 
@@ -172,7 +172,7 @@ def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
 
 
 def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
-    """Have the engine, where it takes weights from the shards of the optimizer, take them from this tag's.
+    """Make the engine, where it takes weights from the shards of the optimizer, take them from this tag's.
 
     A universal checkpoint has no shards, and there the optimizer loads the weights. A pipeline has them in files of
     its layers, which it takes where there is nothing else.

@@ -77,7 +77,7 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
     given = arguments.report_ranks, arguments.report_group_size
     if arguments.command:
         if given != (None, None):
-            parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes behind it.")
+            parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes after it.")
         try:
             _run(arguments)
         except ValueError as error:

@@ -81,7 +81,7 @@ def _check_muon(config: "DeepSpeedConfig") -> None:
 
 
 def use_strategy_of_stage(config: "DeepSpeedConfig", mpu: Any) -> None:
-    """Have a parsed configuration of plain ZeRO ask for the strategy that its stage is.
+    """Make a parsed configuration of plain ZeRO ask for the strategy that its stage is.
 
     Args:
         mpu: a pipeline's grid.

@@ -6,7 +6,7 @@ With the seams, the only module that knows both DeepSpeed's symbols and all of o
 """
 
 from deepspeed_ext.integration.relied_on import CALLED
-from deepspeed_ext.integration.seams import checkpoints, keys, lazily, mended, planning, strategies
+from deepspeed_ext.integration.seams import checkpoints, keys, lazily, planning, strategies, upstream_fixes
 from deepspeed_ext.integration.symbols import ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
 
 DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"  # setup.py reads it as well: pip installs no other
@@ -140,7 +140,7 @@ REPLACED: tuple[Patch, ...] = (
         f"{ENGINE}._get_all_ckpt_names",
         "bug fix: a universal checkpoint of another stage has model states under another name",
         "(self, checkpoints_path, tag)",
-        mended.find_files_of_other_stages,
+        upstream_fixes.find_files_of_other_stages,
     ),
     *(
         Patch(

@@ -92,13 +92,13 @@ class ChunkedModule:
             self.forget()
 
     def begin(self, forward: bool) -> None:
-        """Hear that the module is entered."""
+        """Called when the module is entered."""
         while self._passes and (self._passes[-1].forward or not forward):
             self._finish()  # left without notice: the recomputation of a checkpoint stops when it has what it needs
         self._passes.append(_Pass(forward, forward or self.is_last()))
 
     def enter(self, number: int, forward: bool) -> None:
-        """Hear that an expert of this chunk is entered.
+        """Called when an expert of this chunk is entered.
 
         Raises:
             RuntimeError: chunks after it have been entered.
@@ -113,14 +113,14 @@ class ChunkedModule:
         self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
 
     def end(self, forward: bool) -> None:
-        """Hear that the module is left."""
+        """Called when the module is left."""
         while self._passes and self._passes[-1].forward != forward:
             self._finish()
         if self._passes:
             self._finish()
 
     def finish(self) -> None:
-        """Hear that the backward of the model is over."""
+        """Called when the backward of the model is over."""
         while self._passes:
             self._finish()
 
@@ -159,7 +159,7 @@ class ChunkedModule:
 
 
 def set_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> None:
-    """Have a module's experts, which are leaf modules, fetched in these chunks."""
+    """Fetch a module's experts, which are leaf modules, in these chunks from now on."""
     module.__dict__[_CHUNKS] = ChunkedModule(module, [Chunk(chunk) for chunk in chunks])
 
 

@@ -275,7 +275,7 @@ class LeafGradients:
         optimizer.update_hook_state_and_maybe_run_epilogue(expected)
 
     def backward_has_begun(self) -> None:
-        """Have the end of the backward seen, also where only a module that waits for it sees that one runs."""
+        """Queue DeepSpeed's callback for the end of a backward, even if no other hook has."""
         self._optimizer.reenter_backward_if_needed()
         self._optimizer._backward_hook_state.queue_post_backward_callback()
 

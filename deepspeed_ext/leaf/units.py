@@ -156,7 +156,7 @@ def make_units(
 
 
 def fetch_nothing(module: nn.Module) -> None:
-    """Have the coordinator fetch no parameters of a leaf module, whose own code does."""
+    """Make the coordinator fetch no parameters of a leaf module, whose own code does."""
     module.__dict__[_ENTRIES] = ()
 
 

@@ -37,7 +37,7 @@ class Fetch(Protocol):
         """Write it to its parameters, (experts of the window, ...) each."""
 
     def release(self) -> None:
-        """Hear that it is not used any more."""
+        """Called when it is not used any more."""
 
 
 class _Part:
@@ -244,7 +244,7 @@ class WindowedModule:
             self.end(self)
 
     def _fill(self, part: _Part, number: int) -> None:
-        """Have a window's weights have storage."""
+        """Give a window's weights storage."""
         if part.weights:
             for weight in part.weights:
                 weight.untyped_storage().resize_(weight.numel() * weight.element_size())
@@ -292,7 +292,7 @@ class _Forward:
         return self._windowed(*(given[name] for name in self._names))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Tensor]:
-        copied = memo.get(id(self._windowed.module))  # the attributes of a module are copied behind it
+        copied = memo.get(id(self._windowed.module))  # the attributes of a module are copied after it
         return self if copied is None else functools.partial(type(copied).forward, copied)
 
 
@@ -334,7 +334,7 @@ def windows_of(experts: int, bytes_each: int, budget: int) -> list[list[int]]:
 
 
 def set_windows(module: nn.Module, windows: Sequence[Sequence[int]]) -> None:
-    """Have a module's packed experts fetched in these windows."""
+    """Fetch a module's packed experts in these windows from now on."""
     module.__dict__[_WINDOWS] = windowed = WindowedModule(module, windows)
     module.__dict__["forward"] = _Forward(windowed)
 

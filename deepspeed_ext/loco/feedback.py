@@ -215,7 +215,7 @@ class ErrorFeedback(ErrorState):
         return _Error(splits, self._encode(kept, splits), None if updated is None else self._encode(updated, splits))
 
     def _dissolve(self, contents: Contents) -> None:
-        """Have the errors of a bucket that is no more wait for those that get its elements."""
+        """Decode the errors of a bucket that is gone, and keep them until another bucket contains their elements."""
         error = self._errors.pop(contents)
         offsets = _offsets(contents, error.splits)
         for span, _ in offsets:

@@ -12,9 +12,9 @@ Note [Lossless updates]
     -0 and +0 are two numbers, and so are all NaNs: every bit pattern comes back exactly. A row of ``width`` elements
     is split into t tiles of 1024, the last one filled up with d = 0. On the wire it is, little-endian,
 
-        header      t words of 32 bits: mode << 30 | where the tile's section starts behind the header, in units of
+        header      t words of 32 bits: mode << 30 | where the tile's section starts after the header, in units of
                     2 bytes; so a row has at most 2^30 elements
-        sections    one behind the other, in the order of tiles
+        sections    one after the other, in the order of tiles
         padding     zeros up to the end of the wire's row, whose length is even
 
     Modes, of which a tile has the one with the smallest section, the lowest among equals:
@@ -32,7 +32,7 @@ Note [Lossless updates]
 
     So a row takes at most 4 bytes for each tile more than the elements themselves, and what fills the last tile.
     Sizes depend on the numbers, shapes do not: nothing here waits for the device. A tile whose section would end
-    behind the wire's row is not written, and not applied: whoever allocates the wire compares sizes first.
+    past the wire's row is not written, and not applied: whoever allocates the wire compares sizes first.
 """
 
 import torch
@@ -84,7 +84,7 @@ def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
         mode, first = (words >> 30) & 3, begin + (words & _SIZE).long()
         sections, sizes = _encode(_differences(updated, held, some), _tiles(updated, some), mode)
         there = (column < sizes) & (first + sizes <= len(units))
-        places = (first + column).clamp(max=len(units) - 1)  # behind a section zero is added to what is there
+        places = (first + column).clamp(max=len(units) - 1)  # past a section zero is added to what is there
         units.index_add_(0, places.view(-1), torch.where(there, sections, 0).to(torch.int16).view(-1))
 
 

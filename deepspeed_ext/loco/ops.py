@@ -169,7 +169,7 @@ def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
         held: likewise.
         header: what ``header_of`` makes of their tiles.
         wire: (1, bytes), uint8, an even number of bytes from an even address on; at least as many as ``header_of``
-            returns: tiles that do not fit are left out. Written up to its end, with zeros behind the last tile.
+            returns: tiles that do not fit are left out. Written up to its end, with zeros after the last tile.
 
     Raises:
         TypeError, RuntimeError: as ``measure``.

@@ -41,7 +41,7 @@ class Packing:
         return -(-width // self.block_size)
 
     def padded(self, width: int) -> int:
-        """Return the elements of a row with the zeros behind its end."""
+        """Return the elements of a row with the zeros after its end."""
         return self.blocks(width) * self.block_size
 
     def payload_bytes(self, width: int) -> int:
@@ -66,7 +66,7 @@ class Packing:
         return packed[:, start + 2 * blocks.start : start + 2 * blocks.stop].view(torch.bfloat16)
 
     def padding(self, packed: Tensor, width: int) -> Tensor:
-        """Return what is behind the scales of packed rows: (rows, bytes), a view."""
+        """Return what follows the scales of packed rows: (rows, bytes), a view."""
         return packed[:, self.payload_bytes(width) + 2 * self.blocks(width) :]
 
     def empty(self, rows: int, width: int, like: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Note [Arithmetic of a block]
         r = h - d                                       at most S/2 in size
         e' = (b S_e) q_e + ((1-b)/unit) r               LoCo, arXiv:2407.04480; kept in 8 bits as d is sent
 
-    The error lives behind H: the transform is linear, so the receiver undoes it once, of the sum. A block whose
+    The error lives after H: the transform is linear, so the receiver undoes it once, of the sum. A block whose
     scale would be subnormal is sent as zeros (r = h). A block with something that is not finite is sent with the scale
     NaN, and its error stays what it was.
 
@@ -172,7 +172,7 @@ def unpack(packed: Tensor, width: int, packing: Packing, blocks: range | None = 
 
 
 def decode(packed: Tensor, width: int, packing: Packing, hadamard: bool, blocks: range | None = None) -> Tensor:
-    """Return the numbers of packed rows: (rows, width), fp32; or of some of their blocks, with the zeros behind."""
+    """Return the numbers of packed rows: (rows, width), fp32; or of some of their blocks, padded."""
     q, step = unpack(packed, width, packing, blocks)
     numbers = q * step
     return (transform(numbers) if hadamard else numbers).view(packed.shape[0], -1)[:, : None if blocks else width]

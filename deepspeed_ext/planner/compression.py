@@ -24,7 +24,7 @@ class Compression:
 
     @property
     def label(self) -> str:
-        """Return what stands behind a strategy's name."""
+        """Return what follows a strategy's name."""
         return label(self.loco is not None, self.updates is not None)
 
     def allows(self, strategy: Strategy) -> bool:
@@ -67,7 +67,7 @@ class Compression:
 
 
 def label(loco: bool, updates: bool) -> str:
-    """Return what stands behind the name of a strategy with LoCo, and with updates in few bits."""
+    """Return what follows the name of a strategy with LoCo, and with updates in few bits."""
     return (" + LoCo" if loco else "") + (" + updates" if updates else "")
 
 

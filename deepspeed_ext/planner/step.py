@@ -15,7 +15,7 @@ Note [Timeline of a step]
       on a host, which waits for those first, when it does begin.
     - Gradients are reduced by unit, the model's last first: a unit leaves when the backward of its layers is over. In
       each micro-step (g = I, G) the next one waits for them. What crosses at the boundary (g = I, N) leaves in the
-      backward of the last micro-step, behind what its unit has had reduced there; sums that come back follow theirs.
+      backward of the last micro-step, after what its unit has had reduced there; sums that come back follow theirs.
     - Where gradients do not overlap, a unit is reduced, over one hop after the other, before compute goes on, and
       what crosses at the boundary does so when the backward is over.
     - What the step needs whole, as Muon does, goes to its owners in rounds when all reductions are over: a round is
@@ -137,7 +137,7 @@ class _Tasks:
         return self._line.usage()
 
     def _exchange(self, before: list[int]) -> list[int]:
-        """Have matrices orthogonalized, round by round; return after what all updates are back."""
+        """Orthogonalize matrices, round by round; return after what all updates are back."""
         move, ends = self._moves.exchange, list(before)
         if not (move.within or move.between or self._step.orthogonalize):
             return before

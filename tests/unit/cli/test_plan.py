@@ -200,7 +200,7 @@ def test_what_the_report_takes_is_not_dropped(
     monkeypatch.setattr(sys, "argv", ["deepspeed_ext", option, "4", "plan", "--params", "7B", *NODES, *LINKS])
     with pytest.raises(SystemExit):
         __main__.main()
-    assert "are the report's: put what plan takes behind it" in capsys.readouterr().err
+    assert "are the report's: put what plan takes after it" in capsys.readouterr().err
 
 
 MODELS = """
