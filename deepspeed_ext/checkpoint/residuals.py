@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.comm.hops import Span
+from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -154,38 +154,40 @@ class Residuals:
                     level=logging.WARNING,
                 )
 
-    def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[Span, Tensor]:
+    def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[ShardSpan, Tensor]:
         """Return for each row of this rank's gradients its share of what all groups had not sent."""
         totals: dict[tuple[int, int], Tensor] = {}
-        places: dict[str, list[tuple[int, Span]]] = defaultdict(list)
+        places: dict[str, list[tuple[int, ShardSpan]]] = defaultdict(list)
         for name, start, run in wanted:
-            places[name].append((start, Span(*run)))
+            places[name].append((start, ShardSpan(*run)))
         for _, run in (place for of in places.values() for place in of):
-            end = run.start + run.numel
+            end = run.elements.stop
             before = totals.get((run.buffer, run.row), torch.empty(0))
             if before.numel() < end:
                 totals[run.buffer, run.row] = torch.zeros(end)
         for file in self._ranks:
             for name, start, values in self._by_parameter(file):
                 for first, run in places[name]:
-                    begin, end = max(first, start), min(first + run.numel, start + values.numel())
-                    if begin < end:
-                        at = run.start + begin - first
-                        totals[run.buffer, run.row][at : at + end - begin] += values[begin - start : end - start]
+                    both = Span(first, run.numel).common(Span(start, values.numel()))
+                    if both.numel:
+                        total = both.shifted(run.start - first).of(totals[run.buffer, run.row])
+                        total.add_(both.shifted(-start).of(values))
         optimizer = self._optimizer
         groups = {
             buffer: optimizer.families[optimizer.family_of_buffer(buffer)].topology.sizes.groups
             for buffer, _ in totals
         }
-        return {Span(buffer, row, 0, total.numel()): total / groups[buffer] for (buffer, row), total in totals.items()}
+        return {
+            ShardSpan(buffer, row, 0, total.numel()): total / groups[buffer] for (buffer, row), total in totals.items()
+        }
 
     def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
         """Return what a rank had not sent: name of a parameter, first element, values."""
-        places: dict[tuple[int, int], list[tuple[int, int, str, int]]] = defaultdict(list)
-        for name, start, (buffer, row, first, numel) in file["whereabouts"]:
-            places[buffer, row].append((first, numel, name, start))
+        places: dict[tuple[int, int], list[tuple[Span, str, int]]] = defaultdict(list)
+        for name, start, (buffer, row, *elements) in file["whereabouts"]:
+            places[buffer, row].append((Span(*elements), name, start))
         for run, values in self._errors.errors_in(file["states"]):
-            for first, numel, name, start in places[run.buffer, run.row]:
-                begin, end = max(first, run.start), min(first + numel, run.start + run.numel)
-                if begin < end:
-                    yield name, start + begin - first, values[begin - run.start : end - run.start]
+            for span, name, start in places[run.buffer, run.row]:
+                both = span.common(run.elements)
+                if both.numel:
+                    yield name, start + both.start - span.start, both.shifted(-run.start).of(values)

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm import collectives
-from deepspeed_ext.comm.hops import Contents, GatherHop, Part, ReduceHop, Transfer
+from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer
 from deepspeed_ext.comm.packing import joined
+from deepspeed_ext.comm.spans import Contents, Spans
 
 # Elements that a link carries while a step of a ring takes its latency: 64 KB in 6 microseconds at 10 GB/s.
 _OF_A_STEP = 1 << 15
@@ -64,7 +65,7 @@ class NativeReduce(ReduceHop):
         yield self.collectives.reduce_each(parts)
         return parts[self.rank][:mine].clone()  # a view would keep the bucket through the next hop
 
-    def all_reduce(self, flat: Tensor, spans: Part = ()) -> Transfer:
+    def all_reduce(self, flat: Tensor, spans: Spans = ()) -> Transfer:
         """Sum by the backend's all-reduce, unless sums come back otherwise; see ``ReduceHop``."""
         return (yield from _all_reduce(self, flat) if self.sums.exact else super().all_reduce(flat, spans))
 
@@ -83,7 +84,7 @@ class AllReduceReduce(ReduceHop):
         flat = yield from self.all_reduce(flat)
         return flat.split(list(splits))[self.rank].clone() if self.size > 1 else flat
 
-    def all_reduce(self, flat: Tensor, spans: Part = ()) -> Transfer:
+    def all_reduce(self, flat: Tensor, spans: Spans = ()) -> Transfer:
         """Sum by the backend's all-reduce; see ``ReduceHop``."""
         return (yield from _all_reduce(self, flat))
 

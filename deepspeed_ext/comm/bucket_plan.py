@@ -3,50 +3,41 @@
 """Where the parts of a bucket of flat buffers belong.
 
 Note [Rows that are alike]
-    A bucket has some stretches of flat buffers, each of which runs through many cells: with 16,384 ranks a stripe has
-    as many. Most of them are in it as a whole. So a plan does not list cells but, for each column, stretches of rows
-    of which the bucket has the same elements: a handful, whatever the number of ranks.
+    A bucket has some spans of flat buffers, each of which runs through many cells: with 16,384 ranks a stripe has as
+    many. Most of them are in it as a whole. So a plan does not list cells but, for each column, neighboring rows of
+    which the bucket has the same elements: a handful, whatever the number of ranks.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Contents, Span
 from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span, Spans, neighbors_joined
 
 
-class Range(NamedTuple):
-    """Elements ``start`` to ``start + numel`` of flat buffer number ``buffer``."""
-
-    buffer: int
-    start: int
-    numel: int
-
-
-def parts_of(tensors: Sequence[Tensor], ranges: Sequence[Range]) -> Iterator[Tensor]:
-    """Yield of each range of a bucket its part, 1D. ``tensors``: the bucket, 1D, or one tensor for each range."""
-    if len(tensors) == len(ranges):
+def parts_of(tensors: Sequence[Tensor], spans: Sequence[BufferSpan]) -> Iterator[Tensor]:
+    """Yield of each span of a bucket its part, 1D. ``tensors``: the bucket, 1D, or one tensor for each span."""
+    if len(tensors) == len(spans):
         yield from tensors
         return
     (bucket,) = tensors
-    yield from bucket.split([one.numel for one in ranges])
+    yield from bucket.split([span.numel for _, span in spans])
 
 
 class Cut(NamedTuple):
-    """Elements of a row: ``numel`` from ``start`` on in its chunk of a flat buffer.
+    """A span of each of some rows, in their chunks of a flat buffer.
 
     Attributes:
         offset: of the first row's in the bucket; those of each further row start ``stride`` later.
     """
 
     buffer: int
-    start: int
-    numel: int
+    span: Span
     offset: int
     stride: int
 
@@ -61,18 +52,12 @@ class Rows(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of each row."""
-        return sum(cut.numel for cut in self.cuts)
+        return sum(cut.span.numel for cut in self.cuts)
 
-    def stretches(self) -> list[Range]:
+    def spans(self) -> list[BufferSpan]:
         """Return what each row holds in its chunks, in order: cuts, neighbors joined."""
-        joined: list[Range] = []
-        for buffer, start, numel, *_ in self.cuts:
-            last = joined[-1] if joined else None
-            if last and (last.buffer, last.start + last.numel) == (buffer, start):
-                joined[-1] = last._replace(numel=last.numel + numel)
-            else:
-                joined.append(Range(buffer, start, numel))
-        return joined
+        by_buffer = groupby(self.cuts, key=lambda cut: cut.buffer)
+        return [(buffer, span) for buffer, cuts in by_buffer for span in neighbors_joined(cut.span for cut in cuts)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,11 +79,11 @@ class BucketPlan:
 
     def rows_of(self, col: int, rows: int) -> Contents:
         """Return what a column's part holds for each group."""
-        parts: list[tuple[Span, ...]] = [()] * rows
+        parts: list[Spans] = [()] * rows
         for some in self.columns[col]:
-            stretches = some.stretches()
+            spans = some.spans()
             for row in range(some.first, some.first + some.times):
-                parts[row] = tuple(Span(buffer, row, start, numel) for buffer, start, numel in stretches)
+                parts[row] = tuple(ShardSpan(buffer, row, *span) for buffer, span in spans)
         return tuple(parts)
 
     def row(self, col: int, row: int) -> list[Rows]:
@@ -107,45 +92,46 @@ class BucketPlan:
 
 
 @lru_cache(maxsize=4096)  # training repeats the same buckets
-def plan_bucket(layouts: tuple[FlatLayout, ...], ranges: tuple[Range, ...]) -> BucketPlan:
-    """Divide a bucket that holds ``ranges``, one after the other, along the cells of their buffers, which have as many
+def plan_bucket(layouts: tuple[FlatLayout, ...], spans: tuple[BufferSpan, ...]) -> BucketPlan:
+    """Divide a bucket that holds ``spans``, one after the other, along the cells of their buffers, which have as many
     rows and columns as one another."""
-    columns: list[list[Rows]] = [[] for _ in range(layouts[ranges[0].buffer].cols)]
+    columns: list[list[Rows]] = [[] for _ in range(layouts[spans[0][0]].cols)]
     offset = 0
-    for buffer, start, numel in ranges:
-        for col, rows in _cells(layouts[buffer], buffer, start, numel, offset):
+    for buffer, span in spans:
+        for col, rows in _cells(layouts[buffer], buffer, span, offset):
             columns[col].append(rows)
-        offset += numel
+        offset += span.numel
     return BucketPlan(tuple(tuple(_alike(some)) for some in columns))
 
 
-def _cells(layout: FlatLayout, buffer: int, start: int, numel: int, offset: int) -> Iterator[tuple[int, Rows]]:
-    """Give the cells that a stretch of a flat buffer runs through, by column: each with one cut.
+def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator[tuple[int, Rows]]:
+    """Give the cells that a span of a flat buffer runs through, by column: each with one cut.
 
     Args:
         layout: of the flat buffer.
         buffer: its number.
-        start, numel: the stretch.
-        offset: of the stretch in the bucket.
+        span: elements of it.
+        offset: of the span in the bucket.
     """
-    end = start + numel
-    while start < end:
-        stripe = layout.stripe_of(start)
-        first, last = start - stripe.start, min(end, stripe.start + stripe.numel) - stripe.start  # in the stripe
+    while span.numel:
+        stripe = layout.stripe_of(span.start)
+        inside = span.common(stripe.span)
+        first, last = inside.start - stripe.span.start, inside.stop - stripe.span.start
         width, stride = stripe.width, layout.cols * stripe.width
         whole = -(-first // width), last // width  # cells that are in it as a whole
         for cell in sorted({first // width, (last - 1) // width}):
             if not whole[0] <= cell < whole[1]:
-                begin, stop = max(first, cell * width), min(last, (cell + 1) * width)
-                cut = Cut(buffer, stripe.column + begin - cell * width, stop - begin, offset + begin - first, stride)
+                mine = stripe.cell(cell).common(inside)
+                held = mine.shifted(stripe.column - stripe.span.start - cell * width)
+                cut = Cut(buffer, held, offset + mine.start - inside.start, stride)
                 yield cell % layout.cols, Rows(cell // layout.cols, 1, (cut,))
         for col in range(layout.cols):
             rows = [-(-(cell - col) // layout.cols) for cell in whole]
             if rows[0] < rows[1]:
                 at = (rows[0] * layout.cols + col) * width - first
-                cut = Cut(buffer, stripe.column, width, offset + at, stride)
+                cut = Cut(buffer, Span(stripe.column, width), offset + at, stride)
                 yield col, Rows(rows[0], rows[1] - rows[0], (cut,))
-        start, offset = stripe.start + last, offset + last - first
+        span, offset = Span.between(inside.stop, span.stop), offset + inside.numel
 
 
 def _alike(some: Sequence[Rows]) -> Iterator[Rows]:

@@ -22,17 +22,9 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.comm.spans import Contents, ShardSpan, Spans, split_spans
 
 Transfer = Generator[Any, None, Tensor]  # yields handles with a wait() method
-
-
-class Span(NamedTuple):
-    """Elements of a bucket: where in this rank's shards they belong."""
-
-    buffer: int
-    row: int
-    start: int  # within the row
-    numel: int
 
 
 class Update(NamedTuple):
@@ -50,24 +42,6 @@ class Update(NamedTuple):
 
 
 Agree = Callable[[Tensor], Tensor]  # of each number the largest among the ranks that gather
-Part = tuple[Span, ...]  # what a part of a bucket holds, in order; elements after its spans are padding
-Contents = tuple[Part, ...]  # of a bucket: a part for each rank that it goes to
-
-
-def split_spans(spans: Part, lengths: Sequence[int]) -> Contents:
-    """Return the spans of parts of these lengths."""
-    left, parts = list(reversed(spans)), []
-    for length in lengths:
-        part = []
-        while length and left:
-            span = left.pop()
-            taken = min(length, span.numel)
-            part.append(span._replace(numel=taken))
-            length -= taken
-            if taken < span.numel:
-                left.append(span._replace(start=span.start + taken, numel=span.numel - taken))
-        parts.append(tuple(part))
-    return tuple(parts)
 
 
 class ErrorState:
@@ -94,11 +68,11 @@ class ErrorState:
     def load_states(self, states: Mapping[str, Any]) -> None:
         """Load the states of the same buckets; without any, all errors are zero."""
 
-    def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[Span, Tensor]]:
+    def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[ShardSpan, Tensor]]:
         """Return what such states, of this rank or another, have not sent yet of each span: fp32, 1D."""
         return ()
 
-    def load_errors(self, errors: Mapping[Span, Tensor], steps: int) -> None:
+    def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """Load what was not sent yet of other buckets: fp32, 1D, of each span; after so many steps."""
 
     def forget(self) -> None:
@@ -158,12 +132,12 @@ class JointErrorState(ErrorState):
         for place, part in self._parts.items():
             part.load_states(_at(states, place))
 
-    def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[Span, Tensor]]:
+    def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[ShardSpan, Tensor]]:
         """Return those of all parts: what a sum lacks may as well come with a summand."""
         for place, part in self._parts.items():
             yield from part.errors_in(_at(states, place))
 
-    def load_errors(self, errors: Mapping[Span, Tensor], steps: int) -> None:
+    def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """Give them to the reductions; see ``ErrorState``."""
         for place, part in self._parts.items():
             if self._is_gathered(place):
@@ -295,7 +269,7 @@ class SumsGather:
     def __init__(self) -> None:
         self.errors = ErrorState()
 
-    def gather(self, hop: "ReduceHop", sums: Tensor, spans: Part) -> Transfer:
+    def gather(self, hop: "ReduceHop", sums: Tensor, spans: Spans) -> Transfer:
         """Gather the sums (1D) of every rank of a hop, in rank order; all ranks get the same bits.
 
         Args:
@@ -358,7 +332,7 @@ class ReduceHop(Hop, ABC):
             1D of ``splits[rank]`` elements, dtype of ``flat``.
         """
 
-    def all_reduce(self, flat: Tensor, spans: Part = ()) -> Transfer:
+    def all_reduce(self, flat: Tensor, spans: Spans = ()) -> Transfer:
         """Sum ``flat`` (1D) over the group, on all ranks; ``flat`` may be overwritten.
 
         Args:
@@ -376,7 +350,7 @@ class ReduceHop(Hop, ABC):
         gathered = yield from self.gather_sums(mine, contents[self.rank] if contents else ())
         return gathered[:numel]
 
-    def gather_sums(self, sums: Tensor, spans: Part = ()) -> Transfer:
+    def gather_sums(self, sums: Tensor, spans: Spans = ()) -> Transfer:
         """Gather the sums (1D) of every rank of the group, in rank order; see ``SumsGather``."""
         return self.sums.gather(self, sums, spans)
 

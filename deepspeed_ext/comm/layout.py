@@ -13,11 +13,11 @@ Note [Flat buffers, cells and slices]
     parameter, as in ZeRO-3, and the cells of several parameters travel side by side: (cols, rows, width).
 
 Note [Stripes]
-    ZeRO-1/2 gives each rank one stretch of the flat buffer. So a bucket, which has a few neighboring layers, is of few
+    ZeRO-1/2 gives each rank one span of the flat buffer. So a bucket, which has a few neighboring layers, is of few
     ranks: it is sent to these alone, between groups over one link of k, and what is updated comes back in an order
     that has nothing to do with that of the modules. So the flat buffer may be divided into *stripes* of whole
     parameters first, each of which is divided into cells by itself; chunk r is then the r-th cell of every stripe,
-    side by side. A stripe is balanced over all ranks, and a window of all chunks is a stretch of the model.
+    side by side. A stripe is balanced over all ranks, and a window of all chunks is a span of the model.
     (Megatron-LM's distributed optimizer divides each of its buckets among all ranks, for the same reason.)
     Nothing but padding is added: the cells of a stripe have equal widths. A parameter is in one stripe, so a rank has
     one piece of it at most, as DeepSpeed's mapping of parameters needs.
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.strategy import Placement
 
 # What starts of windows are multiples of, the first of them that fits: whole blocks of LoCo, aligned buckets.
@@ -46,30 +47,46 @@ def _stride(width: int, least: int = 1) -> int:
     return next((stride for stride in _STRIDES if stride <= width), least)
 
 
-def windows(numel: int, rows: int, most: int) -> list[tuple[int, int]]:
-    """Return windows (start, length) over ``numel`` columns; ``rows`` of one have at most ``most`` elements."""
+def windows(span: Span, rows: int, most: int) -> list[Span]:
+    """Return windows over the columns of a span; ``rows`` of one have at most ``most`` elements."""
     width = max(1, most // rows)
     width -= width % _stride(width)
-    return [(start, min(width, numel - start)) for start in range(0, numel, width)]
+    return [Span(start, width).common(span) for start in range(span.start, span.stop, width)]
 
 
 class Stripe(NamedTuple):
-    """Elements ``start`` to ``start + numel`` of a flat buffer, in cells of ``width``; in chunks from ``column``."""
+    """A span of a flat buffer, divided into cells of ``width`` elements, which are in chunks from ``column`` on."""
 
-    start: int
-    numel: int
+    span: Span
     column: int
     width: int
 
+    def cell(self, number: int) -> Span:
+        """Return the elements that are in a cell; none where it is after the end of the stripe."""
+        return Span(self.span.start + number * self.width, self.width).common(self.span)
+
+    def cells(self, span: Span) -> range:
+        """Return the numbers of the cells that have something of a span."""
+        first, last = span.start - self.span.start, span.stop - 1 - self.span.start
+        return range(first // self.width, last // self.width + 1)
+
+    def shifted(self, by: int) -> "Stripe":
+        """Return the stripe as something else counts its elements: from ``by`` elements earlier on."""
+        return self._replace(span=self.span.shifted(by))
+
 
 class Piece(NamedTuple):
-    """Neighboring elements of a flat buffer in one cell: ``numel`` from ``start`` on, in the chunk from ``column``."""
+    """A span of a flat buffer that is in one cell, and in the chunk from ``column`` on."""
 
     row: int
     col: int
     column: int
-    start: int
-    numel: int
+    span: Span
+
+    @property
+    def columns(self) -> Span:
+        """The same elements in the chunk."""
+        return Span(self.column, self.span.numel)
 
 
 @dataclass(frozen=True)
@@ -99,7 +116,7 @@ class FlatLayout:
             width = -(-(end - start) // cells)
             if len(self.starts) > 1:
                 width = fill_up(width, _stride(width // _MOST_PADDING, _NARROWEST))
-            made.append(Stripe(start, end - start, column, width))
+            made.append(Stripe(Span.between(start, end), column, width))
             column += width
         return tuple(made)
 
@@ -108,37 +125,31 @@ class FlatLayout:
         """Elements of a chunk. The last cells reach over the end where ``numel`` does not divide."""
         return self.stripes[-1].column + self.stripes[-1].width
 
-    def windows(self, rows: int, most: int, number: int | None = None) -> list[tuple[int, int]]:
-        """Return windows (start, length) over the columns, each in one stripe; ``rows`` of one have at most ``most``
-        elements. Of all stripes, or of one."""
-        return [
-            (stripe.column + start, length)
-            for stripe in (self.stripes if number is None else self.stripes[number : number + 1])
-            for start, length in windows(stripe.width, rows, most)
-        ]
+    def windows(self, rows: int, most: int, number: int | None = None) -> list[Span]:
+        """Return windows over the columns, each in one stripe; ``rows`` of one have at most ``most`` elements. Of all
+        stripes, or of one."""
+        stripes = self.stripes if number is None else self.stripes[number : number + 1]
+        return [window for one in stripes for window in windows(Span(one.column, one.width), rows, most)]
 
     def stripe_of(self, element: int) -> Stripe:
         """Return the stripe that an element of the flat buffer is in."""
         return self.stripes[bisect_right(self.starts, element) - 1]
 
-    def pieces(self, start: int, numel: int) -> Iterator[Piece]:
-        """Return where a stretch of the flat buffer is, in its order."""
-        end = start + numel
-        while start < end:
-            stripe = self.stripe_of(start)
-            cell, within = divmod(start - stripe.start, stripe.width)
-            length = min(end - start, stripe.width - within, stripe.start + stripe.numel - start)
-            yield Piece(cell // self.cols, cell % self.cols, stripe.column + within, start, length)
-            start += length
+    def pieces(self, span: Span) -> Iterator[Piece]:
+        """Return where a span of the flat buffer is, in its order."""
+        while span.numel:
+            stripe = self.stripe_of(span.start)
+            number, within = divmod(span.start - stripe.span.start, stripe.width)
+            inside = span.common(stripe.cell(number))
+            yield Piece(*divmod(number, self.cols), stripe.column + within, inside)
+            span = Span.between(inside.stop, span.stop)
 
     def cells_of(self, row: int, col: int) -> Iterator[Piece]:
         """Return what a chunk holds, in its order; padding follows the elements of a cell."""
-        cell = row * self.cols + col
         for stripe in self.stripes:
-            start = stripe.start + cell * stripe.width
-            length = min(stripe.width, stripe.start + stripe.numel - start)
-            if length > 0:
-                yield Piece(row, col, stripe.column, start, length)
+            span = stripe.cell(row * self.cols + col)
+            if span.numel:
+                yield Piece(row, col, stripe.column, span)
 
     def pack(self, flat: Tensor, cells: Tensor) -> None:
         """Copy the flat buffer, of one stripe, into its cells, with zeros after its end.
@@ -165,7 +176,7 @@ class FlatLayout:
             add: add to what is there.
         """
         by_rows, parts = cells.transpose(0, 1), list[tuple[Tensor, Tensor]]()
-        for numbers, held in self.held(flat, start, cells.shape[-1]):
+        for numbers, held in self.held(flat, Span(start, cells.shape[-1])):
             source = by_rows[..., : held.shape[1]]
             whole = numbers.stop // self.cols if not numbers.start else 0  # rows
             if whole:
@@ -177,28 +188,27 @@ class FlatLayout:
         for target, part in parts:
             target.add_(part) if add else target.copy_(part)
 
-    def held(self, flat: Tensor, start: int, width: int) -> list[tuple[slice, Tensor]]:
+    def held(self, flat: Tensor, window: Span) -> list[tuple[slice, Tensor]]:
         """Return a window of every cell as views of the flat buffer.
 
         Args:
             flat: 1D of at least ``numel`` elements.
-            start: first element of the window within each chunk; the window is in one stripe.
-            width: of the window.
+            window: elements of each chunk, in one stripe.
 
         Returns:
             Numbers of cells, row by row, and their windows, (cells, elements). The last window that has elements may
             have less of them than the others, and is by itself then.
         """
-        stripe = self._stripe_at(start)
-        within = start - stripe.column
-        whole = max(0, min(self.rows * self.cols, (stripe.numel - within - width) // stripe.width + 1))
+        stripe = self._stripe_at(window.start)
+        numel, within, width = stripe.span.numel, window.start - stripe.column, window.numel
+        whole = max(0, min(self.rows * self.cols, (numel - within - width) // stripe.width + 1))
         found = []
         if whole:
-            first = flat.storage_offset() + stripe.start + within
+            first = flat.storage_offset() + stripe.span.start + within
             found.append((slice(0, whole), flat.as_strided((whole, width), (stripe.width, 1), first)))
-        rest = stripe.numel - (whole * stripe.width + within)
+        rest = numel - (whole * stripe.width + within)
         if whole < self.rows * self.cols and rest > 0:
-            first = stripe.start + whole * stripe.width + within
+            first = stripe.span.start + whole * stripe.width + within
             found.append((slice(whole, whole + 1), flat[first : first + rest].view(1, rest)))
         return found
 

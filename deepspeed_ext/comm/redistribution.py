@@ -16,16 +16,15 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.bucket_plan import BucketPlan, Rows
 from deepspeed_ext.comm.hops import (
-    Contents,
     GatherHop,
     Hop,
     ReduceHop,
-    Span,
     Transfer,
     Update,
     all_gather,
 )
 from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, record_on_current_stream
+from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.strategy import Placement
 
 # Of so many pieces for each copy that would do for several of them, a bucket is packed by such copies: a kernel for
@@ -159,7 +158,7 @@ class _BucketParts(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Stretches of the bucket that stay together."""
+        """Spans of the bucket that stay together."""
         return sum(rows.times * len(rows.cuts) for *_, rows in self.blocks)
 
     def row_by_row(self) -> Iterator[tuple[int, int, int]]:
@@ -168,8 +167,8 @@ class _BucketParts(NamedTuple):
             for row in range(rows.times):
                 at = start + row * pitch
                 for cut in rows.cuts:
-                    yield at, cut.offset + row * cut.stride, cut.numel
-                    at += cut.numel
+                    yield at, cut.offset + row * cut.stride, cut.span.numel
+                    at += cut.span.numel
 
 
 class GradientRedistribution(_Redistribution):
@@ -189,7 +188,7 @@ class GradientRedistribution(_Redistribution):
         """Sort a bucket by owners, for ``reduce_bucket``, in one copy.
 
         Args:
-            tensors: 1D each: the bucket, or one for each range of it.
+            tensors: 1D each: the bucket, or one for each span of it.
             plan: from ``plan_bucket``, the same on all ranks.
             target: I or G.
         """
@@ -228,16 +227,14 @@ class GradientRedistribution(_Redistribution):
         """Return what ``reduce_bucket`` gives on this rank, in order: one row after the other."""
         return plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
 
-    def reduce_cells(
-        self, cells: Tensor, target: Placement, spans: Sequence[tuple[int, int]], buffer: int = 0
-    ) -> Transfer:
+    def reduce_cells(self, cells: Tensor, target: Placement, spans: Sequence[Span], buffer: int = 0) -> Transfer:
         """Redistribute N -> I or N -> G buffers that are sharded each by itself.
 
         Args:
             cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten. Cheapest if the
                 width is a multiple of ``multiple``.
             target: I or G.
-            spans: (start, numel) in the rank's shard of what a row holds; padding follows.
+            spans: in the rank's shard, of what a row holds; padding follows.
             buffer: number of the flat buffer that they are of.
 
         Returns:
@@ -248,12 +245,12 @@ class GradientRedistribution(_Redistribution):
         contents = self._contents(rows, spans, buffer) if target == Placement.G else ()
         return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
 
-    def reduce_rows(self, window: Tensor, spans: Sequence[tuple[int, int]], buffer: int = 0) -> Transfer:
+    def reduce_rows(self, window: Tensor, spans: Sequence[Span], buffer: int = 0) -> Transfer:
         """Redistribute I -> G a part of a slice.
 
         Args:
             window: (rows, width), contiguous; may be overwritten. Cheapest if the width is a multiple of ``multiple``.
-            spans: (start, numel) in the rank's shard of what a row holds; padding follows.
+            spans: in the rank's shard, of what a row holds; padding follows.
             buffer: whose slice it is.
 
         Returns:
@@ -274,14 +271,14 @@ class GradientRedistribution(_Redistribution):
             start: of the window in each chunk.
             buffer: whose slice it is.
         """
-        return self.sync_spans([window], dtype, target, [(start, window.shape[1])], buffer)
+        return self.sync_spans([window], dtype, target, [Span(start, window.shape[1])], buffer)
 
     def sync_spans(
         self,
         windows: Sequence[Tensor],
         dtype: torch.dtype,
         target: Placement,
-        spans: Sequence[tuple[int, int]],
+        spans: Sequence[Span],
         buffer: int = 0,
     ) -> Transfer:
         """Redistribute I -> G -> ``target`` windows of a slice; an all-reduce where the target is coarser than G.
@@ -291,13 +288,13 @@ class GradientRedistribution(_Redistribution):
                 overwritten.
             dtype: on the wire.
             target: G or I.
-            spans: (start, numel) of each window in each chunk.
+            spans: of each chunk, one for each window.
             buffer: whose slice it is.
 
         Returns:
             (parts, width), the windows side by side: for G this rank's row, for I the sums of every row.
         """
-        width = sum(numel for _, numel in spans)
+        width = sum(span.numel for span in spans)
         filled = aligned_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
         if target == Placement.G:
             total = yield from self.reduce_rows(filled, spans, buffer)
@@ -338,14 +335,14 @@ class GradientRedistribution(_Redistribution):
             packed = yield from self.inter.reduce_scatter(packed[: sum(rows)], rows, contents)
         return packed
 
-    def _contents(self, rows: int, spans: Sequence[tuple[int, int]], buffer: int = 0) -> Contents:
+    def _contents(self, rows: int, spans: Sequence[Span], buffer: int = 0) -> Contents:
         """Return what a bucket between groups holds, whose rows hold the same of each chunk.
 
         It takes rows x spans objects for each bucket: nothing is made for hops that keep no errors.
         """
         if not self.inter.keeps_errors:
             return ()
-        return tuple(tuple(Span(buffer, row, *span) for span in spans) for row in range(rows))
+        return tuple(tuple(ShardSpan(buffer, row, *span) for span in spans) for row in range(rows))
 
     def _bucket_parts(self, plan: BucketPlan, target: Placement) -> _BucketParts:
         made = self._parts.setdefault(plan, {})
@@ -379,9 +376,9 @@ def _packed_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _Bu
         for cut in rows.cuts:
             number = bisect_right(starts, cut.offset) - 1
             source, first = tensors[number], cut.offset - starts[number]
-            shape = rows.times, cut.numel
+            shape = rows.times, cut.span.numel
             packed.as_strided(shape, (pitch, 1), start).copy_(
                 source.as_strided(shape, (cut.stride, 1), source.storage_offset() + first)
             )
-            start += cut.numel
+            start += cut.span.numel
     return packed

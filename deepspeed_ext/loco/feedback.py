@@ -24,13 +24,14 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Contents, ErrorState, Span
+from deepspeed_ext.comm.hops import ErrorState
+from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.loco import reference
-from deepspeed_ext.loco.interval_map import IntervalMap, common, without
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.span_map import SpanMap
 
-_Offsets = list[tuple[Span, int]]  # spans, and where they start in a bucket
+_Offsets = list[tuple[ShardSpan, int]]  # spans, and where they start in a bucket
 
 
 def split_rows(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
@@ -58,14 +59,14 @@ class _Error:
 class _Waiting(NamedTuple):
     """Errors of a span that no bucket has, or had, in fp32, so that nothing is lost until one takes them."""
 
-    span: Span
+    span: ShardSpan
     kept: Tensor
     updated: Tensor | None  # as of ``_Error``
 
-    def part(self, span: Span) -> "_Waiting":
+    def part(self, span: ShardSpan) -> "_Waiting":
         """Return the errors of a part of the span."""
-        piece = slice(span.start - self.span.start, span.start - self.span.start + span.numel)
-        return _Waiting(span, self.kept[piece], None if self.updated is None else self.updated[piece])
+        mine = span.elements.shifted(-self.span.start)
+        return _Waiting(span, mine.of(self.kept), None if self.updated is None else mine.of(self.updated))
 
     def settled(self, applied: bool) -> "_Waiting":
         """Return the errors after a step."""
@@ -90,8 +91,8 @@ class ErrorFeedback(ErrorState):
     steps: int = 0
     on_step: Callable[[], None] | None = None
     _errors: dict[Contents, _Error] = field(default_factory=dict)
-    _known: IntervalMap[Contents] = field(default_factory=IntervalMap)  # the buckets of ``_errors``, by their spans
-    _waiting: IntervalMap[_Waiting] = field(default_factory=IntervalMap)
+    _known: SpanMap[Contents] = field(default_factory=SpanMap)  # the buckets of ``_errors``, by their spans
+    _waiting: SpanMap[_Waiting] = field(default_factory=SpanMap)
     _on_the_way: bool = False  # whether something may still be copied to the host
 
     def buffers(
@@ -143,7 +144,7 @@ class ErrorFeedback(ErrorState):
             elif applied and error.updated is not None:
                 error.kept = error.updated
             error.updated = None
-        waiting, self._waiting = self._waiting, IntervalMap()
+        waiting, self._waiting = self._waiting, SpanMap()
         for span, values in () if reset else waiting:
             self._waiting.add(span, values.settled(applied))
         if self.on_step is not None:
@@ -196,14 +197,14 @@ class ErrorFeedback(ErrorState):
         # By identity: to hash contents takes as long as they have spans.
         for old in {id(old): old for span, _ in offsets for _, old in self._known.over(span)}.values():
             self._dissolve(old)
-        taken: list[tuple[Span, int, _Waiting]] = []  # what of a span was waiting, and where it starts in the bucket
+        # What of a span was waiting, and where it starts in the bucket.
+        taken: list[tuple[ShardSpan, int, _Waiting]] = []
         for span, offset in offsets:
             for whole, values in self._waiting.take(span):
-                shared = common(whole, span)
-                assert shared is not None
+                shared = whole.common(span)
                 taken.append((shared, offset + shared.start - span.start, values.part(shared)))
-                for piece in without(whole, shared):
-                    self._waiting.add(piece, values.part(piece))
+                for rest in whole.without(shared):
+                    self._waiting.add(rest, values.part(rest))
         if not taken:
             return _Error(splits)
         changed = any(values.updated is not None for *_, values in taken)
@@ -226,8 +227,8 @@ class ErrorFeedback(ErrorState):
         updated = None if error.updated is None else self._decode(error.updated.cpu(), error.splits)
         kept = torch.zeros(sum(error.splits)) if error.kept is None else self._decode(error.kept.cpu(), error.splits)
         for span, offset in offsets:
-            piece = slice(offset, offset + span.numel)
-            self._waiting.add(span, _Waiting(span, kept[piece], None if updated is None else updated[piece]))
+            mine = Span(offset, span.numel)
+            self._waiting.add(span, _Waiting(span, mine.of(kept), None if updated is None else mine.of(updated)))
 
     @property
     def _share(self) -> float:
@@ -265,11 +266,11 @@ class ErrorFeedback(ErrorState):
         same = _kept_alike(other.settings, self.settings)
         factor = self._share / other._share
         for contents, splits, error in states["messages"]:
-            contents = tuple(tuple(Span(*span) for span in part) for part in contents)
+            contents = tuple(tuple(ShardSpan(*span) for span in part) for part in contents)
             kept = error.clone() if same else self._encode(factor * other._decode(error, splits), splits)
             self._know(contents, _Error(splits, kept if self.device is None else kept.to(self.device)))
 
-    def load_errors(self, numbers: Mapping[Span, Tensor], steps: int) -> None:
+    def load_errors(self, numbers: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """See ``ErrorState``."""
         self.forget()
         self.steps = steps
@@ -288,7 +289,7 @@ class ErrorFeedback(ErrorState):
         for error in self._errors.values():
             error.kept = None if error.kept is None else error.kept.cpu()
 
-    def errors_in(self, states: Mapping[str, Any]) -> Iterator[tuple[Span, Tensor]]:
+    def errors_in(self, states: Mapping[str, Any]) -> Iterator[tuple[ShardSpan, Tensor]]:
         """See ``ErrorState``."""
         if not states.get("settings"):
             return

@@ -12,7 +12,8 @@ from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.hops import Contents, ReduceHop, Transfer
+from deepspeed_ext.comm.hops import ReduceHop, Transfer
+from deepspeed_ext.comm.spans import Contents
 from deepspeed_ext.deepspeed_types import Timers
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows

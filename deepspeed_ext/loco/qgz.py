@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.comm.transfer_queue import Started
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
@@ -89,6 +90,6 @@ def _reduce(tensors: list[Tensor], groups: Mapping[str, ProcessGroup]) -> list[T
     for tensor, layout, part in zip(tensors, layouts, cells.split(chunks, dim=2), strict=True):
         layout.pack(tensor.reshape(-1), part)
     cells.div_(ranks)
-    mine = Started(redistribution.reduce_cells(cells, Placement.G, [(0, sum(chunks))])).finish()
+    mine = Started(redistribution.reduce_cells(cells, Placement.G, [Span(0, sum(chunks))])).finish()
     present = [max(0, min(chunk, t.numel() - rank * chunk)) for chunk, t in zip(chunks, tensors, strict=True)]
     return [part[:numel] for part, numel in zip(mine.split(chunks), present, strict=True)]

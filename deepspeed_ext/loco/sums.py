@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Part, ReduceHop, SumsGather, Transfer, all_gather
+from deepspeed_ext.comm.hops import ReduceHop, SumsGather, Transfer, all_gather
+from deepspeed_ext.comm.spans import Spans
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
@@ -37,7 +38,7 @@ class QuantizedSums(SumsGather):
         self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
         self.sent = Sampling()
 
-    def gather(self, hop: ReduceHop, sums: Tensor, spans: Part) -> Transfer:
+    def gather(self, hop: ReduceHop, sums: Tensor, spans: Spans) -> Transfer:
         width = sums.numel()
         wire = self.packing.empty(1, width, sums)
         with hop.collectives.labeled("loco_compress"):
@@ -48,7 +49,7 @@ class QuantizedSums(SumsGather):
             ops.apply(arrived.view(hop.size, -1), gathered, self.packing)
         return gathered.view(-1)
 
-    def _compress(self, hop: ReduceHop, sums: Tensor, wire: Tensor, spans: Part) -> None:
+    def _compress(self, hop: ReduceHop, sums: Tensor, wire: Tensor, spans: Spans) -> None:
         self.sent.count(sums.nbytes, wire.nbytes)
         contents, splits = (spans,), [sums.numel()]
         if not spans:

@@ -12,7 +12,6 @@ times all of it.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -24,20 +23,9 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.agreement import all_gather_ints
 from deepspeed_ext.comm.disjoint_groups import make_groups
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
+from deepspeed_ext.comm.spans import Span, split_as
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-
-
-class Interval(NamedTuple):
-    """Elements ``start`` to ``end`` of a weight."""
-
-    start: int
-    end: int
-
-    def common(self, other: "Interval") -> "Interval":
-        """Return the elements that are in both; possibly none."""
-        start = max(self.start, other.start)
-        return Interval(start, max(start, min(self.end, other.end)))
 
 
 class TiedGradients:
@@ -78,8 +66,8 @@ class _Exchange:
     ) -> None:
         self._optimizer, self._weights, self._group, self._stages = optimizer, weights, group, stages
         self._rank = dist.get_rank(group=group)
-        everybody = all_gather_ints([end for weight in weights for end in optimizer.owned_span(weight)], group)
-        self._spans = [[Interval(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
+        everybody = all_gather_ints([number for weight in weights for number in optimizer.owned_span(weight)], group)
+        self._spans = [[Span(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
 
     def run(self) -> None:
         device = get_accelerator().current_device_name()
@@ -99,24 +87,24 @@ class _Exchange:
         for number, part in enumerate(owned):
             part.copy_(functools.reduce(torch.add, (totals[stage][number] for stage in sorted(totals))))
 
-    def _common(self, rank: int) -> Iterable[tuple[int, slice]]:
+    def _common(self, rank: int) -> Iterable[tuple[int, Span]]:
         """Return (number of the weight, elements of this rank's part of it) that another stage's rank holds, too."""
         if self._stages[rank] == self._stages[self._rank]:
             return
         for number, (mine, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
             both = mine.common(other)
-            yield number, slice(both.start - mine.start, both.end - mine.start)
+            if both.numel:
+                yield number, both.shifted(-mine.start)
 
     def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
         """Return what goes to another rank, 1D."""
-        return torch.cat([held[0][:0], *(held[number][where] for number, where in self._common(rank))])
+        return torch.cat([held[0][:0], *(span.of(held[number]) for number, span in self._common(rank))])
 
     def _put(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
         """Put what came from another rank where it belongs."""
-        for number, where in self._common(rank):
-            part = parts[number][where]
-            part.copy_(content[: part.numel()])
-            content = content[part.numel() :]
+        common = list(self._common(rank))
+        for (number, span), part in zip(common, split_as(content, [span for _, span in common]), strict=True):
+            span.of(parts[number]).copy_(part)
 
 
 def _make_groups(

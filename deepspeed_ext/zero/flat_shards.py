@@ -1,49 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank's optimizer states belong to: flat shards, and the parameters of which they have parts."""
+"""What an optimizer of ours tells of its flat shards."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Strategy
-
-
-class Member(NamedTuple):
-    """A parameter of a flat shard.
-
-    Attributes:
-        param: it.
-        shape: of the whole.
-        cells: which elements each of the ranks has that share the optimizer's states; None if each has all.
-        start, numel: the elements that this rank has.
-        column: where these are in the shard.
-    """
-
-    param: nn.Parameter
-    shape: tuple[int, ...]
-    cells: Cells | None
-    start: int
-    numel: int
-    column: int
-
-
-class FlatShard(NamedTuple):
-    """The elements that this rank updates of a parameter group, or of a sub-group of one.
-
-    Attributes:
-        number: as DeepSpeed counts them.
-        group: number of the parameter group.
-        members: its parameters, those included of which this rank has nothing.
-    """
-
-    number: int
-    group: int
-    members: tuple[Member, ...]
+from deepspeed_ext.zero.shards import FlatShard
 
 
 class FlatShards(Protocol):

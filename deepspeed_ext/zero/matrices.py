@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from deepspeed_ext.comm.spans import Span
+
 _STEPS = 5  # of a Newton-Schulz iteration in DeepSpeed's ``muon_update``
 
 
@@ -25,8 +27,9 @@ class Matrices(NamedTuple):
     flops: float
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def span(self) -> Span:
+        """Their elements in the parameter."""
+        return Span(self.start, math.prod(self.shape))
 
 
 def newton_schulz_flops(rows: int, columns: int, method: str) -> float:

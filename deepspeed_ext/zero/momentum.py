@@ -12,37 +12,23 @@ Note [Momentum of DeepSpeed's stages]
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.checkpoint.constants import LOSS_SCALER
 from torch import Tensor
 
 from deepspeed_ext.zero.muon import MOMENTUM
+from deepspeed_ext.zero.shards import Member
 
 MOMENTUM_SCALE = "paro_momentum_scale"  # in a rank's state dict: by what momentum is multiplied
 
 
-class Touched(NamedTuple):
-    """A parameter of which a partition has elements.
-
-    Attributes:
-        whole: elements of the parameter.
-        start, numel: the elements that the partition has.
-        column: where these are in it.
-    """
-
-    whole: int
-    start: int
-    numel: int
-    column: int
-
-
-def of_partition(momentum: Tensor, touched: Sequence[Touched], chunk: int) -> Tensor:
-    """Return a partition's part (1D) of the momentum (1D) of all elements of the parameters that it touches."""
+def of_partition(momentum: Tensor, members: Sequence[Member], chunk: int) -> Tensor:
+    """Return a partition's part (1D) of the momentum (1D) of all elements of the parameters that it has some of."""
     own, offset = momentum.new_zeros(chunk), 0
-    for one in touched:
-        own.narrow(0, one.column, one.numel).copy_(momentum.narrow(0, offset + one.start, one.numel))
-        offset += one.whole
+    for member in members:
+        member.in_shard.of(own).copy_(member.span.shifted(offset).of(momentum))
+        offset += member.param.numel()
     return own
 
 

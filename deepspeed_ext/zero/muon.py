@@ -45,44 +45,38 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.owners import ROUNDS, Stretch, assign, rounds
+from deepspeed_ext.comm.owners import ROUNDS, Job, assign, rounds
+from deepspeed_ext.comm.spans import Span, neighbors_joined
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
-from deepspeed_ext.zero.flat_shards import FlatShard, FlatShards, Member
+from deepspeed_ext.zero.flat_shards import FlatShards
 from deepspeed_ext.zero.matrices import Matrices, matrices_of
+from deepspeed_ext.zero.shards import FlatShard, Member
 
 MOMENTUM = "momentum_buffer"  # DeepSpeed's name of the state
 
 
-class _Part(NamedTuple):
-    """Elements of a flat shard."""
-
-    shard: FlatShard
-    column: int
-    numel: int
-
-
 class _Owned(NamedTuple):
-    """Matrices that this rank owns, and where their parts are in what arrives: (first, number), in order."""
+    """Matrices that this rank owns, and where they are in what arrives, or in the shard; in order."""
 
     shard: FlatShard
     param: nn.Parameter
     matrices: Matrices
-    parts: list[tuple[int, int]]
+    spans: list[Span]
 
 
 class _Round(NamedTuple):
     """What this rank sends and owns in a round.
 
     Attributes:
-        parts: elements of this rank, owner by owner; they come back in this order.
+        parts: elements of this rank's shards, owner by owner; they come back in this order.
         sent: how many each owner gets; ``received``: how many each rank sends here.
         owned: matrices of this rank.
         widths: elements of each owner, if every rank gets all of them back; ``back``: where parts are in these.
         stays: whether nothing travels.
     """
 
-    parts: list[_Part]
+    parts: list[tuple[FlatShard, Span]]
     sent: list[int]
     received: list[int]
     owned: list[_Owned]
@@ -168,20 +162,20 @@ class Muon:
         scale = self._of.gradient_scale()
         return gradient.float() if scale == 1 else gradient.to(torch.float32, copy=True).div_(scale)
 
-    def _look_ahead(self, part: _Part) -> Tensor:
+    def _look_ahead(self, shard: FlatShard, span: Span) -> Tensor:
         """Return what is to be orthogonalized of this rank's elements: Nesterov's momentum, on the device."""
-        gradient = self._of.shard_gradient(part.shard.number).narrow(0, part.column, part.numel)
-        staged = self._staged[part.shard.number].narrow(0, part.column, part.numel)
-        ahead = torch.lerp(self._unscaled(gradient), staged, self._group(part.shard)["momentum"])
+        gradient = span.of(self._of.shard_gradient(shard.number))
+        staged = span.of(self._staged[shard.number])
+        ahead = torch.lerp(self._unscaled(gradient), staged, self._group(shard)["momentum"])
         return ahead.to(device=get_accelerator().current_device_name(), dtype=self._wire)
 
     def _take(self, one: _Round, factors: dict[int, float], arrived: Tensor) -> None:
         """Put updates in the place of gradients."""
-        starts = one.back or _offsets([part.numel for part in one.parts])
-        for part, start in zip(one.parts, starts, strict=True):
-            update = arrived.narrow(0, start, part.numel)
-            factor = factors[part.shard.number]
-            target = self._of.shard_gradient(part.shard.number).narrow(0, part.column, part.numel)
+        starts = one.back or _offsets([span.numel for _, span in one.parts])
+        for (shard, span), start in zip(one.parts, starts, strict=True):
+            update = arrived.narrow(0, start, span.numel)
+            factor = factors[shard.number]
+            target = span.of(self._of.shard_gradient(shard.number))
             target.copy_(update if factor == 1 else update.float() * factor)
 
     # Between ranks ####################################################################################
@@ -198,7 +192,7 @@ class Muon:
                 gathered, mine.repeat(ranks), [mine.numel()] * ranks, "all_gather", one.widths
             )
             return gathered
-        ahead = [self._look_ahead(part) for part in one.parts]
+        ahead = [self._look_ahead(*part) for part in one.parts]
         sent = torch.cat(ahead) if ahead else torch.empty(0, dtype=self._wire, device=device)
         del ahead
         if one.stays:
@@ -213,15 +207,8 @@ class Muon:
     def _orthogonalize(self, one: _Round, flat: Tensor) -> None:
         """Replace each matrix in what has arrived (1D) by its update."""
         for owned in one.owned:
-            pieces = [flat.narrow(0, *part) for part in owned.parts]
-            neighbors = len(pieces) == 1 or all(
-                sum(before) == after[0] for before, after in zip(owned.parts, owned.parts[1:], strict=False)
-            )
-            if neighbors:
-                matrix = flat.narrow(0, owned.parts[0][0], owned.matrices.numel)
-                matrix.copy_(self._update(owned, matrix))
-                continue
-            update = self._update(owned, torch.cat(pieces))
+            pieces = [span.of(flat) for span in neighbors_joined(owned.spans)]
+            update = self._update(owned, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
             for piece, part in zip(pieces, update.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(part)
 
@@ -229,11 +216,9 @@ class Muon:
         """Write the updates of this rank's matrices, of which it has all elements, one after the other."""
         offset = 0
         for owned in one.owned:
-            start, numel = owned.parts[0]  # in the shard
-            flat.narrow(0, offset, numel).copy_(
-                self._update(owned, self._look_ahead(_Part(owned.shard, start, numel)))
-            )
-            offset += numel
+            (span,) = owned.spans  # in the shard
+            flat.narrow(0, offset, span.numel).copy_(self._update(owned, self._look_ahead(owned.shard, span)))
+            offset += span.numel
 
     def _update(self, owned: _Owned, matrix: Tensor) -> Tensor:
         """Return the update of matrices, 1D, in their dtype. ``matrix``: 1D."""
@@ -270,17 +255,15 @@ class Muon:
         self._queue = TransferQueue(overlap=True, newest_first=True)
         ranks = self._collectives.size
         found = list(self._all_matrices(ranks))
-        stretches = [
-            Stretch(matrices.start, matrices.numel, member.cells, matrices.flops) for _, member, matrices in found
-        ]
-        owners = assign(stretches, ranks, min(ranks, topology.sizes.group_size))
+        jobs = [Job(matrices.span, member.stripe, matrices.flops) for _, member, matrices in found]
+        owners = assign(jobs, ranks, min(ranks, topology.sizes.group_size))
         elements = [0] * ranks
-        for owner, stretch in zip(owners, stretches, strict=True):
-            elements[owner] += stretch.numel
+        for owner, job in zip(owners, jobs, strict=True):
+            elements[owner] += job.span.numel
         most = min(self._of.reduce_bucket_size, -(-max(elements) // ROUNDS))
-        for numbers in rounds(stretches, owners, most):
+        for numbers in rounds(jobs, owners, most):
             by_owner = sorted(numbers, key=lambda number: (owners[number], number))
-            some = [(*found[number], stretches[number], owners[number]) for number in by_owner]
+            some = [(*found[number], jobs[number], owners[number]) for number in by_owner]
             self._rounds.append(self._gathers(some) if self._replicated else self._round(some))
 
     def _all_matrices(self, ranks: int) -> Any:
@@ -300,44 +283,43 @@ class Muon:
             for matrices in matrices_of(member.shape, heads, method, total / ranks):
                 yield shard, member, matrices
 
-    def _round(self, some: Sequence[tuple[FlatShard, Member, Matrices, Stretch, int]]) -> _Round:
+    def _round(self, some: Sequence[tuple[FlatShard, Member, Matrices, Job, int]]) -> _Round:
         """Return this rank's part of a round. ``some``: matrices, owner by owner."""
         rank, ranks = self._collectives.rank, self._collectives.size
         sent, received, parts = [0] * ranks, [0] * ranks, []
-        for shard, member, matrices, stretch, owner in some:
-            first, numel = stretch.part(rank)
-            if numel:
-                column = member.column + matrices.start + first - member.start
-                parts.append(_Part(shard, column, numel))
-                sent[owner] += numel
+        for shard, member, _, job, owner in some:
+            held = job.held(rank)
+            if held.numel:
+                parts.append((shard, held.shifted(member.offset - member.span.start)))
+                sent[owner] += held.numel
         mine = [one for one in some if one[-1] == rank]
         # Each rank sends what it has of each matrix in their order.
-        pieces: list[list[tuple[int, int, int]]] = []
-        for _, _, _, stretch, _ in mine:
-            pieces.append([])
-            for holder in stretch.holders(ranks):
-                _, numel = stretch.part(holder)
+        arriving: list[list[tuple[int, Span]]] = []  # of each of mine the holders, and where it is in what they send
+        for _, _, _, job, _ in mine:
+            arriving.append([])
+            for holder in job.holders(ranks):
+                numel = job.held(holder).numel
                 if numel:
-                    pieces[-1].append((holder, received[holder], numel))
+                    arriving[-1].append((holder, Span(received[holder], numel)))
                     received[holder] += numel
         begins = _offsets(received)
         owned = [
-            _Owned(shard, member.param, matrices, [(begins[holder] + at, numel) for holder, at, numel in where])
-            for (shard, member, matrices, _, _), where in zip(mine, pieces, strict=True)
+            _Owned(shard, member.param, matrices, [span.shifted(begins[holder]) for holder, span in spans])
+            for (shard, member, matrices, _, _), spans in zip(mine, arriving, strict=True)
         ]
-        return _Round(parts, sent, received, owned, stays=all(stretch.stays for _, _, _, stretch, _ in some))
+        return _Round(parts, sent, received, owned, stays=all(job.stays for _, _, _, job, _ in some))
 
-    def _gathers(self, some: Sequence[tuple[FlatShard, Member, Matrices, Stretch, int]]) -> _Round:
+    def _gathers(self, some: Sequence[tuple[FlatShard, Member, Matrices, Job, int]]) -> _Round:
         """Return a round in which every rank has all, and gets all updates."""
         filled = [0] * self._collectives.size
         places, parts, owned = [], [], []
         for shard, member, matrices, _, owner in some:
-            part = _Part(shard, member.column + matrices.start, matrices.numel)
+            span = matrices.span.shifted(member.offset)
             places.append((owner, filled[owner]))
-            parts.append(part)
-            filled[owner] += matrices.numel
+            parts.append((shard, span))
+            filled[owner] += span.numel
             if owner == self._collectives.rank:
-                owned.append(_Owned(shard, member.param, matrices, [(part.column, part.numel)]))
+                owned.append(_Owned(shard, member.param, matrices, [span]))
         begins = _offsets(filled)
         return _Round(parts, [], [], owned, filled, [begins[owner] + at for owner, at in places])
 

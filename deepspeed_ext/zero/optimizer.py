@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.hops import ErrorState, JointErrorState
 from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import override
 from deepspeed_ext.strategy import Strategy, full_bucket
-from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families
 from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.norms import Norms
 from deepspeed_ext.zero.resync import Resync
+from deepspeed_ext.zero.shards import CrossingSpan
 from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
@@ -84,8 +85,8 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     # Where optimizer states and gradients are #########################################################
 
     @abstractmethod
-    def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
-        """Return the elements (start, end) of a trained parameter whose optimizer states this rank has, if any."""
+    def owned_span(self, param: nn.Parameter) -> Span:
+        """Return the elements of a trained parameter whose optimizer states this rank has, if any."""
 
     @abstractmethod
     def owned_gradient(self, param: nn.Parameter) -> Tensor:

@@ -30,22 +30,20 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.bucket_plan import Range
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families, experts_of
 from deepspeed_ext.zero.flat import saved
-from deepspeed_ext.zero.flat.buffers import FlatBuffer, buffer_of
+from deepspeed_ext.zero.flat.buffers import FlatBuffer, buffer_of, windows_in_forward_order
 from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean, reduce_by_family
 from deepspeed_ext.zero.flat.host_shards import HostShard, HostShards, Place
 from deepspeed_ext.zero.flat.updates import FlatGroups, FlatUpdates, has_own_partition, tell_of_setters
-from deepspeed_ext.zero.flat.windows import windows_in_forward_order
-from deepspeed_ext.zero.flat_shards import FlatShard
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
 from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, without_host_synchronization
+from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
 from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
@@ -200,7 +198,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     def _make_buffer(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
         number = len(self.buffers)
         row = self.optimizer.param_groups[number]
-        # In another order stripes would not be stretches of the model; bitsandbytes has scales for blocks of a shard.
+        # In another order stripes would not be spans of the model; bitsandbytes has scales for blocks of a shard.
         as_it_is = self.round_robin_gradients or padded or type(self.optimizer).__module__.startswith("bitsandbytes")
         return FlatBuffer(
             number,
@@ -248,13 +246,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         buffer = self.buffers[i]
         if partition_id == buffer.rank and not buffer.striped:
             super().initialize_gradient_partition(i, param_group, partition_id)
-        for param, offset, piece in buffer.own_pieces() if partition_id == buffer.rank and buffer.striped else ():
-            number = self.get_param_id(param)
+        for member in buffer.own_members() if partition_id == buffer.rank and buffer.striped else ():
+            number = self.get_param_id(member.param)
             self.param_to_partition_ids[i][number] = [partition_id]
             self.total_grads_in_partition[i][partition_id] += 1
             self.is_grad_computed[i][partition_id][number] = False
-            self.grad_partition_insertion_offset[i][partition_id][number] = piece.column
-            self.grad_start_offset[i][partition_id][number] = piece.start - offset
+            self.grad_partition_insertion_offset[i][partition_id][number] = member.offset
+            self.grad_start_offset[i][partition_id][number] = member.span.start
 
     @override
     def get_first_param_index(
@@ -274,9 +272,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         if not self.buffers[group_id].striped:
             super().get_grad_position(group_id, tensor_list, first_offset, partition_size)
             return
-        for param, offset, piece in self.buffers[group_id].own_pieces():
-            place = [group_id, piece.start - offset, piece.column, piece.numel]
-            self.grad_position[self.get_param_id(param)] = place
+        for param, _, _, span, offset in self.buffers[group_id].own_members():
+            self.grad_position[self.get_param_id(param)] = [group_id, span.start, offset, span.numel]
 
     @override
     def _link_all_hp_params(self) -> None:
@@ -340,16 +337,14 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """Return them; see ``ParoOptimizer``."""
         return [span for buffer in self.buffers for span in buffer.crossing_spans(self.param_names)]
 
-    def owned_span(self, param: nn.Parameter) -> tuple[int, int]:
+    def owned_span(self, param: nn.Parameter) -> Span:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
-        start, numel, _ = buffer_of(self.buffers, param).own_elements(param)
-        return start, start + numel
+        return buffer_of(self.buffers, param).member(param).span
 
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of these elements; see ``ParoOptimizer``."""
         buffer = buffer_of(self.buffers, param)
-        _, numel, column = buffer.own_elements(param)
-        return self._shard(buffer.number).narrow(0, column, numel)
+        return buffer.member(param).in_shard.of(self._shard(buffer.number))
 
     def flat_shards(self) -> list[FlatShard]:
         """Return what is in this rank's partitions; see ``FlatShards``."""
@@ -411,8 +406,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         if not entries:
             return
         params = [self.bit16_groups[group][index] for group, index, _ in entries]
-        ranges = tuple(
-            Range(group, self.buffers[group].offset(param), param.numel())
+        spans = tuple(
+            (group, Span(self.buffers[group].offset(param), param.numel()))
             for (group, *_), param in zip(entries, params, strict=True)
         )
         complete = [self._places[id(param)] for param in params] if self._is_last_backward else []
@@ -422,7 +417,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             self.gradients[self.family_of_buffer(group)].prepare(group)
         with self.reductions.after_current(self.ipg_buckets[dtype], freed):
             every = list(self.gradients.values())
-            reduce_by_family(every, tensors, ranges, self._wire_dtype(dtype), complete)
+            reduce_by_family(every, tensors, spans, self._wire_dtype(dtype), complete)
 
     def _shard(self, group: int) -> Tensor:
         """Return the gradients of the optimizer's shard of a parameter group, 1D."""

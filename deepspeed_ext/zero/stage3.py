@@ -31,15 +31,14 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.owners import Cells
+from deepspeed_ext.comm.layout import Stripe
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, leave_modules, zero_gradients
 from deepspeed_ext.leaf.windows import windowed_modules
 from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.crossing_spans import CrossingSpan
 from deepspeed_ext.zero.families import DENSE, Families, family_of, name_in_all
-from deepspeed_ext.zero.flat_shards import FlatShard, Member
 from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
 from deepspeed_ext.zero.sharded import saved
@@ -49,6 +48,7 @@ from deepspeed_ext.zero.sharded.gathers import Gathers, partition
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.shards import GradientShards
 from deepspeed_ext.zero.sharded.slices import Slices
+from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
 from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
@@ -489,27 +489,25 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             for span in self._gradients_of(param).crossing_spans(param, name_in_all(param, self.param_names[param]))
         ]
 
-    def owned_span(self, param: Any) -> tuple[int, int]:
+    def owned_span(self, param: Any) -> Span:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
         chunk = param.ds_tensor.ds_numel
         start = min(dist.get_rank(group=param.ds_process_group) * chunk, param.ds_numel)
-        return start, min(start + chunk, param.ds_numel)
+        return Span.between(start, min(start + chunk, param.ds_numel))
 
     def owned_gradient(self, param: Any) -> Tensor:
         """Return the gradient of these elements; see ``ParoOptimizer``."""
-        start, end = self.owned_span(param)
-        return self.shards.chunks[param.ds_id][: end - start]
+        return self.shards.chunks[param.ds_id][: self.owned_span(param).numel]
 
     def flat_shards(self) -> list[FlatShard]:
         """Return what is in this rank's flat partitions; see ``FlatShards``."""
         found = []
         for number, params in enumerate(self.fp16_groups):
-            members, column = [], 0
+            members, offset = [], 0
             for param in params:
-                start, end = self.owned_span(param)
-                chunk = param.ds_tensor.ds_numel
-                members.append(Member(param, tuple(param.ds_shape), Cells(0, chunk), start, end - start, column))
-                column += chunk
+                stripe = Stripe(Span(0, param.ds_numel), 0, param.ds_tensor.ds_numel)
+                members.append(Member(param, tuple(param.ds_shape), stripe, self.owned_span(param), offset))
+                offset += stripe.width
             found.append(FlatShard(number, self.sub_group_to_group_id[number], tuple(members)))
         return found
 
@@ -537,7 +535,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         for shard in shards if self.offload_optimizer else ():
             update = self.shard_gradient(shard.number)
             for member in shard.members:
-                norm = update.narrow(0, member.column, member.numel).to(get_norm_dtype()).norm(2)
+                norm = member.in_shard.of(update).to(get_norm_dtype()).norm(2)
                 self.norm_for_param_grads[self.get_param_id(member.param)] = norm
 
     # Into checkpoints and back ########################################################################

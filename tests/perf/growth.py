@@ -31,8 +31,9 @@ from torch import nn
 from tqdm import tqdm
 
 from deepspeed_ext.comm import process_groups
-from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
+from deepspeed_ext.comm.bucket_plan import plan_bucket
 from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.strategy import STRATEGIES, Placement, full_bucket
 from deepspeed_ext.zero.flat.buffers import stripe_starts
 from tests.perf.lib import records
@@ -163,13 +164,13 @@ def plans(ranks: int, group_size: int) -> dict[str, Any]:
     starts = stripe_starts(offsets, numels, BUCKET, ranks)
     layout = FlatLayout(sum(numels), ranks // group_size, group_size, starts)
     tracemalloc.start()
-    begin, ranges, filled, made = time.perf_counter(), list[Range](), 0, []
+    begin, spans, filled, made = time.perf_counter(), list[BufferSpan](), 0, []
     for offset, numel in reversed(list(zip(offsets, numels, strict=True))):
-        ranges.append(Range(0, offset, numel))
+        spans.append((0, Span(offset, numel)))
         filled += numel
         if filled >= full_bucket(BUCKET, sum(numels)) or not offset:
-            made.append(plan_bucket((layout,), tuple(ranges)))
-            ranges, filled = [], 0
+            made.append(plan_bucket((layout,), tuple(spans)))
+            spans, filled = [], 0
     nbytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return {

@@ -29,7 +29,7 @@ from torch.compiler import is_compiling
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.zero.arrivals import announce, forget
-from deepspeed_ext.zero.flat.windows import Window
+from deepspeed_ext.zero.shards import Window
 
 
 class BeforeUse:

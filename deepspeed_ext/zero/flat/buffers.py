@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO-1/2's flat buffers, divided into stripes where that serves; see Note [Stripes] in ``comm/layout.py``.
 
-DeepSpeed takes a rank's partition as one stretch of the flat buffer, of which it is a view. Of a buffer with stripes
+DeepSpeed takes a rank's partition as one span of the flat buffer, of which it is a view. Of a buffer with stripes
 it is a tensor of its own, of the same size on every rank, and DeepSpeed's tables say which parameters are in it, and
 where. Buffers of one stripe are DeepSpeed's as they are.
 """
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.layout import FlatLayout, Piece
-from deepspeed_ext.comm.owners import Cells
 from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement
-from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.families import Family, name_in_all
-from deepspeed_ext.zero.flat_shards import FlatShard, Member
+from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member, Window, crossing_spans_of, in_forward_order
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
 _STRIPES = 16
@@ -58,7 +57,7 @@ class FlatBuffer:
         alignment: what DeepSpeed aligns its length to.
         os: placement of the optimizer's states.
         group: process group over which these are sharded.
-        bucket: elements of a stripe at most; None for DeepSpeed's own stretches.
+        bucket: elements of a stripe at most; None for DeepSpeed's own partitions.
 
     Attributes:
         numel: elements, without padding after the last parameter.
@@ -81,7 +80,8 @@ class FlatBuffer:
         bucket: int | None,
     ) -> None:
         self.number, self.family, self.params, self.group = number, family, list(params), group
-        self._offsets, self._numels, self._os = list(offsets), list(numels), os
+        self._offsets, self._os = list(offsets), os
+        self._spans = [Span(*span) for span in zip(offsets, numels, strict=True)]
         self._places = {id(param): place for place, param in enumerate(params)}
         self.numel = offsets[-1] + numels[-1]
         self.rank = int(dist.get_rank(group=group))
@@ -90,11 +90,14 @@ class FlatBuffer:
         starts = (0,) if bucket is None else stripe_starts(offsets, numels, bucket, topology.sizes.ranks)
         if len(starts) > 1 and self.layout.rows * self.layout.cols > 1:
             self.layout = FlatLayout.of(self.numel, os, topology, starts)
-        self.shard_numel = aligned if os == Placement.N else self.layout.chunk
+        # With os = N a rank has all, whatever its gradients are divided into on their way.
+        self._held = FlatLayout(aligned, 1, 1) if os == Placement.N else self.layout
+        self._zeros_held = self.zeros_layout if self.striped else self._held
+        self.shard_numel = self._held.chunk
 
     @property
     def striped(self) -> bool:
-        """Whether partitions are not DeepSpeed's stretches."""
+        """Whether partitions are not DeepSpeed's."""
         return len(self.layout.starts) > 1 and self._os != Placement.N
 
     @property
@@ -119,57 +122,58 @@ class FlatBuffer:
 
     @cached_property
     def _pieces(self) -> dict[int, Piece]:
-        """By id of the parameter, its piece in this rank's partition."""
-        found: dict[int, Piece] = {}
-        for cell in self.layout.cells_of(*self.cell):
-            first = bisect_right(self._offsets, cell.start) - 1
-            for place in range(first, bisect_left(self._offsets, cell.start + cell.numel)):
-                start = max(self._offsets[place], cell.start)
-                end = min(self._offsets[place] + self._numels[place], cell.start + cell.numel)
-                if start < end:
-                    column = cell.column + start - cell.start
-                    found[id(self.params[place])] = Piece(cell.row, cell.col, column, start, end - start)
-        return found
+        return dict(self._pieces_in(self._held))
+
+    def _pieces_in(self, layout: FlatLayout) -> Iterator[tuple[int, Piece]]:
+        """Yield the place of each parameter of which this rank's chunk has elements, and what it has, in its order."""
+        for cell in layout.cells_of(*self.cell):
+            first = bisect_right(self._offsets, cell.span.start) - 1
+            for place in range(first, bisect_left(self._offsets, cell.span.stop)):
+                span = self._spans[place].common(cell.span)
+                if span.numel:
+                    yield place, cell._replace(column=cell.column + span.start - cell.span.start, span=span)
+
+    def _member(self, place: int, layout: FlatLayout, piece: Piece | None) -> Member:
+        """Return a parameter of the chunks of a layout. ``piece``: what this rank has of it."""
+        param, offset = self.params[place], self._offsets[place]
+        span, column = (Span(0, 0), 0) if piece is None else (piece.span.shifted(-offset), piece.column)
+        stripe = None if self._os == Placement.N else layout.stripe_of(offset).shifted(-offset)
+        return Member(param, tuple(param.shape), stripe, span, column)
+
+    def member(self, param: nn.Parameter) -> Member:
+        """Return a parameter, of which this rank's partition may have nothing."""
+        place = self._places[id(param)]
+        return self._member(place, self._held, self._pieces.get(place))
+
+    def own_members(self) -> Iterator[Member]:
+        """Yield the parameters of which this rank's partition has elements, in its order."""
+        for place, piece in self._pieces.items():
+            yield self._member(place, self._held, piece)
 
     def holds(self, param: nn.Parameter) -> bool:
         """Whether this rank's partition has an element of a parameter."""
-        return id(param) in self._pieces
+        return self._places[id(param)] in self._pieces
 
-    def own_pieces(self) -> Iterator[tuple[nn.Parameter, int, Piece]]:
-        """Yield parameters that are in this rank's partition, in its order; where they start in the buffer; what is in
-        the partition."""
-        for param, offset in zip(self.params, self._offsets, strict=True):
-            if piece := self._pieces.get(id(param)):
-                yield param, offset, piece
-
-    def own_elements(self, param: nn.Parameter) -> tuple[int, int, int]:
-        """Return which elements this rank's partition has of a parameter, (start, numel), and from where on."""
-        offset = self.offset(param)
-        if self._os == Placement.N:
-            return 0, self._numels[self._places[id(param)]], offset
-        piece = self._pieces.get(id(param))
-        return (piece.start - offset, piece.numel, piece.column) if piece is not None else (0, 0, 0)
-
-    def padding(self) -> Iterator[tuple[int, int]]:
-        """Yield (start, length) of what belongs to no parameter in this rank's partition."""
+    def padding(self) -> Iterator[Span]:
+        """Yield what belongs to no parameter in this rank's partition."""
         if not self.striped:
             if length := self._padded(self.shard_numel):
-                yield self.shard_numel - length, length
+                yield Span(self.shard_numel - length, length)
             return
-        ends = {piece.column: piece.column + piece.numel for piece in self.layout.cells_of(*self.cell)}
+        ends = {piece.column: piece.columns.stop for piece in self.layout.cells_of(*self.cell)}
         for stripe in self.layout.stripes:
-            end = ends.get(stripe.column, stripe.column)
-            if end < stripe.column + stripe.width:
-                yield end, stripe.column + stripe.width - end
+            padding = Span.between(ends.get(stripe.column, stripe.column), stripe.column + stripe.width)
+            if padding.numel:
+                yield padding
 
     def _padded(self, chunk: int) -> int:
-        """Return how many elements of this rank's stretch of ``chunk`` elements are padding."""
+        """Return how many of this rank's ``chunk`` elements, in DeepSpeed's order, are padding."""
         return max(0, min(chunk, (self.rank + 1) * chunk - self.numel))
 
     def copy_own(self, flat: Tensor, own: Tensor) -> None:
         """Copy this rank's partition out of the flat buffer, 1D each; what is padding stays."""
         for piece in self.layout.cells_of(*self.cell):
-            own.narrow(0, piece.column, piece.numel).copy_(flat.narrow(0, piece.start, piece.numel))
+            piece.columns.of(own).copy_(piece.span.of(flat))
 
     def partitions(self, flat: Tensor) -> list[Tensor]:
         """Return this rank's partition of the flat buffer, which has stripes, and nothing for others, which nobody
@@ -182,15 +186,15 @@ class FlatBuffer:
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """Return a shard (1D) as DeepSpeed lists it: a tensor for each parameter in it, and for each padding."""
-        parts, column = [], 0
-        for param, _, piece in self.own_pieces():
-            if piece.column > column:
-                parts.append(_padding(shard.narrow(0, column, piece.column - column)))
-            part = shard.narrow(0, piece.column, piece.numel)
-            parts.append(part.view(param.shape) if piece.numel == param.numel() else part)
-            column = piece.column + piece.numel
-        if column < shard.numel():
-            parts.append(_padding(shard.narrow(0, column, shard.numel() - column)))
+        parts, end = [], 0
+        for param, _, _, span, offset in self.own_members():
+            if offset > end:
+                parts.append(_padding(shard[end:offset]))
+            end = offset + span.numel
+            part = shard[offset:end]
+            parts.append(part.view(param.shape) if span.numel == param.numel() else part)
+        if end < shard.numel():
+            parts.append(_padding(shard[end:]))
         return parts
 
     def link(self, weights: Tensor, paddings_listed: bool, **fields: Any) -> None:
@@ -203,17 +207,17 @@ class FlatBuffer:
         """
         for other in self.params:
             cast(MappedParameter, other)._hp_mapping = None
-        index, column = 0, 0
-        for owned, offset, piece in self.own_pieces():
-            param = cast(MappedParameter, owned)
-            index += int(paddings_listed and piece.column > column)
+        index, end = 0, 0
+        for member in self.own_members():
+            param = cast(MappedParameter, member.param)
+            index += int(paddings_listed and member.offset > end)
             param._index_in_param_group = index
-            index, column = index + 1, piece.column + piece.numel
+            index, end = index + 1, member.in_shard.stop
             param._hp_mapping = tensor_fragment(
-                lp_fragment=param.flatten().narrow(0, piece.start - offset, piece.numel),
-                lp_fragment_address=fragment_address(start=piece.start - offset, numel=piece.numel),
-                hp_fragment=weights.narrow(0, piece.column, piece.numel),
-                hp_fragment_address=fragment_address(start=piece.column, numel=piece.numel),
+                lp_fragment=member.span.of(param.flatten()),
+                lp_fragment_address=fragment_address(**member.span._asdict()),
+                hp_fragment=member.in_shard.of(weights),
+                hp_fragment_address=fragment_address(**member.in_shard._asdict()),
                 param_group_index=self.number,
                 **fields,
             )
@@ -223,34 +227,23 @@ class FlatBuffer:
     @property
     def zeros_chunk(self) -> int:
         """Elements of a rank's partition in DeepSpeed's order."""
-        return self.zeros_layout.chunk if self.striped else self.shard_numel
+        return self._zeros_held.chunk
 
     @property
     def zeros_padding(self) -> int:
         """Elements at the end of this rank's partition that are padding, in DeepSpeed's order."""
         return self._padded(self.zeros_chunk)
 
-    def zeros_pieces(self) -> Iterator[tuple[nn.Parameter, int, int, int]]:
-        """Yield the parameters of which this rank's partition has elements in DeepSpeed's order: which one, the first
-        element of it, how many, and where they are in the partition."""
-        begin = self.rank * self.zeros_chunk
-        for param, offset, numel in zip(self.params, self._offsets, self._numels, strict=True):
-            start, end = max(offset, begin), min(offset + numel, begin + self.zeros_chunk)
-            if start < end:
-                yield param, start - offset, end - start, start - begin
+    def zeros_members(self) -> Iterator[Member]:
+        """Yield the parameters of which this rank's partition has elements in DeepSpeed's order."""
+        for place, piece in self._pieces_in(self._zeros_held):
+            yield self._member(place, self._zeros_held, piece)
 
     # What others ask for ##########################################################################
 
     def flat_shard(self) -> FlatShard:
         """Return what is in this rank's partition."""
-        return FlatShard(self.number, self.number, tuple(map(self._member, self.params)))
-
-    def _member(self, param: nn.Parameter) -> Member:
-        cells = None
-        if self._os != Placement.N:
-            stripe = self.layout.stripe_of(self.offset(param))
-            cells = Cells(stripe.start - self.offset(param), stripe.width)
-        return Member(param, tuple(param.shape), cells, *self.own_elements(param))
+        return FlatShard(self.number, self.number, tuple(map(self.member, self.params)))
 
     def crossing_spans(self, names: Mapping[nn.Parameter, str]) -> Iterator[CrossingSpan]:
         """Yield where elements of parameters are among the gradients of this rank that cross between groups."""
@@ -258,6 +251,28 @@ class FlatBuffer:
         for param, offset in zip(self.params, self._offsets, strict=True):
             name = name_in_all(param, names[param])
             yield from crossing_spans_of(name, param.numel(), self.layout, col, self.number, offset)
+
+
+def windows_in_forward_order(
+    buffers: Sequence[FlatBuffer], rows: Sequence[int], most: int, places: Mapping[int, int]
+) -> list[Window]:
+    """Return windows of all flat buffers, those of the model's first parameters first.
+
+    A backward completes them the other way round: the first of a window's parameters gets its gradient last.
+
+    Args:
+        buffers: all.
+        rows: of what travels of each of them.
+        most: elements (of all rows) of a window at most.
+        places: of parameters in the model, by their ids; these are the members of windows.
+    """
+    windows: list[Window] = []
+    for buffer, count in zip(buffers, rows, strict=True):
+        placed = [(places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
+        for number, stripe in enumerate(buffer.layout.stripes):
+            members = tuple(sorted(place for place, at in placed if stripe.span.start <= at < stripe.span.stop))
+            windows += [Window(buffer.number, span, members) for span in buffer.layout.windows(count, most, number)]
+    return in_forward_order(windows)
 
 
 def buffer_of(buffers: Sequence[FlatBuffer], param: nn.Parameter) -> FlatBuffer:

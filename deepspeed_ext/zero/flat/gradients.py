@@ -21,15 +21,16 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.bucket_plan import BucketPlan, Range, parts_of, plan_bucket
+from deepspeed_ext.comm.bucket_plan import BucketPlan, parts_of, plan_bucket
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import add_to
 from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.spans import BufferSpan, Span, split_as
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.flat.windows import Window
+from deepspeed_ext.zero.shards import Window
 
 
 @dataclass(frozen=True)
@@ -98,21 +99,25 @@ class FlatGradients:
         self._crosses_in = crosses_in
         self._crosses = TransferQueue(overlap, side_streams, background=redistribution.pairwise)
         early = self._arrives == Placement.I and self._crosses.unattended
-        self._boundary = Boundary(windows, lambda window: sorted(window.members), early)
+        self._boundary = Boundary(windows, lambda window: window.members, early)
         self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
 
     def reduce(
-        self, tensors: Sequence[Tensor], ranges: tuple[Range, ...], dtype: torch.dtype, complete: Iterable[int] = ()
+        self,
+        tensors: Sequence[Tensor],
+        spans: tuple[BufferSpan, ...],
+        dtype: torch.dtype,
+        complete: Iterable[int] = (),
     ) -> None:
         """Move a bucket to where it arrives, and add it there.
 
         Args:
-            tensors: 1D each: the bucket, or one for each range of it. They are copied at once.
-            ranges: what it holds.
+            tensors: 1D each: the bucket, or one for each span of it. They are copied at once.
+            spans: what it holds.
             dtype: on the wire.
             complete: parameters of which nothing more comes before the boundary; as in ``windows``.
         """
-        plan = plan_bucket(self.layouts, ranges)
+        plan = plan_bucket(self.layouts, spans)
         self._queue.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
     def _move(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
@@ -174,14 +179,13 @@ class FlatGradients:
         """Add what a bucket brings, and start to move what is complete between groups."""
         for rows in self._redistribution.bucket_rows(plan, self._arrives):
             arrived, mine = mine.tensor_split([rows.times * rows.numel])
-            stretches = rows.stretches()
-            parts = arrived.view(rows.times, -1).split([stretch.numel for stretch in stretches], dim=1)
-            for (buffer, start, numel), part in zip(stretches, parts, strict=True):
+            spans = rows.spans()
+            parts = split_as(arrived.view(rows.times, -1), [span for _, span in spans])
+            for (buffer, span), part in zip(spans, parts, strict=True):
                 if self._arrives == Placement.G:
-                    self._add_to_shard(buffer, start, self._mean.multiply(part)[0])
+                    self._add_to_shard(buffer, span, self._mean.multiply(part)[0])
                 else:
-                    held = self.slices[buffer][rows.first : rows.first + rows.times]
-                    held[:, start : start + numel].add_(part)
+                    span.of(self.slices[buffer][rows.first : rows.first + rows.times]).add_(part)
         self._cross(self._boundary.ready(complete))
 
     def finish(self, dtype: torch.dtype, bucket: int) -> None:
@@ -196,9 +200,9 @@ class FlatGradients:
         self._crosses.drain()
         if self._os == Placement.N:
             for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
-                for start, width in self.layouts[buffer].windows(self._redistribution.cols, bucket):
-                    transfer = self._gather(held[:, start : start + width], dtype)
-                    self._queue.submit(transfer, partial(self._place, buffer, start))
+                for span in self.layouts[buffer].windows(self._redistribution.cols, bucket):
+                    transfer = self._gather(span.of(held), dtype)
+                    self._queue.submit(transfer, partial(self._place, buffer, span.start))
             self._queue.drain()
 
     def _gather(self, sums: Tensor, dtype: torch.dtype) -> Transfer:
@@ -207,35 +211,35 @@ class FlatGradients:
         return (yield from self._redistribution.gather_slice(sums.to(dtype).view(-1)))
 
     def _cross(self, windows: Iterable[Window]) -> None:
-        for buffer, start, width, _ in windows:
+        for buffer, span, _ in windows:
             # With one row a window may be a view, which hops overwrite: slices are dropped after this.
-            window = self.slices[buffer][:, start : start + width]
+            window = span.of(self.slices[buffer])
             target = Placement.G if self._os == Placement.G else Placement.I
-            transfer = self._redistribution.sync_slice(window, self._crosses_in, target, start, buffer)
-            self._crosses.submit(transfer, partial(self._deliver, buffer, start), reuses=False)
+            transfer = self._redistribution.sync_slice(window, self._crosses_in, target, span.start, buffer)
+            self._crosses.submit(transfer, partial(self._deliver, buffer, span), reuses=False)
 
-    def _deliver(self, buffer: int, start: int, total: Tensor) -> None:
+    def _deliver(self, buffer: int, span: Span, total: Tensor) -> None:
         if self._os == Placement.N:
-            window = self.slices[buffer][:, start : start + total.shape[1]]
+            window = span.of(self.slices[buffer])
             if window.data_ptr() != total.data_ptr():  # of one group what crosses is the window itself
                 window.copy_(total)
         else:
-            self._add_to_shard(buffer, start, self._mean.multiply(total)[0])
+            self._add_to_shard(buffer, span, self._mean.multiply(total)[0])
 
     def _place(self, buffer: int, start: int, sums: Tensor) -> None:
         layout, shard = self.layouts[buffer], self._shard(buffer)
         cells = self._mean.multiply(sums).unsqueeze(1)
         layout.place(shard, start, cells.to(shard.device), add=True)
 
-    def _add_to_shard(self, buffer: int, start: int, part: Tensor) -> None:
-        add_to(self._shard(buffer).narrow(0, start, part.numel()), part)
+    def _add_to_shard(self, buffer: int, span: Span, part: Tensor) -> None:
+        add_to(span.of(self._shard(buffer)), part)
         self._added()
 
 
 def reduce_by_family(
     gradients: Sequence[FlatGradients],
     tensors: Sequence[Tensor],
-    ranges: tuple[Range, ...],
+    spans: tuple[BufferSpan, ...],
     dtype: torch.dtype,
     complete: Sequence[int],
 ) -> None:
@@ -243,13 +247,13 @@ def reduce_by_family(
 
     Args:
         gradients: of all families.
-        tensors, ranges, dtype: see ``FlatGradients.reduce``.
-        complete: for each range the parameter, if nothing more of it comes before the boundary; else empty.
+        tensors, spans, dtype: see ``FlatGradients.reduce``.
+        complete: for each span the parameter, if nothing more of it comes before the boundary; else empty.
     """
     for family in gradients:
-        mine = [number for number, one in enumerate(ranges) if family.has(one.buffer)]
-        if len(mine) == len(ranges):
-            family.reduce(tensors, ranges, dtype, complete)
+        mine = [number for number, (buffer, _) in enumerate(spans) if family.has(buffer)]
+        if len(mine) == len(spans):
+            family.reduce(tensors, spans, dtype, complete)
         elif mine:
-            parts, places = list(parts_of(tensors, ranges)), [complete[n] for n in mine] if complete else []
-            family.reduce([parts[n] for n in mine], tuple(ranges[n] for n in mine), dtype, places)
+            parts, places = list(parts_of(tensors, spans)), [complete[n] for n in mine] if complete else []
+            family.reduce([parts[n] for n in mine], tuple(spans[n] for n in mine), dtype, places)

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.relayout import Relayout
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
-from deepspeed_ext.zero.momentum import Touched, of_partition, sharded_otherwise, unscaled, with_momentum
+from deepspeed_ext.zero.momentum import of_partition, sharded_otherwise, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
 
 State = Mapping[str, Any]
@@ -69,8 +69,7 @@ def mappings(buffers: Iterable[FlatBuffer], parents: Sequence[Any], names: Mappi
     found = list(parents)
     for buffer in (buffer for buffer in buffers if buffer.striped):
         found[buffer.number] = OrderedDict(
-            (names[param], fragment_address(start=column, numel=numel))
-            for param, _, numel, column in buffer.zeros_pieces()
+            (names[member.param], fragment_address(**member.in_shard._asdict())) for member in buffer.zeros_members()
         )
     return found
 
@@ -161,14 +160,14 @@ def with_own_momentum(buffers: Sequence[FlatBuffer], state: State, group: Proces
         return dict(state)
     numbers = [base["param_groups"][buffer.number]["params"][0] for buffer in buffers]
     saved = [base["state"].get(number, {}).get(MOMENTUM) for number in numbers]
-    touched = [[Touched(param.numel(), *place) for param, *place in buffer.zeros_pieces()] for buffer in buffers]
+    members = [list(buffer.zeros_members()) for buffer in buffers]
     chunks = [buffer.zeros_chunk for buffer in buffers]
     lengths = [chunk if one is None else one.numel() for one, chunk in zip(saved, chunks, strict=True)]
     # On some ranks both may be as long, and DeepSpeed has none where a rank has nothing of a parameter group.
     others = [length != chunk for length, chunk in zip(lengths, chunks, strict=True)]
     wrong = [
-        other and length != sum(one.whole for one in parts)
-        for other, length, parts in zip(others, lengths, touched, strict=True)
+        other and length != sum(member.param.numel() for member in some)
+        for other, length, some in zip(others, lengths, members, strict=True)
     ]
     alike = all_reduce_max(torch.tensor([[one is not None for one in saved], others, wrong]).float(), group).bool()
     if alike[2].any():
@@ -178,7 +177,7 @@ def with_own_momentum(buffers: Sequence[FlatBuffer], state: State, group: Proces
         if held:
             one = saved[place] if saved[place] is not None else torch.zeros(lengths[place])
             one = unscaled(state, one, offloaded=not whole and one.dtype == torch.float32)
-            momenta[numbers[place]] = of_partition(one, touched[place], chunks[place]) if whole else one
+            momenta[numbers[place]] = of_partition(one, members[place], chunks[place]) if whole else one
     return {**state, BASE_OPTIMIZER_STATE: {**base, "state": with_momentum(base["state"], momenta)}}
 
 

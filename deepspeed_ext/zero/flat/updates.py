@@ -16,9 +16,9 @@ from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import Families, Family
 from deepspeed_ext.zero.flat.arrivals import Arrivals
-from deepspeed_ext.zero.flat.buffers import FlatBuffer
-from deepspeed_ext.zero.flat.windows import Window, windows_in_forward_order
+from deepspeed_ext.zero.flat.buffers import FlatBuffer, windows_in_forward_order
 from deepspeed_ext.zero.resync import Asking, Resync
+from deepspeed_ext.zero.shards import Window
 
 
 class FlatGroups(list[Tensor]):
@@ -192,7 +192,7 @@ class FlatUpdates:
     def _own_part(self, window: Window) -> Tensor:
         own = self._own(window.buffer)
         assert own is not None
-        return own.detach().narrow(0, window.start, window.width)
+        return window.span.of(own.detach())
 
     def _gather_window(self, window: Window) -> Transfer:
         redistribution = self._redistribution_of(window)
@@ -208,19 +208,19 @@ class FlatUpdates:
         row, col = buffer.cell
         own = self._own_part(window)
         cell, held = row * buffer.layout.cols + col, own[:0]
-        for numbers, windows in buffer.layout.held(flat, window.start, window.width):
+        for numbers, windows in buffer.layout.held(flat, window.span):
             if numbers.start <= cell < numbers.stop:
                 held = windows[cell - numbers.start]
-        return Update(lambda: own[: held.numel()], held, window.width)
+        return Update(lambda: own[: held.numel()], held, window.span.numel)
 
     def _place_window(self, window: Window, cells: Tensor) -> None:
         layout, flat = self._buffers[window.buffer].layout, self._flat(window.buffer).detach()
         if not self._is_whole(window):
             codes = cells.view(layout.cols, layout.rows, -1).transpose(0, 1).flatten(0, 1)
-            for numbers, held in layout.held(flat, window.start, window.width):
+            for numbers, held in layout.held(flat, window.span):
                 self._redistribution_of(window).write(codes[numbers], held)
             return
-        layout.place(flat, window.start, cells.view(layout.cols, layout.rows, -1)[..., : window.width])
+        layout.place(flat, window.span.start, cells.view(layout.cols, layout.rows, -1)[..., : window.span.numel])
 
     # The model ####################################################################################
 

@@ -3,7 +3,7 @@
 """Windows of packed experts: gathered out of what ranks hold, and their gradients reduced into it.
 
 Note [Windows of slices]
-    A window is some stretches of each parameter, and ZeRO's chunks divide a parameter without regard to experts. So
+    A window is some spans of each parameter, and ZeRO's chunks divide a parameter without regard to experts. So
     ranks hold unequal pieces of a window. Inside a group they send each other exactly these, by an all-to-all of
     unequal parts; gradients come back by a reduction of the same unequal parts. Everything that persists stays as
     ZeRO has it.
@@ -15,7 +15,7 @@ Note [Windows of slices]
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -23,8 +23,9 @@ from deepspeed.runtime.zero.partition_parameters import get_allgather_dtype
 from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.layout import FlatLayout, Piece
 from deepspeed_ext.comm.packing import joined_and_aligned
+from deepspeed_ext.comm.spans import Span, split_as
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.windows import WindowedModule
@@ -33,21 +34,12 @@ from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.slices import Slices
 from deepspeed_ext.zero.streams import ReductionStream
 
-
-class _Piece(NamedTuple):
-    """Elements of a window that one rank holds."""
-
-    param: int
-    row: int
-    start: int  # in the rank's chunk
-    offset: int  # in the window of the parameter
-    numel: int
+_Pieces = list[list[tuple[int, Piece]]]  # of a window, by rank: number of a parameter, and what the rank has of it
 
 
-def _pieces(
-    layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], between: bool = False
-) -> list[list[_Piece]]:
-    """Return the pieces of a window that each rank of a group holds, in the order in which it sends them.
+def _pieces(layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], between: bool = False) -> _Pieces:
+    """Return the pieces of a window that each rank of a group holds, in the order in which it sends them; their spans
+    are of the window of the parameter, and with ``between`` each is in row 0, the only one.
 
     Args:
         layouts: of the parameters.
@@ -56,40 +48,34 @@ def _pieces(
         between: whether the group is that between groups, each of one rank.
     """
     layout = layouts[0]
-    held: list[list[_Piece]] = [[] for _ in range(layout.rows if between else layout.cols)]
+    held: _Pieces = [[] for _ in range(layout.rows if between else layout.cols)]
     for number, layout in enumerate(layouts):
         each = layout.numel // experts
         for place, expert in enumerate(window):
-            for piece in layout.pieces(expert * each, each):
-                offset = place * each + piece.start - expert * each
-                row = 0 if between else piece.row
-                held[piece.row if between else piece.col].append(
-                    _Piece(number, row, piece.column, offset, piece.numel)
-                )
+            for piece in layout.pieces(Span(expert * each, each)):
+                rank, row = (piece.row, 0) if between else (piece.col, piece.row)
+                span = piece.span.shifted((place - expert) * each)
+                held[rank].append((number, piece._replace(row=row, span=span)))
     return held
 
 
 class _Window:
     """A window on its way."""
 
-    def __init__(
-        self, owner: "WindowGathers", queue: TransferQueue, started: Started, pieces: list[list[_Piece]]
-    ) -> None:
+    def __init__(self, owner: "WindowGathers", queue: TransferQueue, started: Started, pieces: _Pieces) -> None:
         self._owner = owner
         self._queue = queue
         self._started: Started | None = started
-        self._pieces = pieces
-        self._numel = sum(piece.numel for some in pieces for piece in some)
+        self._pieces = [one for some in pieces for one in some]
+        self._numel = sum(piece.span.numel for _, piece in self._pieces)
 
     def wait(self, weights: Sequence[Tensor]) -> None:
         """Write it to its parameters."""
         assert self._started is not None
         flat, self._started = self._queue.finish(self._started), None
-        start = 0
-        for piece in (piece for some in self._pieces for piece in some):
-            target = weights[piece.param].view(-1)[piece.offset : piece.offset + piece.numel]
-            target.copy_(flat[start : start + piece.numel])
-            start += piece.numel
+        parts = split_as(flat, [piece.span for _, piece in self._pieces])
+        for (number, piece), part in zip(self._pieces, parts, strict=True):
+            piece.span.of(weights[number].view(-1)).copy_(part)
 
     def release(self) -> None:
         """Count it no more."""
@@ -111,7 +97,7 @@ class WindowGathers:
         self._whole = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
         self._between = self._whole and slices.topology.sizes.group_size == 1
         self._gathered: dict[int, list[tuple[Started | None, list[Tensor]]]] = {}  # id of the module: passes
-        self._plans: dict[tuple[int, int], list[list[_Piece]]] = {}
+        self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def watch(self, module: WindowedModule) -> None:
         """Fetch the windows of this module."""
@@ -152,24 +138,24 @@ class WindowGathers:
             self._plans[key] = _pieces(layouts, experts, module.windows[number], self._between)
         pieces = self._plans[key]
         transfer = self._send(module, pieces, rows)
-        self._live(sum(piece.numel for some in pieces for piece in some))
+        self._live(sum(piece.span.numel for some in pieces for _, piece in some))
         return _Window(self, self._queue, self._queue.start(transfer), pieces)
 
-    def _send(self, module: WindowedModule, pieces: list[list[_Piece]], rows: list[Tensor]) -> Transfer:
+    def _send(self, module: WindowedModule, pieces: _Pieces, rows: list[Tensor]) -> Transfer:
         redistribution, params = self._slices.redistribution, module.params
         collectives = (redistribution.inter if self._between else redistribution.intra).collectives
         self._slices.wait_for_updates(params)
         held = rows or [self._slices.held(param) for param in params]
         dtype = get_allgather_dtype(params[0], params[0].ds_tensor)
         device = get_accelerator().current_device_name()
-        mine = [held[p.param][p.row][p.start : p.start + p.numel] for p in pieces[collectives.rank]]
+        mine = [piece.columns.of(held[number][piece.row]) for number, piece in pieces[collectives.rank]]
         sent = torch.cat(
-            [piece.to(device=device, dtype=dtype, non_blocking=True) for piece in mine]
+            [part.to(device=device, dtype=dtype, non_blocking=True) for part in mine]
             or [torch.empty(0, dtype=dtype, device=device)]
         )
         if collectives.size == 1:
             return sent
-        splits = [sum(piece.numel for piece in some) for some in pieces]
+        splits = [sum(piece.span.numel for _, piece in some) for some in pieces]
         received = torch.empty(sum(splits), dtype=dtype, device=device)
         copies = sent.repeat(collectives.size)
         yield collectives.all_to_all(received, copies, [sent.numel()] * collectives.size, "all_gather", splits)
@@ -214,7 +200,7 @@ class WindowGradients:
             module.forget, module.end_of_backward = self.forget, self.end_of_backward
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
         self._kept: set[int] = set()  # ids of modules with gradients that are whole and not complete
-        self._plans: dict[tuple[int, int], list[list[_Piece]]] = {}
+        self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool) -> None:
         """Take the gradients of a window; with the first of the last pass of a backward they are complete."""
@@ -294,25 +280,25 @@ class WindowGradients:
     def _move(
         held: ShardedGradients,
         flats: Sequence[Tensor | None],
-        pieces: list[list[_Piece]],
+        pieces: _Pieces,
         layouts: Sequence[FlatLayout],
         sums: Tensor,
         scale: float,
     ) -> Transfer:
         """N -> I of a window, added to the sums of its module."""
         hop = held.intra
-        splits = [sum(piece.numel for piece in some) for some in pieces]
-        order = [piece for some in pieces for piece in some]
+        splits = [sum(piece.span.numel for _, piece in some) for some in pieces]
+        order = [one for some in pieces for one in some]
         if all(flat is None for flat in flats):
             packed = torch.zeros(sum(splits), dtype=sums.dtype, device=sums.device)
         else:
             zero = torch.zeros(1, dtype=sums.dtype, device=sums.device)
             packed = torch.cat(
                 [
-                    zero.expand(p.numel)
-                    if flats[p.param] is None
-                    else cast(Tensor, flats[p.param]).reshape(-1)[p.offset : p.offset + p.numel].to(sums.dtype)
-                    for p in order
+                    zero.expand(piece.span.numel)
+                    if flats[number] is None
+                    else piece.span.of(cast(Tensor, flats[number]).reshape(-1)).to(sums.dtype)
+                    for number, piece in order
                 ]
             )
         packed.div_(scale)
@@ -320,11 +306,9 @@ class WindowGradients:
         if not get_accelerator().is_synchronized_device():
             sums.record_stream(get_accelerator().current_stream())
         starts = [sum(layout.chunk for layout in layouts[:number]) for number in range(len(layouts))]
-        at = 0
-        for p in pieces[hop.rank]:
-            first = starts[p.param] + p.start
-            sums[p.row, first : first + p.numel].add_(part[at : at + p.numel])
-            at += p.numel
+        mine = pieces[hop.rank]
+        for (number, piece), of_piece in zip(mine, split_as(part, [piece.span for _, piece in mine]), strict=True):
+            piece.columns.shifted(starts[number]).of(sums[piece.row]).add_(of_piece)
         return sums
 
 

@@ -31,12 +31,13 @@ from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import add_to, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.spans import Span, neighbors_joined, split_as
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.crossing_spans import CrossingSpan, crossing_spans_of
 from deepspeed_ext.zero.sharded.crossing import Crossing, CrossingBucket
+from deepspeed_ext.zero.shards import CrossingSpan, crossing_spans_of
 
 Bucket = list[ZeroParameter]  # what moves together at the boundary
 
@@ -164,8 +165,8 @@ class ShardedGradients:
 
     def shard_of(self, params: Sequence[ZeroParameter]) -> Tensor:
         """Return the optimizer's shard of neighboring parameters, 1D, a view."""
-        ((start, numel),) = self._spans(params)
-        return self.shard.narrow(0, start, numel)
+        (span,) = self._spans(params)
+        return span.of(self.shard)
 
     @property
     def _own_row(self) -> int:
@@ -329,26 +330,13 @@ class ShardedGradients:
 
     def _accumulate(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
         """Add what a redistribution of these parameters has brought."""
-        arrived = arrived.view(self.rows, -1)
-        for start, offset, numel in self._runs(params):
-            add_to(self.held[:, start : start + numel], arrived[:, offset : offset + numel])
+        spans = self._spans(params)
+        for span, part in zip(spans, split_as(arrived.view(self.rows, -1), spans), strict=True):
+            add_to(span.of(self.held), part)
 
-    def _spans(self, params: Sequence[ZeroParameter]) -> list[tuple[int, int]]:
-        """Return (column in ``held``, elements) of parameters, neighbors joined."""
-        return [(start, numel) for start, _, numel in self._runs(params)]
-
-    def _runs(self, params: Sequence[ZeroParameter]) -> list[tuple[int, int, int]]:
-        """Return (column in ``held``, column in the bucket, elements) of parameters, neighbors in both joined."""
-        runs: list[tuple[int, int, int]] = []
-        offset = 0
-        for param in params:
-            start, numel = self._starts[param.ds_id], param.ds_tensor.ds_numel
-            if runs and runs[-1][0] + runs[-1][2] == start:
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + numel)
-            else:
-                runs.append((start, offset, numel))
-            offset += numel
-        return runs
+    def _spans(self, params: Sequence[ZeroParameter]) -> list[Span]:
+        """Return which columns of ``held`` are of parameters, in their order, neighbors joined."""
+        return neighbors_joined(Span(self._starts[param.ds_id], param.ds_tensor.ds_numel) for param in params)
 
     # At the accumulation boundary: g -> os ############################################################
 
@@ -394,25 +382,20 @@ class ShardedGradients:
 
     def _cross_bucket(self, bucket: Bucket) -> None:
         """Move a bucket on from I to os, a part of a large parameter at a time."""
-        columns = self._spans(bucket)
-        parts = [columns]
-        if len(columns) == 1 or self._held_by_host:  # of which nothing is joined: it goes to the device by itself
-            parts = [
-                [(start + first, width)]
-                for start, numel in columns
-                for first, width in windows(numel, self.rows, self._window)
-            ]
+        found = self._spans(bucket)
+        parts = [found]
+        if len(found) == 1 or self._held_by_host:  # of which nothing is joined: it goes to the device by itself
+            parts = [[window] for span in found for window in windows(span, self.rows, self._window)]
         for spans in parts:
-            pieces = [self.held[:, start : start + numel] for start, numel in spans]
+            pieces = [span.of(self.held) for span in spans]
             transfer = self._redistribution.sync_spans(pieces, self._wire, self._os, spans, self._number)
             # What is read stays as it is until all is complete.
             self._crosses.submit(transfer, partial(self._take, spans), reuses=False)
 
-    def _take(self, spans: Sequence[tuple[int, int]], total: Tensor) -> None:
+    def _take(self, spans: Sequence[Span], total: Tensor) -> None:
         """Take what has arrived in os of these columns: (parts, width), as ``sync_spans`` returns it."""
-        sums = total[0].split([numel for _, numel in spans])
-        for (start, numel), part in zip(spans, sums, strict=True):
-            self.shard[start : start + numel].copy_(part)
+        for span, part in zip(spans, split_as(total[0], spans), strict=True):
+            span.of(self.shard).copy_(part)
 
     def _clear_padding(self) -> None:
         """Zero the padding: chunks of the last ranks may reach over the end of their parameter."""

@@ -10,7 +10,7 @@ Note [Rows]
     groups completes the slice (``gather_updates``), and forward and backward gather inside the group only.
 
     The slices of the trainable parameters of a sub-group make one block, (k, elements of the sub-group): row j of it
-    is the sub-group's flat partition. It is gathered in *windows*, stretches of its columns of as many elements as a
+    is the sub-group's flat partition. It is gathered in *windows*, spans of its columns of as many elements as a
     bucket has, so that a model of one sub-group crosses piece by piece, too. A window that is a whole block is
     gathered in place, another one through a buffer of its size, of which side streams have two at a time.
 
@@ -34,34 +34,13 @@ from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
+from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
 from deepspeed_ext.strategy import Placement, Strategy, full_bucket
 from deepspeed_ext.zero.arrivals import announce
 from deepspeed_ext.zero.sharded.modifier_rank import REPLICAS
-
-
-class _Window(NamedTuple):
-    """Columns ``start`` to ``stop`` of a block, its padding included.
-
-    Attributes:
-        members: ds_ids of the parameters in it, the smallest one first.
-        number: in the order in which windows travel.
-    """
-
-    block: int
-    start: int
-    stop: int
-    members: tuple[int, ...]
-    number: int = -1
-
-
-class _Columns(NamedTuple):
-    """Where the slice of a parameter is: columns ``start`` to ``stop`` of a block."""
-
-    block: int
-    start: int
-    stop: int
+from deepspeed_ext.zero.shards import Window, in_forward_order
 
 
 class _Change(NamedTuple):
@@ -70,8 +49,8 @@ class _Change(NamedTuple):
     updated: Tensor
     held: Tensor
 
-    def update(self, window: _Window) -> Update:
-        """Return what is sent of a window."""
+    def update(self, window: Span) -> Update:
+        """Return what is sent of a window, whose end may be padding."""
         held = self.held[window.start : window.stop]
         updated = self.updated[window.start : window.stop]
         return Update(lambda: updated.to(device=held.device, dtype=held.dtype), held, held.numel())
@@ -107,8 +86,8 @@ class Slices:
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self.params}
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
-        self._columns: dict[int, _Columns] = {}  # ds_id: where its slice is
-        self._windows: list[_Window] = []  # in the order in which they travel
+        self._columns: dict[int, BufferSpan] = {}  # ds_id: the block that its slice is in, and the columns of it
+        self._windows: list[Window] = []  # in the order in which they travel
         self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows that its slice is in
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
         self._updates = TransferQueue(overlap=True, side_streams=True, background=redistribution.pairwise, owed=True)
@@ -214,7 +193,7 @@ class Slices:
         self._blocks[number] = block
         column = 0
         for param in sub_group:
-            self._columns[param.ds_id] = _Columns(number, column, column + param.ds_tensor.ds_numel)
+            self._columns[param.ds_id] = number, Span(column, param.ds_tensor.ds_numel)
             column += param.ds_tensor.ds_numel
         self._windows.clear()
         width, _ = self._block_width(sub_group)
@@ -283,13 +262,13 @@ class Slices:
         """
         self.written()
         self.drain()
-        self._gather_windows(self._in_order())
+        self._gather_windows(range(len(self._in_order())))
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
         """Do so for one sub-group, in a step in which all ranks take sub-groups in one order."""
         self.written()
-        self._gather_windows([window for window in self._in_order() if window.block == number])
+        self._gather_windows([place for place, window in enumerate(self._in_order()) if window.buffer == number])
 
     def change(self, number: int, updated: Tensor, held: Tensor) -> None:
         """Take what a step has made of this rank's row of a block, to be sent as what the others lack of it.
@@ -307,53 +286,46 @@ class Slices:
         """Forget what was taken to be sent by a step that has not ended."""
         self._changed.clear()
 
-    def _in_order(self) -> list[_Window]:
+    def _in_order(self) -> list[Window]:
         """Return the windows of all blocks, those of the model's first parameters first. See Note [Rows]."""
         if self.sliced and not self._windows:
             total = sum(param.ds_numel for param in self.params if param.ds_id in self._columns)
             most = max(1, full_bucket(self.bucket, total) // self.topology.sizes.ranks)
-            windows = [window for block in self._blocks for window in self._divided(block, most)]
-            self._windows = [
-                window._replace(number=number)
-                for number, window in enumerate(
-                    sorted(windows, key=lambda one: (one.members[0], one.block, one.start))
-                )
-            ]
+            self._windows = in_forward_order(window for block in self._blocks for window in self._divided(block, most))
             self._windows_of = {ds_id: [] for ds_id in self._columns}
-            for window in self._windows:
+            for number, window in enumerate(self._windows):
                 for ds_id in window.members:
-                    self._windows_of[ds_id].append(window.number)
+                    self._windows_of[ds_id].append(number)
         return self._windows
 
-    def _divided(self, number: int, most: int) -> Iterator[_Window]:
+    def _divided(self, number: int, most: int) -> Iterator[Window]:
         """Yield the windows of a block, of about ``most`` columns: a sub-group may be a parameter larger than asked
         for, and a window for its end alone would be a message for little."""
-        inside = [(ds_id, columns) for ds_id, columns in self._columns.items() if columns.block == number]
+        inside = [(ds_id, columns) for ds_id, (block, columns) in self._columns.items() if block == number]
         filled = self._blocks[number].shape[1]
         width = fill_up(-(-filled // max(1, round(filled / most))), self.redistribution.multiple)
         for start in range(0, filled, max(1, width)):
-            stop = min(start + width, filled)
-            members = sorted(ds_id for ds_id, columns in inside if columns.start < stop and start < columns.stop)
-            yield _Window(number, start, stop, tuple(members))
+            window = Span(start, width).common(Span(0, filled))
+            members = sorted(ds_id for ds_id, columns in inside if window.common(columns).numel)
+            yield Window(number, window, tuple(members))
 
-    def _gather_windows(self, windows: Sequence[_Window]) -> None:
-        changed = [window for window in windows if window.block in self._changed]
-        updates = [self._changed[window.block].update(window) for window in changed]
+    def _gather_windows(self, numbers: Sequence[int]) -> None:
+        windows = {number: self._windows[number] for number in numbers}
+        changed = {number: window for number, window in windows.items() if window.buffer in self._changed}
+        updates = [self._changed[window.buffer].update(window.span) for window in changed.values()]
         codes = self.redistribution.encode(updates, Placement.I) if changed else []
-        code_of = {
-            window.number: (code, update.most) for window, code, update in zip(changed, codes, updates, strict=True)
-        }
+        code_of = {number: (code, update.most) for number, code, update in zip(changed, codes, updates, strict=True)}
         del updates, codes
-        for block in {window.block for window in changed}:
+        for block in {window.buffer for window in changed.values()}:
             del self._changed[block]
-        for window in windows:
-            rows = self._blocks[window.block].detach()[:, window.start : window.stop]
-            if window.number in code_of:
-                code, width = code_of.pop(window.number)
+        for number, window in windows.items():
+            rows = window.span.of(self._blocks[window.buffer].detach())
+            if number in code_of:
+                code, width = code_of.pop(number)
                 transfer = self.redistribution.update_rows(code, rows[:, :width])
             else:
                 transfer = self.redistribution.complete_rows(rows)
-            self._update_of[window.number] = self._updates.start(transfer)
+            self._update_of[number] = self._updates.start(transfer)
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""

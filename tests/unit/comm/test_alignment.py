@@ -17,18 +17,19 @@ from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.comm import backends, collectives
 from deepspeed_ext.comm.backends import NativeReduce
-from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
+from deepspeed_ext.comm.bucket_plan import plan_bucket
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.layout import FlatLayout, windows
 from deepspeed_ext.comm.packing import fill_up, joined
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
 from deepspeed_ext.zero.flat.updates import FlatUpdates
-from deepspeed_ext.zero.flat.windows import Window
 from deepspeed_ext.zero.sharded.gathers import Gathers
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.slices import Slices
+from deepspeed_ext.zero.shards import Window
 
 pytestmark = pytest.mark.quick
 
@@ -109,7 +110,7 @@ dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 def test_windows_begin_at_multiples_of_16_elements_for_all_numbers_of_ranks() -> None:
     for rows in range(2, 4097):
         for most in (BUCKET, 1 << 24):
-            found = windows(3 * most // rows + 5, rows, most)
+            found = windows(Span(0, 3 * most // rows + 5), rows, most)
             assert sum(width for _, width in found) == 3 * most // rows + 5
             assert all(start % 16 == 0 and width * rows <= most for start, width in found)
 
@@ -131,15 +132,14 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
     with device(cluster) as (pointers, mine, gathers):
         for layout in (FlatLayout.of(numel, os, topology), striped):
             bucket = torch.empty(3_000_001, dtype=dtype, device="meta")
-            plan = plan_bucket((layout,), (Range(0, 12_345_677, 1_000_001), Range(0, 77, 2_000_000)))
+            plan = plan_bucket((layout,), ((0, Span(12_345_677, 1_000_001)), (0, Span(77, 2_000_000))))
             for target in (Placement.I, os):
                 pointers.as_they_are = target == Placement.I  # a group's part may still be too unequal for the second
                 message = mine.pack_bucket([bucket], plan, target)
                 Started(mine.reduce_bucket(message, plan, target)).finish()
             slices = torch.empty(layout.rows, layout.chunk, dtype=dtype, device="meta")
-            for start, width in layout.windows(layout.rows, BUCKET):
-                window = slices[:, start : start + width]
-                sums = Started(mine.sync_slice(window, dtype, os, start)).finish()
+            for span in layout.windows(layout.rows, BUCKET):
+                sums = Started(mine.sync_slice(span.of(slices), dtype, os, span.start)).finish()
                 if os == Placement.I:
                     Started(mine.gather_slice(sums.reshape(-1))).finish()
             flat = torch.empty(layout.rows * layout.cols * layout.chunk, dtype=dtype, device="meta")
@@ -149,8 +149,8 @@ def replicated(cluster: GroupSizes, os: Placement, dtype: torch.dtype) -> set[st
             updates._own = lambda group, own=flat[: layout.chunk]: own
             updates._buffers = [SimpleNamespace(layout=layout, family=SimpleNamespace(gather=gathers))]
             updates._resync = SimpleNamespace(now=True)
-            for start, width in layout.windows(shards, BUCKET):
-                window = Window(0, start, width, frozenset())
+            for span in layout.windows(shards, BUCKET):
+                window = Window(0, span, ())
                 gathered = Started(updates._gather_window(window)).finish()
                 updates._place_window(window, gathered)
     return pointers.astray()

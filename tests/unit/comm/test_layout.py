@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
+from deepspeed_ext.comm.bucket_plan import plan_bucket
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.parameter_bucket import _runs
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.zero.flat.buffers import stripe_starts
 
 pytestmark = pytest.mark.quick
@@ -31,8 +32,8 @@ def positions(layout: FlatLayout) -> torch.Tensor:
     found = torch.full((layout.rows, layout.cols, layout.chunk), -1)
     for stripe in layout.stripes:
         for cell in range(layout.rows * layout.cols):
-            first = stripe.start + cell * stripe.width
-            held = torch.arange(first, max(first, min(first + stripe.width, stripe.start + stripe.numel)))
+            first = stripe.span.start + cell * stripe.width
+            held = torch.arange(first, max(first, min(first + stripe.width, stripe.span.stop)))
             row, col = divmod(cell, layout.cols)
             found[row, col, stripe.column : stripe.column + len(held)] = held
     return found
@@ -44,17 +45,16 @@ def test_lists_of_parameters_are_divided_into_runs() -> None:
 
 
 @given(LAYOUTS)
-def test_each_element_is_in_one_cell_and_a_stretch_of_a_stripe_is_in_one_piece_of_each(layout: FlatLayout) -> None:
+def test_each_element_is_in_one_cell_and_a_span_of_a_stripe_is_in_one_piece_of_each(layout: FlatLayout) -> None:
     where = positions(layout)
     assert sorted(where[where >= 0].tolist()) == list(range(layout.numel))
     for row, col in itertools.product(range(layout.rows), range(layout.cols)):
         for piece in layout.cells_of(row, col):
-            held = where[row, col, piece.column : piece.column + piece.numel]
-            assert held.tolist() == list(range(piece.start, piece.start + piece.numel))
+            assert piece.columns.of(where[row, col]).tolist() == list(range(piece.span.start, piece.span.stop))
     for stripe in layout.stripes:
-        pieces = list(layout.pieces(stripe.start, stripe.numel))
+        pieces = list(layout.pieces(stripe.span))
         assert len({(piece.row, piece.col) for piece in pieces}) == len(pieces)  # as DeepSpeed's fragments need
-        assert sum(piece.numel for piece in pieces) == stripe.numel
+        assert sum(piece.span.numel for piece in pieces) == stripe.span.numel
 
 
 def test_stripes_are_of_whole_parameters_and_balanced_over_all_ranks() -> None:
@@ -63,7 +63,7 @@ def test_stripes_are_of_whole_parameters_and_balanced_over_all_ranks() -> None:
     starts = stripe_starts(offsets, numels, 5 * 10**8, 8)
     assert len(starts) == 20 and set(starts) <= set(offsets)  # a 16th would begin within a parameter
     layout = FlatLayout(sum(numels), 2, 4, starts)
-    assert all(8 * stripe.width <= 1.02 * stripe.numel for stripe in layout.stripes)
+    assert all(8 * stripe.width <= 1.02 * stripe.span.numel for stripe in layout.stripes)
     assert stripe_starts(offsets, numels, 10**6, 8) == tuple(offsets)
     assert stripe_starts(range(40), [1] * 40, 5 * 10**8, 8) == (0,)  # too small to be worth messages
 
@@ -73,9 +73,9 @@ def test_stripes_are_of_whole_parameters_and_balanced_over_all_ranks() -> None:
 def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
     starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
     ends = [data.draw(some.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
-    ranges = data.draw(some.permutations([Range(0, a, b - a) for a, b in zip(starts, ends, strict=True)]))
-    bucket = [position for r in ranges for position in range(r.start, r.start + r.numel)]  # values = flat positions
-    plan = plan_bucket((layout,), tuple(ranges))
+    spans = data.draw(some.permutations([Span.between(a, b) for a, b in zip(starts, ends, strict=True)]))
+    bucket = [position for span in spans for position in range(span.start, span.stop)]  # values = flat positions
+    plan = plan_bucket((layout,), tuple((0, span) for span in spans))
 
     where = positions(layout)
     message, expected = [], []
@@ -92,7 +92,7 @@ def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: so
                 step = row - next(r.first for r in column if r.first <= row < r.first + r.times)
                 for cut in rows.cuts:
                     first = cut.offset + step * cut.stride
-                    message += bucket[first : first + cut.numel]
+                    message += bucket[first : first + cut.span.numel]
         assert plan.splits(col, layout.rows) == [sum(span.numel for span in part) for part in of_groups]
     assert message == expected and sorted(message) == sorted(bucket)
 
@@ -101,7 +101,7 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
     sizes = []
     for groups in (16, 512):
         layout = FlatLayout(10**9, groups, 8, (0, 4 * 10**8))
-        plan = plan_bucket((layout,), (Range(0, 10**8 + 7, 5 * 10**8), Range(0, 3, 10**8)))
+        plan = plan_bucket((layout,), ((0, Span(10**8 + 7, 5 * 10**8)), (0, Span(3, 10**8))))
         sizes.append(sum(len(rows.cuts) for column in plan.columns for rows in column))
         assert sum(sum(plan.splits(col, groups)) for col in range(8)) == 6 * 10**8
     assert sizes[0] == pytest.approx(sizes[1], abs=8) and sizes[1] < 100, sizes
@@ -109,7 +109,7 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
 
 def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
     layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
-    plan = plan_bucket(layouts, (Range(1, 2, 5), Range(0, 0, 8)))
+    plan = plan_bucket(layouts, ((1, Span(2, 5)), (0, Span(0, 8))))
     assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
     columns = [[tuple(span) for part in plan.rows_of(col, 2) for span in part] for col in range(2)]
     assert columns == [

@@ -7,53 +7,55 @@ from collections import Counter
 
 import pytest
 
-from deepspeed_ext.comm.owners import Cells, Stretch, assign, rounds
+from deepspeed_ext.comm.layout import Stripe
+from deepspeed_ext.comm.owners import Job, assign, rounds
+from deepspeed_ext.comm.spans import Span
 
 
 @pytest.mark.parametrize("origin, width", [(0, 7), (-5, 7), (-40, 16), (0, 1000)])
 def test_parts_of_ranks_make_the_whole(origin: int, width: int) -> None:
-    stretch = Stretch(11, 90, Cells(origin, width), 1.0)
+    job = Job(Span(11, 90), Stripe(Span(origin, 200), 0, width), 1.0)
     covered: list[int] = []
-    for rank in stretch.holders(20):
-        first, numel = stretch.part(rank)
-        assert numel
-        covered += range(first, first + numel)
-    assert covered == list(range(90))
-    assert sum(numel for _, numel in map(stretch.part, range(200))) == 90  # others have nothing
+    for rank in job.holders(20):
+        held = job.held(rank)
+        assert held.numel
+        covered += range(held.start, held.stop)
+    assert covered == list(range(11, 101))
+    assert sum(held.numel for held in map(job.held, range(200))) == 90  # others have nothing
 
 
-def test_costs_are_balanced_and_few_stretches_are_spread_over_groups() -> None:
+def test_costs_are_balanced_and_few_jobs_are_spread_over_groups() -> None:
     generator = random.Random(5)
     ranks, group = 12, 4
     costs = [generator.uniform(1, 9) for _ in range(200)]
-    stretches = [Stretch(0, 120, Cells(0, 10), cost) for cost in costs]
+    jobs = [Job(Span(0, 120), Stripe(Span(0, 120), 0, 10), cost) for cost in costs]
     loads = Counter[int]()
-    for owner, cost in zip(assign(stretches, ranks, group), costs, strict=True):
+    for owner, cost in zip(assign(jobs, ranks, group), costs, strict=True):
         loads[owner] += cost
     assert len(loads) == ranks and max(loads.values()) < 1.05 * sum(costs) / ranks
-    few = assign(stretches[:6], ranks, group)
+    few = assign(jobs[:6], ranks, group)
     assert Counter(owner // group for owner in few) == {0: 2, 1: 2, 2: 2}
 
 
 def test_holders_own_and_what_one_rank_has_stays() -> None:
-    cells = Cells(0, 100)
-    stretches = [
-        Stretch(0, 90, cells, 5.0),  # all of it is rank 0's
-        Stretch(90, 20, cells, 1.0),  # of ranks 0 and 1
-        Stretch(110, 80, cells, 1.0),  # rank 1's
-        Stretch(190, 150, cells, 3.0),  # of ranks 1, 2 and 3
+    stripe = Stripe(Span(0, 400), 0, 100)
+    jobs = [
+        Job(Span(0, 90), stripe, 5.0),  # all of it is rank 0's
+        Job(Span(90, 20), stripe, 1.0),  # of ranks 0 and 1
+        Job(Span(110, 80), stripe, 1.0),  # rank 1's
+        Job(Span(190, 150), stripe, 3.0),  # of ranks 1, 2 and 3
     ]
-    assert [stretch.stays for stretch in stretches] == [True, False, True, False]
-    assert assign(stretches, 4, 2) == [0, 1, 1, 2]
-    assert not Stretch(0, 5, None, 1.0).stays
+    assert [job.stays for job in jobs] == [True, False, True, False]
+    assert assign(jobs, 4, 2) == [0, 1, 1, 2]
+    assert not Job(Span(0, 5), None, 1.0).stays
 
 
 def test_rounds_are_filled_owner_by_owner() -> None:
-    cells = Cells(0, 10)
-    stretches = [Stretch(0, numel, cells, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
+    stripe = Stripe(Span(0, 120), 0, 10)
+    jobs = [Job(Span(0, numel), stripe, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
     owners = [0, 1, 1, 1, 0, 0]
-    found = rounds(stretches, owners, most=50)
+    found = rounds(jobs, owners, most=50)
     assert found == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
-    assert sorted(number for some in rounds(stretches, owners, most=1) for number in some) == list(range(6))
-    for some in rounds(stretches, owners, most=1):
+    assert sorted(number for some in rounds(jobs, owners, most=1) for number in some) == list(range(6))
+    for some in rounds(jobs, owners, most=1):
         assert max(Counter(owners[number] for number in some).values()) == 1

@@ -14,11 +14,12 @@ from hypothesis import strategies as some
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, redistribution
-from deepspeed_ext.comm.bucket_plan import Range, plan_bucket
-from deepspeed_ext.comm.hops import Contents, Part, Span, SumsGather
+from deepspeed_ext.comm.bucket_plan import plan_bucket
+from deepspeed_ext.comm.hops import SumsGather
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined as join
 from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.spans import Contents, ShardSpan, Span, Spans
 from deepspeed_ext.comm.transfer_queue import Started
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
@@ -31,12 +32,12 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("together", [False, True], ids=["gradients", "buffer"])
 def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spread: bool, together: bool) -> None:
     layout = FlatLayout(1200, 3, 4)
-    ranges = (Range(0, 5, 700), Range(0, 900, 250)) if spread else (Range(0, 103, 90), Range(0, 410, 85))
-    numels = [numel for *_, numel in ranges]
+    spans = (Span(5, 700), Span(900, 250)) if spread else (Span(103, 90), Span(410, 85))
+    numels = [span.numel for span in spans]
     gradients = [torch.rand(numel) for numel in numels]
     expected = torch.zeros(3, 4, 100)  # of this rank alone, as nothing is sent
-    for (_, start, numel), gradient in zip(ranges, gradients, strict=True):
-        expected.view(-1)[start : start + numel] = gradient
+    for span, gradient in zip(spans, gradients, strict=True):
+        span.of(expected.view(-1)).copy_(gradient)
     alive: list[bool] = []
     copies: list[int] = []
 
@@ -62,14 +63,13 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
         mock.patch.object(backends, "_OF_A_STEP", 0),
     ):
         mine = GradientRedistribution(kind("intra"), kind("inter"))
-        plan = plan_bucket((layout,), ranges)
+        plan = plan_bucket((layout,), tuple((0, span) for span in spans))
         packed = mine.pack_bucket([torch.cat(gradients)] if together else gradients, plan, Placement.G)
         message, move = StorageWeakRef(packed.untyped_storage()), mine.reduce_bucket(packed, plan, Placement.G)
         del packed
         found = result(move)
     rows = mine.bucket_rows(plan, Placement.G)
-    stretches = [stretch for row in rows for stretch in row.stretches()]
-    values = [value for _, start, numel in stretches for value in expected[1, 1, start : start + numel].tolist()]
+    values = [value for row in rows for _, span in row.spans() for value in span.of(expected[1, 1]).tolist()]
     assert values == found[: len(values)]
     first = next((number for number, name in enumerate(alive) if not name), len(alive))
     assert alive[0] and not alive[-1] and not any(alive[first:])
@@ -80,9 +80,9 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
 @pytest.mark.parametrize("target", [Placement.I, Placement.G])
 def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, multiple: int) -> None:
     layouts = (FlatLayout(10_007, 7, 4, (0, 4_000)), FlatLayout(997, 7, 4))
-    ranges = (Range(0, 3_500, 6_507), Range(1, 5, 900), Range(0, 3, 3_497))
-    tensors = [torch.randn(one.numel + 1)[1:] for one in ranges]
-    plan = plan_bucket(layouts, ranges)
+    spans = ((0, Span(3_500, 6_507)), (1, Span(5, 900)), (0, Span(3, 3_497)))
+    tensors = [torch.randn(span.numel + 1)[1:] for _, span in spans]
+    plan = plan_bucket(layouts, spans)
     packed = []
     for more in (0, 10**9):
         hops = [backends.NativeReduce.__new__(backends.NativeReduce) for _ in range(2)]
@@ -111,32 +111,32 @@ def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: boo
             return flat[: splits[0]]
             yield
 
-        def all_reduce(self, flat: Any, spans: Part = ()) -> Any:
+        def all_reduce(self, flat: Any, spans: Spans = ()) -> Any:
             self.told.append((spans,) if spans else ())
             return flat
             yield
 
     told: list[Contents] = []
     mine = GradientRedistribution(Noting([]), Noting(told))
-    plan = plan_bucket((FlatLayout(40, 2, 2),), (Range(0, 3, 30),))
-    made: list[Span] = []
+    plan = plan_bucket((FlatLayout(40, 2, 2),), ((0, Span(3, 30)),))
+    made: list[ShardSpan] = []
 
-    def span(*fields: int) -> Span:
-        made.append(Span(*fields))
+    def span(*fields: int) -> ShardSpan:
+        made.append(ShardSpan(*fields))
         return made[-1]
 
-    with mock.patch.object(redistribution, "Span", span):
+    with mock.patch.object(redistribution, "ShardSpan", span):
         for move in (
             mine.reduce_bucket(mine.pack_bucket([torch.ones(30)], plan, Placement.G), plan, Placement.G),
-            mine.reduce_cells(torch.ones(2, 2, 5), Placement.G, [(0, 3), (7, 2)]),
-            mine.reduce_rows(torch.ones(2, 5), [(0, 3), (7, 2)]),
+            mine.reduce_cells(torch.ones(2, 2, 5), Placement.G, [Span(0, 3), Span(7, 2)]),
+            mine.reduce_rows(torch.ones(2, 5), [Span(0, 3), Span(7, 2)]),
             mine.sync_slice(torch.ones(2, 5), torch.float32, Placement.G, 7),
             mine.sync_slice(torch.ones(1, 5), torch.float32, Placement.I, 7),
         ):
             result(move)
-    two = tuple((Span(0, row, 0, 3), Span(0, row, 7, 2)) for row in range(2))
-    one = tuple((Span(0, row, 7, 5),) for row in range(2))
-    expected = [((Span(0, 0, 3, 7),), (Span(0, 1, 0, 10),)), two, two, one, one[:1]]
+    two = tuple((ShardSpan(0, row, 0, 3), ShardSpan(0, row, 7, 2)) for row in range(2))
+    one = tuple((ShardSpan(0, row, 7, 5),) for row in range(2))
+    expected = [((ShardSpan(0, 0, 3, 7),), (ShardSpan(0, 1, 0, 10),)), two, two, one, one[:1]]
     assert told == (expected if keeps_errors else [()] * 5)
     assert bool(made) == keeps_errors
 
@@ -217,7 +217,7 @@ def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
         starts = [end - layout.chunk for end, layout in zip(ends, layouts, strict=True)]
         for flat, layout, start, end in zip(everybody[dist.get_rank()], layouts, starts, ends, strict=True):
             layout.pack(flat, cells[:, :, start:end])
-        arrived = Started(mine.reduce_cells(cells, target, [(0, width)])).finish().view(-1, width)
+        arrived = Started(mine.reduce_cells(cells, target, [Span(0, width)])).finish().view(-1, width)
         rows = [group] if target == Placement.G else range(layouts[0].rows)
         # Over the ranks that reduce together: N -> I stays in the group.
         summed = range(4) if target == Placement.G else range(2 * group, 2 * group + 2)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.comm.hops import Contents, Span
+from deepspeed_ext.comm.spans import Contents, ShardSpan
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback
-from deepspeed_ext.loco.interval_map import IntervalMap
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.loco.span_map import SpanMap
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +24,7 @@ NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
 def messages_of(groups: int, messages: int, shift: int = 0) -> list[Contents]:
     """Buckets where g = G: each has a run of every group's row."""
     starts = range(shift, shift + messages * NUMEL, NUMEL)
-    return [tuple((Span(0, row, start, NUMEL),) for row in range(groups)) for start in starts]
+    return [tuple((ShardSpan(0, row, start, NUMEL),) for row in range(groups)) for start in starts]
 
 
 def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
@@ -75,18 +75,18 @@ def test_bookkeeping_grows_as_the_number_of_runs(changes: bool) -> None:
     assert calls(4, 128, changes) < 2 * few  # messages: bisection adds their logarithm
 
 
-def test_stretches_are_found_by_their_elements() -> None:
-    intervals: IntervalMap[str] = IntervalMap()
+def test_spans_are_found_by_their_elements() -> None:
+    spans: SpanMap[str] = SpanMap()
     for start, numel, name in ((20, 10, "c"), (0, 10, "a"), (10, 5, "b"), (30, 0, "nothing")):
-        intervals.add(Span(0, 1, start, numel), name)
+        spans.add(ShardSpan(0, 1, start, numel), name)
 
     def names(start: int, numel: int, row: int = 1) -> str:
-        return "".join(name for _, name in intervals.over(Span(0, row, start, numel)))
+        return "".join(name for _, name in spans.over(ShardSpan(0, row, start, numel)))
 
     assert names(0, 100) == "abc" and names(0, 100, row=0) == ""
     assert names(9, 1) == "a" and names(10, 1) == "b" and names(14, 6) == "b" and names(15, 5) == ""
     assert names(14, 7) == "bc" and names(29, 5) == "c" and names(30, 5) == "" and names(12, 0) == ""
-    assert [name for _, name in intervals.take(Span(0, 1, 5, 6))] == ["a", "b"]
+    assert [name for _, name in spans.take(ShardSpan(0, 1, 5, 6))] == ["a", "b"]
     assert names(0, 100) == "c"
 
 
@@ -96,7 +96,7 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
     values = {row: torch.randint(-7, 8, (numel,), generator=generator).float() for row in (0, 1)}
     # Of what was not sent, an error is the half. bf16 holds these to the bit.
     feedback = ErrorFeedback(LocoSettings(0.5, block_size=32, error_bits=16))
-    feedback.load_errors({Span(0, row, 0, numel): of for row, of in values.items()}, steps=1)
+    feedback.load_errors({ShardSpan(0, row, 0, numel): of for row, of in values.items()}, steps=1)
     # Two runs of one row in one part, a part across rows, gaps, and messages that overlap with several others.
     steps = [
         [(((0, 3, 10), (0, 20, 7)), ((1, 0, 5),)), (((1, 5, 40),), ((0, 40, 24),))],
@@ -105,7 +105,7 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
     ]
     for step in steps:
         for parts in step:
-            contents = tuple(tuple(Span(0, *run) for run in part) for part in parts)
+            contents = tuple(tuple(ShardSpan(0, *run) for run in part) for part in parts)
             splits = [sum(run.numel for run in part) for part in contents]
             old, new = feedback.buffers(contents, splits, "cpu")
             assert old is not None
@@ -123,7 +123,7 @@ def test_what_was_not_sent_is_sent_by_other_settings() -> None:
     """Errors of sums in older checkpoints were in blocks of 128, and added whole."""
     width, unsent = 200, torch.randn(200, generator=torch.Generator().manual_seed(0))
     old, settings = ErrorFeedback(LocoSettings(0.0)), UpdateSettings().sums
-    contents, packing = ((Span(0, 0, 0, width),),), Packing(settings.bits, settings.block_size)
+    contents, packing = ((ShardSpan(0, 0, 0, width),),), Packing(settings.bits, settings.block_size)
     old.load_errors({contents[0][0]: unsent}, steps=7)
     old.buffers(contents, [width], "cpu")
     old.finish_step(False)
@@ -146,7 +146,7 @@ def test_what_was_not_sent_is_sent_by_other_settings() -> None:
 
 def test_errors_that_wait_for_their_message_count_as_kept() -> None:
     feedback = ErrorFeedback(LocoSettings())
-    feedback.load_errors({Span(0, 0, 0, 100): torch.ones(100), Span(0, 1, 0, 50): torch.ones(50)}, steps=3)
+    feedback.load_errors({ShardSpan(0, 0, 0, 100): torch.ones(100), ShardSpan(0, 1, 0, 50): torch.ones(50)}, steps=3)
     assert feedback.nbytes() == 150 * torch.float32.itemsize
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepspeed_ext.comm.hops import Span
+from deepspeed_ext.comm.spans import ShardSpan
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
@@ -286,7 +286,7 @@ def test_13_pieces_are_added_in_their_order() -> None:
 
 @pytest.mark.parametrize("error_bits", [8, 16])
 def test_15_errors_of_a_message_whose_parts_are_filled_up_otherwise(error_bits: int) -> None:
-    contents = ((Span(0, 0, 0, 1000),), (Span(0, 1, 0, 1000),))
+    contents = ((ShardSpan(0, 0, 0, 1000),), (ShardSpan(0, 1, 0, 1000),))
     settings = LocoSettings(error_bits=error_bits)
     memory = ErrorFeedback(settings)
     unsent = {run: normal(1000, seed=run.row) for (run,) in contents}

@@ -71,6 +71,7 @@ def hops_case(local: int) -> tuple[float, float, float, float]:
 
     from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.comm.redistribution import GradientRedistribution
+    from deepspeed_ext.comm.spans import Span
     from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.loco.hop import LocoHop
     from deepspeed_ext.loco.settings import LocoSettings
@@ -89,7 +90,7 @@ def hops_case(local: int) -> tuple[float, float, float, float]:
                 LocoHop(topology.intra, "a", settings), LocoHop(topology.inter, "b", settings)
             )
             cells = data[rank].view(world // local, local, 640).transpose(0, 1).contiguous()
-            found = Started(redistribution.reduce_cells(cells, Placement.G, [(0, 640)])).finish()
+            found = Started(redistribution.reduce_cells(cells, Placement.G, [Span(0, 640)])).finish()
         return ((found - mean).norm() / mean.norm()).item()
 
     plain = LocoSettings(error_feedback=False)
@@ -206,20 +207,20 @@ def moving_case() -> tuple[float, float]:
     """Of errors that move between messages: how far the sum is off, and bytes over those of elements."""
     import torch
 
-    from deepspeed_ext.comm.hops import Span
+    from deepspeed_ext.comm.spans import ShardSpan
     from deepspeed_ext.loco.feedback import ErrorFeedback
     from deepspeed_ext.loco.settings import LocoSettings
 
     generator = torch.Generator().manual_seed(0)
     feedback, numel = ErrorFeedback(LocoSettings(hadamard=True)), 4000
     values = torch.randn(numel, generator=generator)
-    feedback.load_errors({Span(0, 0, 0, numel): values}, steps=1)
+    feedback.load_errors({ShardSpan(0, 0, 0, numel): values}, steps=1)
     for _ in range(12):  # each time other messages of some of the elements
         starts = sorted(torch.randint(0, numel, (3,), generator=generator).tolist())
         for start, end in zip(starts, [*starts[1:], numel], strict=True):
             if end - start > 1:
                 middle = (start + end) // 2
-                contents = ((Span(0, 0, start, middle - start),), (Span(0, 0, middle, end - middle),))
+                contents = ((ShardSpan(0, 0, start, middle - start),), (ShardSpan(0, 0, middle, end - middle),))
                 old, new = feedback.buffers(contents, [middle - start, end - middle], "cpu")
                 assert old is not None
                 new.copy_(old)

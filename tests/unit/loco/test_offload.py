@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_ext.comm.hops import Span
+from deepspeed_ext.comm.spans import ShardSpan
 from deepspeed_ext.loco import feedback, setup
 from deepspeed_ext.loco.settings import LocoSettings
 
@@ -45,7 +45,7 @@ def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain(pins: bool) -
 
     device = mock.Mock()
     memory = feedback.ErrorFeedback(LocoSettings(), device="cpu", pinned=pins)
-    contents = ((Span(0, 0, 0, width),),)
+    contents = ((ShardSpan(0, 0, 0, width),),)
     with (
         mock.patch.object(feedback.torch, "empty", made),
         mock.patch.object(feedback, "get_accelerator", lambda: device),
@@ -66,7 +66,7 @@ def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain(pins: bool) -
 
 
 def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
-    memory, contents = feedback.ErrorFeedback(LocoSettings()), ((Span(0, 0, 0, 300),),)
+    memory, contents = feedback.ErrorFeedback(LocoSettings()), ((ShardSpan(0, 0, 0, 300),),)
     for step in range(2):
         with Copies() as copies:
             first, _ = memory.buffers(contents, [300], "cpu")

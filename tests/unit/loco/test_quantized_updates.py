@@ -124,14 +124,14 @@ def distance_to_masters(engine: Any) -> float:
     for param in engine.module.parameters():
         if not param.requires_grad or not getattr(param, "ds_numel", param.numel()):
             continue
-        start, end = optimizer.owned_span(param)
-        if start == end:
+        span = optimizer.owned_span(param)
+        if not span.numel:
             continue
         if hasattr(param, "ds_tensor"):
-            held = param.ds_tensor[: end - start]
-            master = safe_get_local_fp32_param(param).flatten()[: end - start]
+            held = param.ds_tensor[: span.numel]
+            master = safe_get_local_fp32_param(param).flatten()[: span.numel]
         else:
-            held = param.detach().flatten()[start:end]
+            held = span.of(param.detach().flatten())
             master = param._hp_mapping.get_hp_fragment().flatten()
         rounded = master.to(held.dtype).float()
         worst = max(worst, (held.float() - rounded).abs().max().item())
@@ -312,7 +312,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.backends import make_reduce
-    from deepspeed_ext.comm.hops import Span
+    from deepspeed_ext.comm.spans import ShardSpan
     from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.loco.settings import UpdateSettings
     from deepspeed_ext.loco.sums import QuantizedSums
@@ -325,7 +325,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
         hop.sums = QuantizedSums(UpdateSettings().sums)
         total = torch.zeros(numel)
         for _ in range(50):
-            arrived = Started(hop.all_reduce(gradient.clone(), (Span(0, 0, 0, numel),))).finish()
+            arrived = Started(hop.all_reduce(gradient.clone(), (ShardSpan(0, 0, 0, numel),))).finish()
             same &= training.replicas_equal(arrived)
             hop.sums.errors.finish_step(applied)
             total += arrived

@@ -100,7 +100,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from deepspeed_ext.comm.hops import Span
+    from deepspeed_ext.comm.spans import ShardSpan
     from deepspeed_ext.comm.transfer_queue import Started
     from deepspeed_ext.loco import hop as loco
     from deepspeed_ext.loco import sampling
@@ -116,7 +116,7 @@ def sample_case() -> tuple[int, int, list[tuple[float, float]]]:
 
     hop = loco.LocoHop(None, "hop", LocoSettings())
     width, errors, noted = 2**14, [], []
-    contents = tuple((Span(0, row, 0, width),) for row in range(2))
+    contents = tuple((ShardSpan(0, row, 0, width),) for row in range(2))
     compensated = loco.compensated
     with (
         mock.patch.object(sampling, "LOOK", 2**12),

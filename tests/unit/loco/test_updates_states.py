@@ -125,9 +125,7 @@ def padding_case() -> tuple[bool, bool]:
     with mock.patch.object(FlatUpdates, "_hold", hold_what_others_have_left):
         optimizer._restore_from_bit16_weights()
     weights = optimizer.single_partition_of_fp32_groups
-    padding = [
-        weights[buffer.number].detach().narrow(0, *place) for buffer in optimizer.buffers for place in buffer.padding()
-    ]
+    padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]
     counted = torch.tensor([float(sum(one.numel() for one in padding))])
     dist.all_reduce(counted)
     engine.destroy()

@@ -24,7 +24,7 @@ def test_a_parameter_is_divided_between_matrices(
     each = newton_schulz_flops(shape[0] // heads if heads else shape[-2], shape[-1], "gram")
     found = list(matrices_of(shape, heads, "gram", 2.5 * each))
     assert [(one.start, one.shape, one.heads) for one in found] == wanted
-    assert sum(one.numel for one in found) == math.prod(shape)
+    assert sum(one.span.numel for one in found) == math.prod(shape)
     (together,) = matrices_of(shape, heads, "gram", math.inf)
     assert together.flops == pytest.approx(sum(one.flops for one in found))
 

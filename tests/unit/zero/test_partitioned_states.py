@@ -155,7 +155,7 @@ def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
 
     def finishing(started: Any) -> Any:
         before = slices._windows[: numbers[id(started)] + 1]
-        arrived.append(max(arrived[-1], ranks * sum(window.stop - window.start for window in before)))
+        arrived.append(max(arrived[-1], ranks * sum(window.span.numel for window in before)))
         return finish(started)
 
     slices._updates.finish = finishing

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.zero.flat.arrivals import Arrivals
-from deepspeed_ext.zero.flat.windows import Window
+from deepspeed_ext.zero.shards import Window
 
 pytestmark = pytest.mark.quick
 
@@ -29,7 +30,7 @@ class Gate(nn.Module):
 def watched(model: nn.Module) -> Arrivals:
     """Arrivals of a model, a window for each parameter, in their order."""
     places = {id(param): place for place, param in enumerate(model.parameters())}
-    windows = [Window(0, place, 1, frozenset([place])) for place in places.values()]
+    windows = [Window(0, Span(place, 1), (place,)) for place in places.values()]
     updates = Arrivals(windows, lambda window: iter(()), lambda window, cells: None, True, True)
     updates.watch(model, places)
     return updates

@@ -6,48 +6,29 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from deepspeed_ext.comm.hops import Span
+from deepspeed_ext.comm.spans import ShardSpan
 
 T = TypeVar("T")
 
 
-def common(one: Span, other: Span) -> Span | None:
-    """Return the elements that are in both spans."""
-    if (one.buffer, one.row) != (other.buffer, other.row):
-        return None
-    start = max(one.start, other.start)
-    end = min(one.start + one.numel, other.start + other.numel)
-    return Span(one.buffer, one.row, start, end - start) if start < end else None
-
-
-def without(span: Span, taken: Span) -> list[Span]:
-    """Return what is left of a span, of which ``taken`` is a part: none, one or two spans."""
-    after = taken.start + taken.numel
-    pieces = (
-        span._replace(numel=taken.start - span.start),
-        span._replace(start=after, numel=span.start + span.numel - after),
-    )
-    return [piece for piece in pieces if piece.numel]
-
-
-class IntervalMap(Generic[T]):
+class SpanMap(Generic[T]):
     """Spans that have no element in common, and what belongs to each; in the order of their elements."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], list[tuple[Span, T]]] = {}
+        self._rows: dict[tuple[int, int], list[tuple[ShardSpan, T]]] = {}
 
-    def add(self, span: Span, value: T) -> None:
+    def add(self, span: ShardSpan, value: T) -> None:
         """Add a span that has no element in common with one that is there; an empty one is left out."""
         if span.numel:
             row = self._rows.setdefault((span.buffer, span.row), [])
             row.insert(bisect_left(row, span.start, key=_start), (span, value))
 
-    def over(self, span: Span) -> list[tuple[Span, T]]:
+    def over(self, span: ShardSpan) -> list[tuple[ShardSpan, T]]:
         """Return those that have elements in common with ``span``."""
         row = self._rows.get((span.buffer, span.row), [])
         return row[slice(*_bounds(row, span))]
 
-    def take(self, span: Span) -> list[tuple[Span, T]]:
+    def take(self, span: ShardSpan) -> list[tuple[ShardSpan, T]]:
         """Remove those that have elements in common with ``span``, and return them."""
         row = self._rows.get((span.buffer, span.row), [])
         bounds = slice(*_bounds(row, span))
@@ -59,19 +40,19 @@ class IntervalMap(Generic[T]):
         """Remove all."""
         self._rows.clear()
 
-    def __iter__(self) -> Iterator[tuple[Span, T]]:
+    def __iter__(self) -> Iterator[tuple[ShardSpan, T]]:
         return (pair for row in self._rows.values() for pair in row)
 
 
-def _start(pair: tuple[Span, object]) -> int:
+def _start(pair: tuple[ShardSpan, object]) -> int:
     return pair[0].start
 
 
-def _bounds(row: list[tuple[Span, T]], span: Span) -> tuple[int, int]:
+def _bounds(row: list[tuple[ShardSpan, T]], span: ShardSpan) -> tuple[int, int]:
     """Return between which positions of a row spans overlap with ``span``: only the one before may reach into it."""
     if not span.numel:
         return 0, 0
     first = bisect_right(row, span.start, key=_start)
-    if first and common(row[first - 1][0], span):
+    if first and row[first - 1][0].elements.stop > span.start:
         first -= 1
-    return first, bisect_left(row, span.start + span.numel, lo=first, key=_start)
+    return first, bisect_left(row, span.elements.stop, lo=first, key=_start)

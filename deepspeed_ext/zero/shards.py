@@ -1,0 +1,97 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where elements of parameters are: in what a rank holds of them, and in what is on its way. Data alone."""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from deepspeed_ext.comm.layout import FlatLayout, Stripe
+from deepspeed_ext.comm.spans import ShardSpan, Span
+
+
+class Member(NamedTuple):
+    """A parameter of a flat shard.
+
+    Attributes:
+        param: it.
+        shape: of the whole.
+        stripe: how its elements are divided among the ranks that share the optimizer's states: rank r has those in
+            cell r; None if each has all.
+        span: the elements that this rank has; possibly none.
+        offset: where these are in the shard.
+    """
+
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    stripe: Stripe | None
+    span: Span
+    offset: int
+
+    @property
+    def in_shard(self) -> Span:
+        """The same elements in the shard."""
+        return Span(self.offset, self.span.numel)
+
+
+class FlatShard(NamedTuple):
+    """The elements that this rank updates of a parameter group, or of a sub-group of one.
+
+    Attributes:
+        number: as DeepSpeed counts them.
+        group: number of the parameter group.
+        members: its parameters, those included of which this rank has nothing.
+    """
+
+    number: int
+    group: int
+    members: tuple[Member, ...]
+
+
+class Window(NamedTuple):
+    """A span of all chunks of a flat buffer, or of all rows of a block, that is moved on in one go.
+
+    Attributes:
+        buffer: number of the flat buffer or block.
+        span: elements of each chunk, or of each row.
+        members: numbers of the parameters in it, the smallest one first; with stripes those of all in its stripe.
+    """
+
+    buffer: int
+    span: Span
+    members: tuple[int, ...]
+
+
+def in_forward_order(windows: Iterable[Window]) -> list[Window]:
+    """Return windows in order, those of the model's first parameters first."""
+    return sorted(windows, key=lambda window: (min(window.members, default=0), window.buffer, window.span))
+
+
+class CrossingSpan(NamedTuple):
+    """Where elements of a parameter are among the gradients of this rank that cross between groups: for checkpoints of
+    errors."""
+
+    name: str  # of the parameter
+    start: int  # within the parameter
+    span: ShardSpan
+
+
+def crossing_spans_of(
+    name: str, numel: int, layout: FlatLayout, col: int, buffer: int = 0, offset: int = 0, start: int = 0
+) -> Iterator[CrossingSpan]:
+    """Return the spans of a parameter that is, or is a part of, a flat buffer.
+
+    Args:
+        name: of the parameter.
+        numel: its elements.
+        layout: of the flat buffer.
+        col: this rank's column.
+        buffer: the flat buffer's number in spans.
+        offset: of the parameter in the flat buffer.
+        start: of the flat buffer's chunk in the rank's shard.
+    """
+    for piece in layout.pieces(Span(offset, numel)):
+        if piece.col == col:
+            span = ShardSpan(buffer, piece.row, *piece.columns.shifted(start))
+            yield CrossingSpan(name, piece.span.start - offset, span)
