@@ -31,7 +31,7 @@ from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.loco.span_map import SpanMap
 
-_Offsets = list[tuple[ShardSpan, int]]  # spans, and where they start in a bucket
+_Placed = list[tuple[ShardSpan, Span]]  # spans, and where they are in a bucket
 
 
 def split_rows(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
@@ -193,42 +193,40 @@ class ErrorFeedback(ErrorState):
 
     def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
         """Return the error of a new bucket, out of those of buckets that had some of its elements."""
-        offsets = _offsets(contents, splits)
+        placed = _placed(contents, splits)
         # By identity: to hash contents takes as long as they have spans.
-        for old in {id(old): old for span, _ in offsets for _, old in self._known.over(span)}.values():
+        for old in {id(old): old for span, _ in placed for _, old in self._known.over(span)}.values():
             self._dissolve(old)
-        # What of a span was waiting, and where it starts in the bucket.
-        taken: list[tuple[ShardSpan, int, _Waiting]] = []
-        for span, offset in offsets:
+        taken: list[tuple[Span, _Waiting]] = []  # what was waiting, and where it is in the bucket
+        for span, place in placed:
             for whole, values in self._waiting.take(span):
                 shared = whole.common(span)
-                taken.append((shared, offset + shared.start - span.start, values.part(shared)))
+                taken.append((shared.elements.shifted(place.start - span.start), values.part(shared)))
                 for rest in whole.without(shared):
                     self._waiting.add(rest, values.part(rest))
         if not taken:
             return _Error(splits)
-        changed = any(values.updated is not None for *_, values in taken)
+        changed = any(values.updated is not None for _, values in taken)
         kept, updated = torch.zeros(sum(splits)), torch.zeros(sum(splits)) if changed else None
-        for span, at, values in taken:
-            kept[at : at + span.numel] = values.kept
+        for place, values in taken:
+            place.of(kept).copy_(values.kept)
             if updated is not None:
-                updated[at : at + span.numel] = values.kept if values.updated is None else values.updated
+                place.of(updated).copy_(values.kept if values.updated is None else values.updated)
         return _Error(splits, self._encode(kept, splits), None if updated is None else self._encode(updated, splits))
 
     def _dissolve(self, contents: Contents) -> None:
         """Decode the errors of a bucket that is gone, and keep them until another bucket contains their elements."""
         error = self._errors.pop(contents)
-        offsets = _offsets(contents, error.splits)
-        for span, _ in offsets:
+        placed = _placed(contents, error.splits)
+        for span, _ in placed:
             self._known.take(span)
         if error.kept is None and error.updated is None:
             return
         self._settle()
         updated = None if error.updated is None else self._decode(error.updated.cpu(), error.splits)
         kept = torch.zeros(sum(error.splits)) if error.kept is None else self._decode(error.kept.cpu(), error.splits)
-        for span, offset in offsets:
-            mine = Span(offset, span.numel)
-            self._waiting.add(span, _Waiting(span, mine.of(kept), None if updated is None else mine.of(updated)))
+        for span, place in placed:
+            self._waiting.add(span, _Waiting(span, place.of(kept), None if updated is None else place.of(updated)))
 
     @property
     def _share(self) -> float:
@@ -298,8 +296,8 @@ class ErrorFeedback(ErrorState):
         for contents, error in saved._errors.items():
             assert error.kept is not None  # as it was loaded
             numbers = saved._decode(error.kept, error.splits) / saved._share
-            for span, offset in _offsets(contents, error.splits):
-                yield span, numbers[offset : offset + span.numel]
+            for span, place in _placed(contents, error.splits):
+                yield span, place.of(numbers)
 
     def nbytes(self) -> int:
         """Return the bytes that are kept now."""
@@ -313,13 +311,13 @@ def _kept_alike(one: LocoSettings, other: LocoSettings) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def _offsets(contents: Contents, splits: Sequence[int]) -> _Offsets:
-    """Return each span of a bucket, and where it starts in it."""
-    offsets, first = [], 0
+def _placed(contents: Contents, splits: Sequence[int]) -> _Placed:
+    """Return each span of a bucket, and where it is in it."""
+    placed, first = [], 0
     for part, split in zip(contents, splits, strict=True):
         offset = first
         for span in part:
-            offsets.append((span, offset))
+            placed.append((span, Span(offset, span.numel)))
             offset += span.numel
         first += split
-    return offsets
+    return placed
