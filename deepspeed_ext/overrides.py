@@ -5,6 +5,9 @@
 What is asked is what is needed, not equality: the parent has the method, our override takes what the parent's callers
 pass, and the parent takes what our override passes on. A release of DeepSpeed that adds an optional argument to a
 method that we pass on as ``*args, **kwargs`` changes nothing.
+
+What does not fit is noted and not raised: classes are imported by engines without a key of ours, too. Where one of our
+keys is used ``patcher.require`` asks for ``problems``.
 """
 
 import inspect
@@ -13,64 +16,71 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-__all__ = ["ParentChanged", "checked", "overridden", "override", "plain_signature"]
+__all__ = ["checked", "overridden", "override", "plain_signature", "problems"]
 
 _Class = TypeVar("_Class", bound=type)
-_NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-class ParentChanged(ImportError):
-    """A class of DeepSpeed's is not as a subclass of ours knows it.
-
-    Attributes:
-        problems: what is wrong, a clause each.
-    """
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
+_NOTED = "_deepspeed_problems"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def checked(cls: _Class) -> _Class:
-    """Check a class with DeepSpeed's among its bases: a decorator.
-
-    Raises:
-        ParentChanged: an override does not fit.
-        TypeError: a method has the name of one of DeepSpeed's and is not marked with ``override``.
-    """
-    problems = []
-    for parent, name, ours in overridden(cls):
-        theirs = inspect.getattr_static(parent, name, None)
-        path = f"{parent.__module__}.{parent.__qualname__}.{name}"
-        if theirs is None:
-            problems.append(f"{path} is gone (used for: {_purpose(ours)})")
-        elif callable(theirs) and not _fits(plain_signature(ours), plain_signature(theirs)):
-            problems.append(
-                f"{path} has signature {plain_signature(theirs)}, expected one for {plain_signature(ours)} "
-                f"(used for: {_purpose(ours)})"
-            )
-    if problems:
-        raise ParentChanged(problems)
+    """Check a class with DeepSpeed's among its bases, and note what is wrong: a decorator."""
+    setattr(cls, _NOTED, tuple(_find_problems(cls)))
     return cls
 
 
-def overridden(cls: type) -> Iterator[tuple[type, str, Callable[..., Any]]]:
-    """Yield DeepSpeed's class, the name and our method, for each override in a class and its bases of ours.
+def problems(cls: type) -> tuple[str, ...]:
+    """Return what of DeepSpeed's class is not as a checked class of ours knows it, a clause each."""
+    found: tuple[str, ...] = getattr(cls, _NOTED)
+    return found
 
-    Raises:
-        TypeError: see ``checked``.
-    """
-    root = __name__.rpartition(".")[0]
-    ours = [base for base in cls.__mro__ if base.__module__.startswith(root)]
+
+def overridden(cls: type) -> Iterator[tuple[type, str, Any]]:
+    """Yield DeepSpeed's class, the name and our member, for each override in a class and its bases of ours."""
+    for parent, name, member in _members(cls):
+        if _is_marked(member):
+            yield parent, name, member
+
+
+def _members(cls: type) -> Iterator[tuple[type, str, Any]]:
+    """Yield DeepSpeed's class, and methods and properties of a class and its bases of ours."""
+    root = __name__.rpartition(".")[0] + "."
+    ours = [base for base in cls.__mro__ if f"{base.__module__}.".startswith(root)]
     parent = next(base for base in cls.__mro__ if base not in ours)
     for base in ours:
         for name, member in vars(base).items():
-            function = getattr(member, "fget", member)
-            marked = getattr(function, "__override__", False)
-            if marked:
-                yield parent, name, function
-            elif not name.startswith("__") and inspect.isroutine(function) and hasattr(parent, name):
-                raise TypeError(f"{base.__qualname__}.{name} overrides {parent.__qualname__}'s: mark it with override")
+            if not name.startswith("__") and _kind(member) != "an attribute":
+                yield parent, name, member
+
+
+def _is_marked(member: Any) -> bool:
+    return any(getattr(one, "__override__", False) for one in (member, _function(member)))
+
+
+def _function(member: Any) -> Any:
+    """Return what a property or a static or class method is made of; a function as it is."""
+    return getattr(member, "fget", None) or getattr(member, "__func__", member)
+
+
+def _kind(member: Any) -> str:
+    kinds = {property: "a property", staticmethod: "a static method", classmethod: "a class method"}
+    return kinds.get(type(member)) or ("a method" if inspect.isroutine(member) else "an attribute")
+
+
+def _find_problems(cls: type) -> Iterator[str]:
+    for parent, name, ours in _members(cls):
+        theirs = inspect.getattr_static(parent, name, None)
+        path = f"{parent.__module__}.{parent.__qualname__}.{name}"
+        if not _is_marked(ours):
+            if theirs is not None:
+                yield f"{path} is new to us, and a method of ours has its name"
+        elif theirs is None:
+            yield f"{path} is gone (used to {_purpose(ours)})"
+        elif _kind(ours) != _kind(theirs):
+            yield f"{path} is {_kind(theirs)}, expected {_kind(ours)} (used to {_purpose(ours)})"
+        elif not _fits(plain_signature(_function(ours)), plain_signature(_function(theirs))):
+            signatures = plain_signature(_function(theirs)), plain_signature(_function(ours))
+            yield f"{path} has signature {signatures[0]}, ours takes {signatures[1]} (used to {_purpose(ours)})"
 
 
 def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -85,14 +95,26 @@ def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def _fits(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     """Whether our override takes what callers of the parent's pass, and the parent takes what it passes on."""
-    kinds = {parameter.kind for parameter in ours.parameters.values()}
-    passes_on = inspect.Parameter.VAR_KEYWORD in kinds
-    mine = [parameter.name for parameter in ours.parameters.values() if parameter.kind in _NAMED]
-    expected = [parameter.name for parameter in theirs.parameters.values() if parameter.kind in _NAMED]
-    return mine == expected[: len(mine)] and (len(mine) == len(expected) or passes_on)
+    mine, expected = list(ours.parameters.values()), list(theirs.parameters.values())
+    kinds = {parameter.kind for parameter in mine}
+    any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
+    named = [parameter for parameter in mine if parameter.kind in _POSITIONAL]
+    common = [parameter for parameter in expected if parameter.kind in _POSITIONAL]
+    for own, other in zip(named, common, strict=False):
+        if own.name != other.name or repr(own.default) != repr(other.default):
+            return False
+    if any(parameter.default is parameter.empty for parameter in named[len(common) :]):
+        return False  # the parent's callers do not pass it
+    left = {parameter.name for parameter in common[len(named) :]}
+    left |= {parameter.name for parameter in expected if parameter.kind == inspect.Parameter.KEYWORD_ONLY}
+    if left - {parameter.name for parameter in mine} and not any_keyword:
+        return False
+    spread = {parameter.kind for parameter in expected} - {*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY}
+    return spread <= kinds
 
 
-def _purpose(ours: Callable[..., Any]) -> str:
+def _purpose(ours: Any) -> str:
     """Return the first line of a docstring, as a clause."""
-    first = (ours.__doc__ or "an override of ours").strip().partition("\n")[0].rstrip(".")
+    first = (_function(ours).__doc__ or "override it").strip().partition("\n")[0].partition(";")[0].rstrip(".")
+    first = first.replace("``", "")
     return first[0].lower() + first[1:]

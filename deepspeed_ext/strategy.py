@@ -108,7 +108,7 @@ class Volume:
         return Volume(self.intra * times, self.inter * times)
 
 
-def reshard_volume(sizes: GroupSizes, source: Placement, target: Placement, nbytes: float) -> Volume:
+def redistribution_volume(sizes: GroupSizes, source: Placement, target: Placement, nbytes: float) -> Volume:
     """Return what one rank receives when a state of ``nbytes`` bytes (whole) moves from one placement to the other.
 
     The same for a gather (``target`` coarser) and a reduce (``target`` finer): see Note [Placements, moves and
@@ -236,7 +236,7 @@ class Strategy:
 
         An all-reduce, where optimizer states are coarser than G, is a reduce to G and a gather back.
         """
-        move = functools.partial(reshard_volume, sizes)
+        move = functools.partial(redistribution_volume, sizes)
         n, g = Placement.N, Placement.G
         gradients, updated = states.gradients, states.updated
         return (
@@ -264,7 +264,7 @@ class Strategy:
             nbytes: of all matrices, as they travel.
         """
         if self.os == Placement.N:
-            return reshard_volume(sizes, Placement.I, Placement.N, nbytes)
+            return redistribution_volume(sizes, Placement.I, Placement.N, nbytes)
         share = sizes.shards(self.os)
         both_ways = 2 * nbytes / share**2  # from each of the others
         return Volume((sizes.group_size - 1) * both_ways, (share - sizes.group_size) * both_ways)

@@ -60,8 +60,8 @@ def save_checkpoint(
     more = {} if exclude_frozen_parameters else _frozen(engine)
     engine.optimizer.send_whole()  # a run that loads it goes on as this one does
     try:
-        header, filing = _header(engine, folder.path.name), engine.optimizer.writers
-        with files.saving(folder, header, filing.left_to_others), filing.numbered(engine):
+        header, writers = _header(engine, folder.path.name), engine.optimizer.writers
+        with files.saving(folder, header, writers.left_to_others), writers.numbered(engine):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
             )

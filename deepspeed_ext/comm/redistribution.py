@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Resharding of flat buffers: N <-> I <-> G, by at most two hops; see Note [Hops and transfers] in ``hops.py``."""
+"""Redistribution of flat buffers: N <-> I <-> G, by at most two hops; see Note [Hops and transfers] in ``hops.py``."""
 
 import functools
 from bisect import bisect_right

@@ -238,7 +238,7 @@ class TransferQueue:
     Args:
         overlap: whether ``submit`` leaves a transfer on the wire. Where the host has to wait for communications each
             one then moves all earlier ones on by one hop, so that at most as many are open as one has hops.
-        relayed: whether side streams take overlapped transfers, on devices with streams; see Note [Side streams].
+        side_streams: whether side streams take overlapped transfers, on devices with streams; see Note [Side streams].
         background: whether a thread takes them, on devices without. What a transfer reads must stay as it is then
             until it is complete.
         completed: whether a thread completes them there.

@@ -8,10 +8,10 @@ import sys
 from importlib import metadata
 from typing import Any, NamedTuple
 
+from deepspeed_ext import overrides
 from deepspeed_ext.integration import fork, patches
 from deepspeed_ext.integration.relied_on import OVERRIDING
 from deepspeed_ext.integration.symbols import Patch
-from deepspeed_ext.overrides import ParentChanged
 
 _MARK = "__deepspeed_ext__"
 
@@ -135,12 +135,13 @@ def override_problems() -> list[str]:
     """Return what of DeepSpeed's classes is not as our subclasses know it. Imports them."""
     problems: list[str] = []
     for cls in OVERRIDING:
+        module, _, name = cls.partition(":")
         try:
-            importlib.import_module(cls.partition(":")[0])
-        except ParentChanged as error:
-            problems += error.problems
-        except (ImportError, AttributeError) as error:  # what the class or its parts import of DeepSpeed
-            problems.append(f"{cls} cannot be imported: {error}")
+            problems += overrides.problems(getattr(importlib.import_module(module), name))
+        except ImportError as error:
+            if not (error.name or "").startswith("deepspeed."):
+                raise
+            problems.append(f"{error.name} has not what {cls} imports: {error}")
     return list(dict.fromkeys(problems))
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the rates of the hops that reshards will use, over the process groups that they will use.
+"""Measures the rates of the hops that redistributions will use, over the process groups that they will use.
 
 All ranks run the same hop at the same time, as they do in training, so that a rate has in it what ranks of a node
 share, and what the backend makes of a collective. Every time is that of the slowest rank: all get the same rates.

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the hops of a reshard are: from the links' figures, or fitted to what was measured. Pure.
+"""How fast the hops of a redistribution are: from the links' figures, or fitted to what was measured. Pure.
 
 Note [Rates]
     A *rate* says how long a hop takes when all ranks run it at once: latency + bytes / bandwidth, where bytes are what
@@ -51,7 +51,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class HopRates:
-    """The rates of both hops of a reshard in one direction: within the group, and between groups."""
+    """The rates of both hops of a redistribution in one direction: within the group, and between groups."""
 
     intra: Rate
     inter: Rate
@@ -117,7 +117,7 @@ class Rates:
         return cls(hops, hops, memory)
 
     def of(self, kind: Direction) -> HopRates:
-        """Return the rates of reshards in that direction."""
+        """Return the rates of redistributions in that direction."""
         return self.gather if kind == Direction.GATHER else self.reduce
 
     def as_dict(self) -> dict[str, Any]:

@@ -236,7 +236,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         if unscaled is None:
             return self.gradient_scale()
         unscaled.add(number)
-        return self.gradient_scale() / (self._scale_of_step or 1.0)
+        return self.gradient_scale() / (float(self.loss_scale) if self._scale_of_step is None else self._scale_of_step)
 
     # What a lossy reduction keeps #####################################################################
 

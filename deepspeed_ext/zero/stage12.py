@@ -125,7 +125,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
-        self._take(strategy, families, ReductionStream(self._find_stream, takes_turns=True))
+        self._take(strategy, families, self._make_stream())
         self.buffers: list[FlatBuffer] = []
         self._stripe_bucket = int(kwargs["reduce_bucket_size"])
         if experts := experts_of(families):
@@ -754,7 +754,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.updates.drop()
         super().destroy()
 
-    def _find_stream(self) -> Any:
-        """Return the stream of reductions; None where they run on the current one."""
-        beside = self.overlap_comm and not get_accelerator().resolves_data_dependency()
-        return self.reduction_stream if beside else None
+    def _make_stream(self) -> ReductionStream:
+        def find() -> Any:
+            return self.reduction_stream if self.overlap_comm else None
+
+        return ReductionStream(find, takes_turns=True, by_device=get_accelerator().resolves_data_dependency)

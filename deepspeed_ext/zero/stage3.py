@@ -550,18 +550,26 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         saved.check(state, self.partition_count, placement, self._sub_group_numels())
 
     @override
-    def load_state_dict(self, state_dict_list: list[dict[str, Any]], *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(
+        self,
+        state_dict_list: list[dict[str, Any]],
+        load_optimizer_states: bool = True,
+        load_from_fp32_weights: bool = False,
+        checkpoint_folder: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Also refuse states that are sharded otherwise, and divide sub-groups anew.
 
         Raises:
             ValueError: see ``check_states``.
         """
-        if not kwargs.get("checkpoint_folder"):
+        if not checkpoint_folder:
             rank = dist.get_rank(group=self.dp_process_group)
             self.check_states(state_dict_list[rank])
             state = saved.regroup(state_dict_list[rank], self._sub_group_numels())
             state_dict_list[rank] = saved.with_own_momentum(state, bool(self.offload_optimizer))
-        super().load_state_dict(state_dict_list, *args, **kwargs)
+        how = load_optimizer_states, load_from_fp32_weights, checkpoint_folder
+        super().load_state_dict(state_dict_list, *how, **kwargs)
 
     @override
     def state_dict(self) -> dict[str, Any]:

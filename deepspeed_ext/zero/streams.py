@@ -17,11 +17,15 @@ class ReductionStream:
         find: returns it; None where reductions run on the current stream.
         takes_turns: whether DeepSpeed's two buffers of a bucket take turns: what fills one of them waits for the
             reductions that were queued before, which may read it.
+        by_device: whether the device orders by itself what depends on each other, so that nothing waits here.
     """
 
-    def __init__(self, find: Callable[[], Any], takes_turns: bool = False) -> None:
+    def __init__(
+        self, find: Callable[[], Any], takes_turns: bool = False, by_device: Callable[[], bool] = lambda: False
+    ) -> None:
         self.find = find
         self._takes_turns = takes_turns
+        self._by_device = by_device
 
     @contextmanager
     def after_current(self, bucket: Any = None, freed: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -37,12 +41,13 @@ class ReductionStream:
         if stream is None:
             yield
             return
-        for producer in {current, *(bucket.copy_streams if bucket else ())}:
-            stream.wait_stream(producer)  # or a reduction would read gradients that are not written yet
-        if self._takes_turns:
-            current.wait_stream(stream)  # or the next gradients would be written over those that are reduced
-        for tensor in freed:
-            tensor.record_stream(stream)
+        if not self._by_device():
+            for producer in {current, *(bucket.copy_streams if bucket else ())}:
+                stream.wait_stream(producer)  # or a reduction would read gradients that are not written yet
+            if self._takes_turns:
+                current.wait_stream(stream)  # or the next gradients would be written over those that are reduced
+            for tensor in freed:
+                tensor.record_stream(stream)
         with get_accelerator().stream(stream):
             yield
 
@@ -53,7 +58,7 @@ class ReductionStream:
 
     def wait(self) -> None:
         """Make the current stream wait for everything that this one was given."""
-        if (stream := self.find()) is not None:
+        if (stream := self.find()) is not None and not self._by_device():
             get_accelerator().current_stream().wait_stream(stream)
 
     def synchronize(self) -> None:

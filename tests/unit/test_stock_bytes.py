@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Volume, reshard_volume
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Volume, redistribution_volume
 from tests.harness.documents import page
 
 RANKS, GROUP = 4, 2
@@ -46,7 +46,10 @@ def test_stock_zero_reduces_gradients_by_all_reduces_as_shipped(
 
 def volume(moved: dict[str, int]) -> Volume:
     """What a rank receives by collectives that know of groups: the least that any algorithm needs."""
-    moves = (reshard_volume(SIZES, Placement.N, Placement.G, 4 * count) * MOVES[name] for name, count in moved.items())
+    moves = (
+        redistribution_volume(SIZES, Placement.N, Placement.G, 4 * count) * MOVES[name]
+        for name, count in moved.items()
+    )
     return sum(moves, Volume())
 
 

@@ -18,7 +18,7 @@ from deepspeed_ext.strategy import (
     Placement,
     Strategy,
     parse_strategy,
-    reshard_volume,
+    redistribution_volume,
 )
 
 pytestmark = pytest.mark.quick
@@ -86,10 +86,10 @@ def test_six_times_fewer_bytes_than_zero3_at_accumulation_4() -> None:
 @given(some.integers(1, 12), some.integers(1, 12))
 def test_gathering_over_two_hops_is_gathering_over_all(k: int, m: int) -> None:
     cluster = GroupSizes(k * m, m)
-    stepwise = reshard_volume(cluster, Placement.G, Placement.I, 1.0) + reshard_volume(
+    stepwise = redistribution_volume(cluster, Placement.G, Placement.I, 1.0) + redistribution_volume(
         cluster, Placement.I, Placement.N, 1.0
     )
-    whole = reshard_volume(cluster, Placement.G, Placement.N, 1.0)
+    whole = redistribution_volume(cluster, Placement.G, Placement.N, 1.0)
     assert (stepwise.intra, stepwise.inter) == pytest.approx((whole.intra, whole.inter))
     # What all ranks receive together is what they lack: n-1 n-ths each.
     assert whole.intra + whole.inter == pytest.approx((k * m - 1) / (k * m))

@@ -68,7 +68,7 @@ class FlatGradients:
         windows: what crosses at the boundary, in the order of the backward.
         crosses_in: dtype of what crosses at the boundary, on the wire.
         overlap: whether the hops of two buckets may overlap.
-        relayed: whether they may on streams of their own, on which nothing has the host wait.
+        side_streams: whether they may on streams of their own, on which nothing makes the host wait.
         added: called when something has been added to a shard.
     """
 

@@ -77,7 +77,7 @@ class ShardedGradients:
         redistribution: hops of the data-parallel group.
         bucket: elements (of whole parameters) reduced at a time.
         overlap: whether the hops of two buckets may overlap.
-        relayed: whether they may on streams of their own, on which nothing has the host wait.
+        side_streams: whether they may on streams of their own, on which nothing makes the host wait.
         dtype_of: dtype on the wire of a parameter, with g = N.
         dtype: on the wire of what mixes parameters: what moves on from I at the boundary.
         by_host: whether an offloaded optimizer's gradients are in memory of the host, beside a device.

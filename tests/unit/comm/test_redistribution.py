@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Reshards by what arrives, and what is copied and freed on the way."""
+"""Redistributions by what arrives, and what is copied and freed on the way."""
 
 import itertools
 from types import SimpleNamespace

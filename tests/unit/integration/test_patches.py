@@ -147,6 +147,27 @@ for one in (ranged, twice):
     )
 
 
+def test_a_changed_parent_refuses_our_keys_and_nothing_else() -> None:
+    """Engines without a key of ours import classes of ours, too: any ZeRO-3 engine that of our coordinator."""
+    run(
+        """
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Theirs
+Theirs.trace_prologue = lambda self, sub_module, more: None
+Theirs.wait_for_current = lambda self: None
+from deepspeed_ext.zero.sharded import coordinator
+import deepspeed_ext.pipeline.setup
+ds_config.get_zero_config(section(stage=3))
+try:
+    ds_config.get_zero_config(section(paro_strategy="NIG"))
+except RuntimeError as error:
+    assert "trace_prologue has signature (self, sub_module, more)" in str(error), error
+    assert "wait_for_current is new to us" in str(error) and "Tested: DeepSpeed" in str(error), error
+else:
+    raise AssertionError("accepted")
+"""
+    )
+
+
 def test_undo_leaves_what_others_put_on_top() -> None:
     run(
         """
