@@ -13,6 +13,8 @@ Note [Leaving early]
     Since times differ no rank's host may wait, within a micro-step, for what has left: the rank that it waits
     for may wait for it. So buckets leave by queues that nobody needs to attend to (``TransferQueue.unattended``).
 
+    With p = I and g = G all that is such a boundary in each micro-step: Note [Pieces] in ``sharded/pieces.py``.
+
     Neither buckets nor their order depend on whether they leave early: bits are the same, those of kept errors too.
 
 Note [What the first step teaches]
@@ -23,15 +25,20 @@ Note [What the first step teaches]
     A parameter may get several gradients in one backward: one that modules share, each of which is checkpointed
     reentrantly. It must not leave before the last one, of which nothing tells. Where that may happen (``once`` false)
     nothing leaves early in the first step, and a member that has had several holds its bucket back ever after.
+
+    Where all buckets would take too much memory they leave early in the first step, too (``again``). A bucket of which
+    a member gets another gradient afterwards leaves again, with that alone, when the backward has ended. Ranks agree
+    on which these are, for which the host waits: in the first step, and where it waits for each bucket anyway.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 Bucket = TypeVar("Bucket")
+Again = Literal["never", "in the first step", "always"]
 
 
 class Boundary(Generic[Bucket]):
@@ -44,6 +51,7 @@ class Boundary(Generic[Bucket]):
         early: whether buckets may leave before the boundary.
         once: whether a member gets one gradient in a backward at most.
         name: gives the name of a member, for errors.
+        again: when buckets may leave again, of which a member has got another gradient.
     """
 
     def __init__(
@@ -53,11 +61,13 @@ class Boundary(Generic[Bucket]):
         early: bool,
         once: bool = True,
         name: Callable[[Any], str] = str,
+        again: Again = "never",
     ) -> None:
         self._members_of = members
         self._early = early
         self._once = once
         self._name = name
+        self._again = again
         self._used: set[Hashable] = set()  # by this rank, in the first step
         self._several: set[Hashable] = set()  # members that have had several gradients in one backward, ever
         self._learned = False
@@ -77,6 +87,7 @@ class Boundary(Generic[Bucket]):
         self._missing = [len(members) for members in self._members]
         self._complete: set[Hashable] = set()
         self._had: set[Hashable] = set()  # members with a gradient of this backward
+        self._late: set[int] = set()  # numbers of buckets of which a member has got another gradient after they left
         self._next = 0
 
     @property
@@ -102,17 +113,23 @@ class Boundary(Generic[Bucket]):
 
     def _is_complete(self, member: Hashable) -> bool:
         """Whether no other gradient of a member comes in this backward, as far as earlier ones tell."""
-        if any(number < self._next for number in self._numbers.get(member, ())):
+        left = [number for number in self._numbers.get(member, ()) if number < self._next]
+        if left and not self.may_leave_again:
             raise RuntimeError(
-                f"The parameter {self._name(member)} got another gradient in the last backward of a step, after it "
-                f"was reduced between groups, and in the first step of this run it got one only. Set "
-                f"zero_optimization.overlap_comm to false: then nothing is reduced between groups before a "
-                f"backward has ended."
+                f"The parameter {self._name(member)} got another gradient in a backward, after it was reduced between "
+                f"groups, and in the first step of this run it got one only. Set zero_optimization.overlap_comm to "
+                f"false: then it may."
             )
+        self._late.update(left)
         if member in self._had:
             self._several.add(member)
         self._had.add(member)
-        return self._learned and member not in self._several
+        return (self._learned or self.may_leave_again) and member not in self._several
+
+    @property
+    def may_leave_again(self) -> bool:
+        """Whether buckets may leave again, in this backward."""
+        return self._again == "always" or (self._again == "in the first step" and not self._learned)
 
     def _take(self, member: Hashable) -> None:
         if member not in self._complete:
@@ -124,9 +141,22 @@ class Boundary(Generic[Bucket]):
 
     def rest(self) -> list[Bucket]:
         """Return the buckets that have not left, in order, and begin anew: the backward has ended."""
-        left = self._buckets[self._next :]
+        left, late = self._buckets[self._next :], self._late
         self.clear()
+        self._late = late
         return left
+
+    def again(self, largest: Callable[[Tensor], Tensor]) -> list[Bucket]:
+        """Return the buckets that leave again, in order, after ``rest``. Collective where there may be some.
+
+        Args:
+            largest: as of ``learn``. Those that left before must have arrived: other ranks may wait for them first.
+        """
+        if not self.may_leave_again:
+            return []
+        late = largest(torch.tensor([float(number in self._late) for number in range(len(self._buckets))]))
+        self._late.clear()
+        return [bucket for bucket, again in zip(self._buckets, late.tolist(), strict=True) if again]
 
     def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
         """Take the first step of which the last micro-batch was known as it was. Collective, once.

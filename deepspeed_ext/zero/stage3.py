@@ -18,6 +18,7 @@ Note [What runs when, parameters sharded]
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 
+from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.layout import Stripe
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import ZeroParameter
@@ -378,7 +380,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             super().independent_gradient_partition_epilogue()
         with self.reductions.after_current():
             for gradients in self.gradients.values():
-                gradients.end_backward()
+                gradients.end_backward(partial(all_reduce_max, group=self.topology.world))
         self._state = GradientState.IN_G
         self._end_micro_step()
 

@@ -9,7 +9,7 @@ Note [Rows of gradients]
     which is what the optimizer reads: a view, not a copy. With g = N it is there from the boundary to the next
     micro-step only; meanwhile a placeholder stands for it, of one element that is repeated.
 
-With p = I and g = G what arrives in the group crosses in an order of its own: Note [One order between groups].
+With p = I and g = G what arrives in the group is on its way through I: Note [Pieces] in ``pieces.py``.
 
 What moves at the boundary is divided into buckets, of which most leave under the last micro-batch's backward; see Note
 [Leaving early] in ``boundary.py``. With g = I a parameter is complete when its last gradient has been added to
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import ReduceHop, Transfer
 from deepspeed_ext.comm.layout import FlatLayout, windows
-from deepspeed_ext.comm.packing import add_to, fill_up
+from deepspeed_ext.comm.packing import add_to, aligned_rows, fill_up, record_on_current_stream
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.redistribution import GradientRedistribution
 from deepspeed_ext.comm.spans import Span, neighbors_joined, split_as
@@ -36,7 +36,7 @@ from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.sharded.crossing import Crossing, CrossingBucket
+from deepspeed_ext.zero.sharded.pieces import Pieces
 from deepspeed_ext.zero.shards import CrossingSpan, crossing_spans_of
 
 Bucket = list[ZeroParameter]  # what moves together at the boundary
@@ -103,35 +103,34 @@ class ShardedGradients:
         number: int = 0,
     ) -> None:
         self._redistribution, self._os = redistribution, strategy.os
-        self._arrives = strategy.os if strategy.g == Placement.N else strategy.g
         self._kept = strategy.g == Placement.N
-        ordered = (strategy.p, strategy.g) == (Placement.I, Placement.G) and redistribution.rows > 1
-        background, completed = redistribution.pairwise and self._kept, redistribution.pairwise and not ordered
-        self._queue = TransferQueue(overlap, side_streams, background, completed)
+        self._passes = (strategy.p, strategy.g) == (Placement.I, Placement.G) and redistribution.rows > 1  # through I
+        self._arrives = Placement.I if self._passes else strategy.os if self._kept else strategy.g
+        self._queue = TransferQueue(
+            overlap, side_streams, redistribution.pairwise and self._kept, redistribution.pairwise
+        )
         self._params = list(params)
         self._layout = layout
         self._ranks = ranks
         self._number = number
-        self._crossing = (
-            Crossing(self._params, redistribution.rows, bucket, redistribution.multiple) if ordered else None
-        )
-        # What ``_crossing`` gives, or buckets of the boundary.
-        self._crosses = TransferQueue(overlap, side_streams, completed)
+        self._pieces = Pieces(redistribution.rows)
+        self._crosses = TransferQueue(overlap, side_streams, redistribution.pairwise)
         self._wire = dtype
         self._window = bucket
         self._dtype_of = dtype_of
         self._uncrossed: list[Bucket] = []  # with g = N and os = I: buckets that have arrived
-        self.rows = redistribution.rows if (self._arrives, strategy.os) == (Placement.I, Placement.G) else 1
+        self.rows = redistribution.rows if (strategy.g, strategy.os) == (Placement.I, Placement.G) else 1
         self._held_by_host = by_host and self.rows == 1
-        self._crosses_early = self._crosses.unattended and not self._held_by_host
-        at_boundary = [] if strategy.g == Placement.G else self._params
+        self._crosses_early = self._passes or (self._crosses.unattended and not self._held_by_host)
+        at_boundary = self._params if self._passes or strategy.g != Placement.G else []
         names = {param.ds_id: param for param in at_boundary}
         self._boundary: Boundary[Bucket] = Boundary(
-            boundary_buckets(at_boundary, bucket, dtype_of if self._kept else lambda param: dtype),
+            boundary_buckets(at_boundary, bucket, dtype_of if self._kept or self._passes else lambda param: dtype),
             lambda some: [param.ds_id for param in some if param.ds_numel],
             early=self._queue.unattended if self._kept else self._crosses_early,
             once=False,
             name=lambda ds_id: name(names[ds_id]),
+            again="never" if not self._passes else "in the first step" if self._crosses.unattended else "always",
         )
         self._starts: dict[int, int] = {}  # ds_id: first column in ``held``
         self.numel = 0  # columns
@@ -183,8 +182,7 @@ class ShardedGradients:
             self.drain()
         self._boundary.clear()
         self._uncrossed.clear()
-        if self._crossing is not None:
-            self._crossing.clear()
+        self._pieces.clear()
         self._whole.clear()
         self.begun = False
 
@@ -243,20 +241,21 @@ class ShardedGradients:
     def submit(self, params: Sequence[ZeroParameter], transfer: Transfer, last: bool, adds: bool = True) -> None:
         """Start a transfer of gradients, or of a part of them, which with ``adds`` brings what is added for them."""
         self._begin()
-        deliver = partial(self._arrive, last) if self._crossing is None else self._crossing.add
-        self._queue.submit(transfer, partial(deliver, params) if adds else lambda _: None)
-        self._cross()
+        self._queue.submit(transfer, partial(self._arrive, last, params) if adds else lambda _: None)
 
     def move_sums(self, params: Sequence[ZeroParameter], sums: Tensor) -> Transfer:
         """Move parameters' I-slices, (rows, elements of their chunks), to where a bucket arrives."""
-        if self._crossing is None and self._arrives == Placement.G:
+        if self._arrives == Placement.G:
             return (yield from self._redistribution.reduce_rows(sums, self._spans(params), self._number))
         return sums.view(-1)
 
     def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
         """Add what has arrived; where the last backward brings what a bucket lacks, it crosses from here."""
-        self._accumulate(params, arrived)
-        if last and self._arrives == Placement.I:
+        if self._passes:
+            self._pieces.add(params, arrived)
+        else:
+            self._accumulate(params, arrived)
+        if self._passes or (last and self._arrives == Placement.I):
             for bucket in self._boundary.ready(param.ds_id for param in params):
                 self._cross_bucket(bucket)
 
@@ -266,11 +265,9 @@ class ShardedGradients:
         params = [param for param, _ in gradients]
         cells = [self._pack(params, [gradient for _, gradient in gradients], dtype, sequence_parallel_size)]
         del gradients  # nothing of full size waits for hops that do not need it, what was packed neither
-        if self._crossing is None:
-            transfer = self._redistribution.reduce_cells(cells.pop(), self._arrives, self._spans(params), self._number)
-        else:
-            transfer = self._redistribution.reduce_cells(cells.pop(), Placement.I, ())
-        return (yield from transfer)
+        return (
+            yield from self._redistribution.reduce_cells(cells.pop(), self._arrives, self._spans(params), self._number)
+        )
 
     def _pack(
         self,
@@ -288,16 +285,21 @@ class ShardedGradients:
         # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
         return cells.div_(self._ranks / sequence_parallel_size)
 
-    def end_backward(self) -> None:
-        """Called when all gradients of a backward have been given to ``reduce``."""
-        if self._crossing is not None:
+    def end_backward(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Called when all gradients of a backward have been given to ``reduce``. Arguments as of ``learn``."""
+        if self._passes:
             self._queue.drain()
-            self._cross(last=True)
+            self._begin()
+            for bucket in self._boundary.rest():
+                self._cross_bucket(bucket)
+            if self._boundary.may_leave_again:
+                self._crosses.drain()  # what another group may be waiting for
+                for bucket in self._boundary.again(largest):
+                    self._cross_bucket(bucket)
 
     def drain(self) -> None:
         """Wait for all buckets."""
         self._queue.drain()
-        self._cross()
         self._crosses.drain()
 
     def drop(self) -> None:
@@ -318,15 +320,6 @@ class ShardedGradients:
                 if row != self._own_row or elsewhere:
                     self.held[row].zero_()
         self.begun, self._finished = True, False
-
-    def _cross(self, last: bool = False) -> None:
-        if self._crossing is not None:
-            for bucket in self._crossing.buckets(last):
-                deliver = partial(self._accumulate, bucket.params)
-                self._crosses.submit(self._move_on(bucket), deliver, reuses=False)  # pieces are theirs alone
-
-    def _move_on(self, bucket: CrossingBucket) -> Transfer:
-        return (yield from self._redistribution.reduce_rows(bucket.pack(), self._spans(bucket.params), self._number))
 
     def _accumulate(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
         """Add what a redistribution of these parameters has brought."""
@@ -368,10 +361,9 @@ class ShardedGradients:
     def finish(self) -> None:
         """Complete the optimizer's shard: what is in I moves on to os."""
         self._queue.drain()
-        self._cross()
         if not self.begun:
             self._begin()
-        if self._arrives == Placement.I and not self._finished:
+        if self._arrives == Placement.I and not (self._passes or self._finished):
             for bucket in self._uncrossed if self._kept else self._boundary.rest():
                 self._cross_bucket(bucket)
         self._uncrossed.clear()
@@ -381,7 +373,11 @@ class ShardedGradients:
             self._clear_padding()
 
     def _cross_bucket(self, bucket: Bucket) -> None:
-        """Move a bucket on from I to os, a part of a large parameter at a time."""
+        """Move a bucket on from I to os, a part of a large parameter at a time; where it passes, as a whole."""
+        if self._passes:
+            transfer = self._move_on(bucket, self._pieces.take(bucket))
+            self._crosses.submit(transfer, partial(self._accumulate, bucket), reuses=False)  # pieces are theirs alone
+            return
         found = self._spans(bucket)
         parts = [found]
         if len(found) == 1 or self._held_by_host:  # of which nothing is joined: it goes to the device by itself
@@ -391,6 +387,19 @@ class ShardedGradients:
             transfer = self._redistribution.sync_spans(pieces, self._wire, self._os, spans, self._number)
             # What is read stays as it is until all is complete.
             self._crosses.submit(transfer, partial(self._take, spans), reuses=False)
+
+    def _move_on(self, bucket: Bucket, pieces: list[Tensor]) -> Transfer:
+        device = get_accelerator().current_device_name()
+        packed = [
+            aligned_rows(
+                list(map(record_on_current_stream, pieces)),
+                self._dtype_of(bucket[0]),
+                device,
+                self._redistribution.multiple,
+            )
+        ]
+        pieces.clear()  # nothing waits on the wire that does not need it
+        return (yield from self._redistribution.reduce_rows(packed.pop(), self._spans(bucket), self._number))
 
     def _take(self, spans: Sequence[Span], total: Tensor) -> None:
         """Take what has arrived in os of these columns: (parts, width), as ``sync_spans`` returns it."""

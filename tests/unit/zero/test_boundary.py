@@ -78,3 +78,30 @@ def test_what_gets_several_gradients_waits_for_the_boundary_and_what_nobody_uses
         boundary.ready([3])
     assert boundary.rest() == [[1], [0], [4]]
     boundary.learn(lambda used: pytest.fail("it is learned once"))
+
+
+@pytest.mark.parametrize("again", ["in the first step", "always"])
+def test_a_bucket_leaves_again_with_what_comes_after_it(again: Any) -> None:
+    boundary = Boundary(["ab", "c", "d"], str, early=True, once=False, again=again)
+    assert [boundary.ready(member) for member in "abca"] == [[], ["ab"], ["c"], []]
+    assert boundary.rest() == ["d"] and boundary.again(lambda late: late) == ["ab"]
+    # It has had several gradients, so that its bucket waits; another rank's bucket leaves again.
+    assert [boundary.ready(member) for member in "abcad"] == [[]] * 5
+    assert boundary.rest() == ["ab", "c", "d"] and boundary.again(lambda late: late + torch.eye(3)[1]) == ["c"]
+    boundary.learn(lambda used: used)
+    assert [boundary.ready(member) for member in "abc"] == [[]] * 3
+    assert boundary.rest() == ["ab", "c", "d"] and boundary.again(torch.zeros_like) == []
+
+
+def test_after_the_first_step_ranks_agree_only_where_buckets_may_always_leave_again() -> None:
+    first = Boundary(["a", "b"], str, early=True, once=False, again="in the first step")
+    always = Boundary(["a", "b"], str, early=True, once=False, again="always")
+    for boundary in (first, always):
+        assert boundary.ready("ab") == ["a", "b"]
+        assert boundary.rest() == boundary.again(lambda late: late) == []
+        boundary.learn(lambda used: used)
+        assert boundary.ready("ab") == ["a", "b"]
+    assert always.ready("a") == always.rest() == [] and always.again(lambda late: late) == ["a"]
+    with pytest.raises(RuntimeError, match=r"a got another gradient"):
+        first.ready("a")
+    assert first.rest() == first.again(lambda late: pytest.fail("nothing leaves again")) == []

@@ -17,7 +17,6 @@ COMMON = {
     "flat/gradients.py:_cross": "NIG",
     "flat/arrivals.py:start": "NGG",
     "sharded/gradients.py:submit": "GGG",
-    "sharded/gradients.py:_cross": "IGG",
     "sharded/gradients.py:_cross_bucket": "III",
     "sharded/gradients.py:reduce_buckets": "ING",
     "sharded/slices.py:_gather_slices": "IGG",

@@ -207,7 +207,7 @@ def replicas_case_of_partitioned() -> list[tuple[str, list[float], bool]]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["INI", "ING", "III", "IIG"])
+@pytest.mark.parametrize("name", ["INI", "ING", "III", "IIG", "IGG"])
 def test_groups_may_use_modules_in_different_orders(ranks: Any, name: str) -> None:
     job = Job(sizes=SQUARE, network=networks.Wandering, accumulation=2, steps=4, empty=False, zero=SMALL)
     for row in ranks(4).run(orders_case, job, name):  # instead of a hang
@@ -233,6 +233,17 @@ def test_buckets_cross_in_one_order_where_groups_use_modules_in_others(
     bound = BF16 if job.config else {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}
     for row in ranks(4).run(orders_case, job, "IGG"):
         assert row.replicas_equal and all(getattr(row, name) <= most for name, most in bound.items()), row
+
+
+@pytest.mark.parametrize("overlap, accumulation", [(False, 2), (True, 4)])  # with overlap in the first step alone
+def test_a_bucket_crosses_again_with_a_gradient_that_came_after_it(
+    ranks: Any, overlap: bool, accumulation: int
+) -> None:
+    zero = {**SMALL, "overlap_comm": overlap}
+    keys = {"network": networks.Returning, "accumulation": accumulation, "steps": 3}
+    job = Job(sizes=SQUARE, empty=False, zero=zero, **keys)
+    for row in ranks(4).run(orders_case, job, "IGG"):
+        assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.norms <= 1e-5 and row.replicas_equal, row
 
 
 def orders_case(job: Job, name: str) -> Difference:
