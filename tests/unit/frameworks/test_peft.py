@@ -153,7 +153,7 @@ def look(engine: Any, model: Any) -> dict[str, Any]:
 def look_between_steps(engine: Any, model: Any) -> dict[str, Any]:
     """Elements of all optimizer states, and what is held of frozen parameters."""
     optimizer = engine.optimizer
-    if hasattr(optimizer, "parameters"):
+    if hasattr(optimizer, "slices"):
         masters = optimizer.fp32_partitioned_groups_flat
     else:
         masters = optimizer.single_partition_of_fp32_groups
