@@ -5,9 +5,9 @@
 Note [Errors of buckets]
     An error is kept for each bucket, in the bucket's own layout, so that one pass over memory compensates,
     quantizes and updates. A bucket is known by its contents. Where the boundary between groups is crossed once a
-    step, its contents are the same in every step. Where buckets cross in every micro-batch (g = G) they are the same
-    as long as the model uses the same parameters, and but for IGG in one order; otherwise errors move to the buckets
-    that their elements are in now, which costs a decoding and an encoding.
+    step, and with IGG, its contents are the same in every step. Where buckets cross in every micro-batch otherwise
+    (g = G) they are the same as long as the model uses the same parameters in one order; if not, errors move to the
+    buckets that their elements are in now, which costs a decoding and an encoding.
     An error that was updated in a step becomes the one that is kept when the step has been applied to the weights;
     until then both are there. If the step is skipped, or its gradients are dropped, the old one stays.
 

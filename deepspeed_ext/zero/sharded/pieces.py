@@ -12,9 +12,9 @@ Note [Pieces]
     A piece waits for the other members of its bucket, and for the buckets before it. That is about one bucket where
     modules are used in the order in which they were made: 0.03 to 0.19 of the I-slice, in the dtype on the wire, were
     counted for 24 layers of a transformer, with buckets of 1/146 to 1/19 of the model. It is all that a backward uses
-    where the model's last parameter gets its gradient last, or a parameter in each bucket gets none. To hold the whole
-    I-slice until the first step has ended would take four times as much, and buffers for buckets twice as much where
-    each lacks some of its members.
+    where the model's last parameter gets its gradient last, or a parameter in each bucket gets none: 0.57, where every
+    other layer was unused. If nothing left early in the first step that would take the whole I-slice, with any model;
+    and a buffer for each bucket, in place of pieces, whole buckets for those that lack a member: 1.04 for 0.57.
 """
 
 from collections.abc import Sequence

@@ -327,7 +327,7 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     case["blocks"] = blocks(draw, stage, case["optimizer"], kind == "windows")
     in_windows(draw, case)
     exact = case["dtype"] == "fp32" and "torch_autocast" not in case["config"]
-    case["routed"] = stage == 3 and strategy != "IGG" and exact and draw(some.booleans())
+    case["routed"] = stage == 3 and exact and draw(some.booleans())
     if case["routed"]:  # then stage 0 is the oracle, which is one in fp32, and has no other way
         case.update(backward="engine", boundary="user" if case["boundary"] == "user" else "engine")
         if case["optimizer"] == "Muon":

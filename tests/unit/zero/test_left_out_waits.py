@@ -91,10 +91,12 @@ _MEASURES = "measures time; nobody reads what it brings"
 _LATER = "hops of gradients between groups, which are waited for, come behind these gathers: on one communicator"
 _READ = "where gradients are read between micro-steps DeepSpeed has the host wait"
 _HOST = "on a CPU nothing moves to the host"
+_BEFORE_OTHERS = "other groups may wait for it before they agree with this one; nobody reads what it brings there"
 _THREAD = "for a thread of the host, where the device has no streams"
 # By call: why no case can find it.
 UNFOUND = {
     "checkpoint/converting.py:_at_work.show:wait": "waits for time to pass",
+    "zero/sharded/gradients.py:ShardedGradients.end_backward:drain 2": _BEFORE_OTHERS,
     "comm/background.py:Background.wait:wait": _THREAD,
     "comm/background.py:Job.wait:wait": _THREAD,
     "comm/pairwise.py:Handles.wait:wait": _GLOO,

@@ -123,7 +123,9 @@ def crossing(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> fl
     return states.gradients / cluster.shards(Placement.I if strategy.g == Placement.N else strategy.os)
 
 
-@pytest.mark.parametrize("names", [("NNN", "NIG", "NGG"), ("IIG", "GGG"), *deep((("NNG", "ING"),))], ids=by_strategies)
+@pytest.mark.parametrize(
+    "names", [("NNN", "NIG", "NGG"), ("IIG", "IGG", "GGG"), *deep((("NNG", "ING"),))], ids=by_strategies
+)
 @has_mallinfo
 def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
