@@ -126,7 +126,6 @@ UNFOUND = {
     "zero/sharded/expert_windows.py:WindowGathers._send:wait_for_updates": "what is prefetched waits before",
     "zero/optimizer.py:ParoOptimizer._finish_buckets:wait": f"{_READ}, and the boundary waits again",
     "zero/sharded/gathers.py:Gathers.release:drain": "nothing is read after the end",
-    "zero/sharded/gradients.py:ShardedGradients.end_backward:drain 2": "for other groups, which may wait for it first",
     "zero/sharded/gradients.py:ShardedGradients.forget:drain": "for a backward that was given up",
     "zero/sharded/slices.py:Slices.gather_updates:drain": "nothing is under way after a step, which has waited",
     "zero/sharded/slices.py:Slices.drain:finish": _LATER,
