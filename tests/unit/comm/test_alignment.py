@@ -179,7 +179,9 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         for ds_id, (numel, layout) in enumerate(zip(NUMELS, layouts, strict=True)):
             chunk = shared[offset : offset + layout.chunk]
             chunk.ds_numel = layout.chunk
-            params.append(SimpleNamespace(ds_id=ds_id, ds_numel=numel, ds_shape=(numel,), ds_tensor=chunk))
+            params.append(
+                SimpleNamespace(ds_id=ds_id, dtype=dtype, ds_numel=numel, ds_shape=(numel,), ds_tensor=chunk)
+            )
             offset += layout.chunk
         held.params, held.bucket = params, BUCKET
         held._layouts = {param.ds_id: layout for param, layout in zip(params, layouts, strict=True)}
@@ -205,6 +207,6 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         mean.place(torch.zeros(mean.rows * mean.numel, dtype=dtype, device="meta"))
         for some in (params, params[1:4]):
             mean.reduce([(param, torch.empty(param.ds_numel, dtype=dtype, device="meta")) for param in some], dtype)
-        mean.end_backward()
+        mean.end_backward(lambda values: values)
         mean.finish()
     return pointers.astray()

@@ -142,7 +142,7 @@ def look(engine: Any, model: Any) -> dict[str, Any]:
 
     optimizer = engine.optimizer
     named = [(name, p) for name, p in model.named_parameters()]
-    kept = getattr(getattr(optimizer, "gradients", None), "held", None)
+    kept = getattr(getattr(optimizer, "gradients", {}).get("dense"), "held", None)
     return {
         "with_gradients": {name for name, p in named if p.grad is not None or safe_get_full_grad(p) is not None},
         "with_states": {n for n, p in named if safe_get_full_optimizer_state(p, "exp_avg") is not None},
