@@ -529,8 +529,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         if self.cpu_offload:
             self._wait_for_offload_copies()
         for buffer in self.buffers:
-            for start, length in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
-                self._shard(buffer.number)[start : start + length].zero_()
+            for padding in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
+                padding.of(self._shard(buffer.number)).zero_()
         self._learn_from_first_step()
         self.complete_gradients()
         if self.cpu_offload:
@@ -706,7 +706,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         except ValueError as error:
             problem = error
         if self._striped or uses_muon(self.optimizer):
-            saved.raise_together(problem, self.dp_process_group)
+            saved.raise_if_any(problem, self.dp_process_group)
         if problem is not None:
             raise problem
 

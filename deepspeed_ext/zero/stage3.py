@@ -288,7 +288,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         last = self._is_last_backward
         if last:
             self.reductions.receive_current()  # it packs this; a model may compute on several streams
-        gradients = self.gradients[family_of(param)]
+        gradients = self._gradients_of(param)
         left = gradients.keep(param, param.grad, self.gradient_accumulation_dtype, last)
         param.grad = None
         if left:

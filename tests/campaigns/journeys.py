@@ -101,6 +101,7 @@ def until_the_first_collective(trace: Trace) -> Callable[[], Any]:
 
 def travel(journey: str) -> tuple[list[str], int]:
     """Files of a journey, and how many moves it has."""
+    from deepspeed_ext.comm.agreement import broadcast_text
     from tests.harness import training
 
     name, zero = JOURNEYS[journey]
@@ -128,20 +129,11 @@ def travel(journey: str) -> tuple[list[str], int]:
             engine.step()
             engine(next(data)[0])
         else:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            folder = broadcast_text(stack.enter_context(tempfile.TemporaryDirectory()), 0)  # the first rank's
             stack.enter_context(trace.on())
-            engine.save_checkpoint(shared(folder))
+            engine.save_checkpoint(folder)
     engine.destroy()
     return trace.files, len(trace.moves)
-
-
-def shared(folder: str) -> str:
-    """The first rank's folder."""
-    from deepspeed import comm as dist
-
-    names = [folder]
-    dist.broadcast_object_list(names, src=0)
-    return names[0]
 
 
 def main() -> None:

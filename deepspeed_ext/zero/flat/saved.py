@@ -24,7 +24,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import all_reduce_max
+from deepspeed_ext.comm.agreement import all_reduce_max, any_rank
 from deepspeed_ext.comm.relayout import Relayout
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
 from deepspeed_ext.zero.momentum import of_partition, sharded_otherwise, unscaled, with_momentum
@@ -104,14 +104,13 @@ def check(state: State, partition_count: Any, own_mappings: Sequence[Any]) -> No
         )
 
 
-def raise_together(problem: ValueError | None, group: ProcessGroup | None) -> None:
-    """Raise on all ranks if one of them has found a problem. Collective.
+def raise_if_any(problem: ValueError | None, group: ProcessGroup | None) -> None:
+    """Raise on all ranks of a group if one of them has found a problem. Collective.
 
     Raises:
         ValueError: this rank's, or that another one has one.
     """
-    failed = bool(all_reduce_max(torch.tensor([float(problem is not None)]), group).item())
-    if failed:
+    if any_rank(problem is not None, group):
         raise problem or sharded_otherwise("otherwise on another rank", "are not")
 
 

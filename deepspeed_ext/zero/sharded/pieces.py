@@ -18,6 +18,7 @@ Note [Pieces]
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -25,20 +26,15 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.comm.packing import record_on_current_stream
+from deepspeed_ext.comm.spans import Span, neighbors_joined
 from deepspeed_ext.deepspeed_types import ZeroParameter
 
 
 class _Piece(NamedTuple):
-    """A parameter's part of what has arrived: ``numel`` columns of it, from ``start``."""
+    """A parameter's part of what has arrived: a span of its columns."""
 
     arrived: Tensor
-    start: int
-    numel: int
-
-    @property
-    def columns(self) -> Tensor:
-        """(rows, numel), a view."""
-        return self.arrived[:, self.start : self.start + self.numel]
+    span: Span
 
 
 class Pieces:
@@ -65,25 +61,26 @@ class Pieces:
         """
         arrived, start = arrived.view(self._rows, -1), 0
         for param in params:
-            piece = _Piece(arrived, start, param.ds_tensor.ds_numel)
+            piece = _Piece(arrived, Span(start, param.ds_tensor.ds_numel))
             earlier = self._held.setdefault(param.ds_id, piece)
             if earlier is not piece:  # another gradient of this backward
                 record_on_current_stream(earlier.arrived)
-                earlier.columns.add_(piece.columns)
-            start += piece.numel
+                earlier.span.of(earlier.arrived).add_(piece.span.of(arrived))
+            start = piece.span.stop
 
     def take(self, params: Sequence[ZeroParameter]) -> list[Tensor]:
         """Return the pieces of parameters, (rows, columns) each, side by side, neighbors joined; zeros for others."""
-        taken: list[_Piece] = []
-        for param in params:
-            piece = self._held.pop(param.ds_id, None) or self._zeros(param.ds_tensor.ds_numel)
-            last = taken[-1] if taken else None
-            if last is not None and last.arrived is piece.arrived and last.start + last.numel == piece.start:
-                taken[-1] = last._replace(numel=last.numel + piece.numel)
-            else:
-                taken.append(piece)
-        return [piece.columns for piece in taken]
+        pieces = [self._pop(param) for param in params]
+        taken: list[Tensor] = []
+        for _, together in groupby(pieces, key=lambda piece: id(piece.arrived)):
+            some = list(together)
+            taken += [span.of(some[0].arrived) for span in neighbors_joined(piece.span for piece in some)]
+        return taken
 
-    def _zeros(self, numel: int) -> _Piece:
-        zero = torch.zeros(1, 1, device=get_accelerator().current_device_name())
-        return _Piece(zero.expand(self._rows, numel), 0, numel)
+    def _pop(self, param: ZeroParameter) -> _Piece:
+        """Return the piece of a parameter, which is not held any more; zeros if there is none."""
+        piece = self._held.pop(param.ds_id, None)
+        if piece is not None:
+            return piece
+        zero, numel = torch.zeros(1, 1, device=get_accelerator().current_device_name()), param.ds_tensor.ds_numel
+        return _Piece(zero.expand(self._rows, numel), Span(0, numel))
