@@ -10,7 +10,11 @@ a clean working tree, since the table names the commit.
   python -m tests.campaigns.gpu                  all of them
   python -m tests.campaigns.gpu --write-status   all of them, to be committed
   python -m tests.campaigns.gpu --only T1,T2     two of them
+  python -m tests.campaigns.gpu --at-once 8      all of them within minutes, on a machine with as many cores
   python -m tests.campaigns.gpu --device cpu --small   the same code without a GPU: a test of this script
+
+On a machine that has a copy of the working tree and no git, --commit says which one it is; --verdicts-of FILE.json
+--write-status then writes down in a clone what that run has found.
 
 Each runs in a process of its own and within a limit; one that crashes or hangs does not end the others. What the
 budget leaves no time for is listed as not run. Needs the development dependencies (pip install -e .[dev]), and nvcc
@@ -22,6 +26,7 @@ Exit status: 0 if all have passed; 1 if one has not, or did not fit; 2 for wrong
 """
 
 import argparse
+import json
 import os
 import platform
 import shlex
@@ -40,16 +45,20 @@ from tests.campaigns.gpu.device import NO_GPU, SAID, has_gpu
 from tests.campaigns.gpu.runs import NOT_RUN, Experiment, Outcome, run_all, select, status_of, table, write_results
 
 BUDGET = 60 * 60.0
+UNKNOWN = "unknown"
+ALONE = ("T4", "T8B")  # they measure time
 # Name, title, limit in seconds, variables; in the order of their worth, should the budget not suffice for all. The
 # first builds the kernels.
 TABLE = (
-    ("T0", "kernels: drawn cases beside the reference and the CPU's kernels", 1200, {}),
+    ("T0", "kernels: drawn cases beside the reference and the CPU's kernels", 600, {}),
     ("T8A", "kernels: their tests", 420, {}),
     ("T1", "a slow optimizer step is waited for", 150, {}),
     ("T2", "results that arrive late are waited for: all strategies, virtual ranks", 300, {}),
     ("T6", "gloo ranks that share the GPU: all strategies beside stock DeepSpeed", 300, {}),
+    ("T10", "gloo ranks that share the GPU: states on the host, few bits, Muon, checkpoints", 300, {}),
     ("T7", "NCCL at one rank, without the short cuts", 150, {}),
-    ("T3", "torch's CUDA sanitizer over T1 and T2", 240, {"TORCH_CUDA_SANITIZER": "1"}),
+    ("T3", "torch's CUDA sanitizer over T1 and T2", 300, {"TORCH_CUDA_SANITIZER": "1"}),
+    ("T3B", "torch's CUDA sanitizer over other strategies", 240, {"TORCH_CUDA_SANITIZER": "1"}),
     ("T5", "host synchronizations in micro-steps 5 to 10", 180, {}),
     ("T4", "what overlaps with what", 120, {}),
     ("T8B", "kernels: their bandwidth beside a copy's", 180, {}),
@@ -71,7 +80,8 @@ def experiments(device: str, small: bool) -> list[Experiment]:
             *(["--small"] if small else []),
         ]
         on_gpu = more if device == "cuda" else {}
-        return Experiment(name, title, limit, lambda report: [*command, "--report", str(report)], on_gpu)
+        alone = name in ALONE
+        return Experiment(name, title, limit, lambda report: [*command, "--report", str(report)], on_gpu, alone)
 
     return [made(*row) for row in TABLE]
 
@@ -124,14 +134,14 @@ def _version(name: str) -> str:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "unknown"
+        return UNKNOWN
 
 
 def _output(*command: str) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return UNKNOWN
     return done.stdout.strip()
 
 
@@ -142,11 +152,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="fewer strategies and smaller sizes")
     parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help="for all (%(default)s)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="of those that measure no time")
+    parser.add_argument("--commit", default="", metavar="REVISION", help="what this is a copy of")
+    parser.add_argument("--verdicts-of", type=Path, metavar="FILE", help="run none: take the result of an earlier run")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="where results go")
     parser.add_argument("--write-status", action="store_true", help="write the verdicts into README.md and status.csv")
     parser.add_argument("--list", action="store_true", help="name the experiments, and run none")
     args = parser.parse_args(arguments)
     try:
+        if args.verdicts_of is not None:
+            args.earlier = written_before(args.verdicts_of)
         args.chosen = select(experiments(args.device, args.small), args.only.split(","))
         if args.write_status:
             check_writable(args)
@@ -163,7 +178,7 @@ def check_writable(args: argparse.Namespace) -> None:
     """
     if narrowed(args):
         raise ValueError(f"--write-status: expected a whole run on a GPU, got {', '.join(narrowed(args))}")
-    if changes():
+    if args.verdicts_of is None and changes():
         raise ValueError(f"--write-status: expected a clean working tree, got changes of it:\n{changes()}")
 
 
@@ -171,6 +186,22 @@ def narrowed(args: argparse.Namespace) -> list[str]:
     """Return the options without which a run would be of all experiments, in full and on a GPU."""
     given = {"--only": args.only, "--small": args.small, "--device cpu": args.device == "cpu"}
     return [name for name, value in given.items() if value]
+
+
+def written_before(file: Path) -> tuple[dict[str, str], list[Outcome]]:
+    """Return what an earlier run has found, and its circumstances.
+
+    Raises:
+        ValueError: that run was not of all experiments, in full and on a GPU; or not of a commit.
+    """
+    record = json.loads(file.read_text(encoding="utf-8"))
+    outcomes = [Outcome(**one) for one in record.pop("experiments")]
+    ran = {one.name for one in outcomes}
+    if {row[0] for row in TABLE} - ran or "--small" in record["command"] or record["device"] == "the CPU":
+        raise ValueError(f"{file}: expected a whole run on a GPU, got {record['command']!r} on {record['device']}")
+    if record["commit"] == UNKNOWN or record["commit"].endswith("-dirty"):
+        raise ValueError(f"{file}: expected a run of a commit, got {record['commit']!r}")
+    return record, outcomes
 
 
 def changes() -> str:
@@ -184,12 +215,14 @@ def main(arguments: list[str] | None = None) -> int:
     if args.list:
         print("\n".join(f"{one.name:4} {one.limit:4.0f} s  {one.title}" for one in args.chosen))
         return 0
+    if args.verdicts_of is not None:
+        return conclude(args, *args.earlier)
     if args.device == "cuda" and not has_gpu():
         print(SAID, file=sys.stderr)
         return NO_GPU
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))  # and what it runs
     args.results.mkdir(parents=True, exist_ok=True)
-    about = circumstances(args.device)
+    about = circumstances(args.device) | ({"commit": args.commit} if args.commit else {})
     stem = args.results / time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
 
     def note(outcomes: list[Outcome]) -> None:
@@ -199,8 +232,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as folder:
         left = args.budget - (time.monotonic() - begin)
-        outcomes = run_all(args.chosen, left, Path(folder), note, environment(args.device))
+        outcomes = run_all(args.chosen, left, Path(folder), note, environment(args.device), args.at_once)
     print("\n" + table(about, outcomes) + f"\nwritten to {stem}.json and {stem}.txt")
+    return conclude(args, about, outcomes)
+
+
+def conclude(args: argparse.Namespace, about: dict[str, str], outcomes: list[Outcome]) -> int:
+    """Print the verdicts, write them down if that is wanted, and return the exit status."""
     found = claims.verdicts(outcomes)
     print("\n" + claims.told(found))
     if not narrowed(args):

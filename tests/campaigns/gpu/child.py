@@ -15,6 +15,7 @@ FUNCTIONS = {
     "T1": ("order", "slow_step"),
     "T2": ("order", "late_results"),
     "T3": ("order", "sanitizer"),
+    "T3B": ("order", "sanitizer_of_others"),
     "T4": ("timeline", "timeline"),
     "T5": ("timeline", "synchronizations"),
     "T6": ("ranks", "gloo_ranks"),
@@ -22,6 +23,7 @@ FUNCTIONS = {
     "T8A": ("kernels", "bits"),
     "T8B": ("kernels", "bandwidth"),
     "T9": ("kernels", "memory"),
+    "T10": ("ranks", "states"),
 }
 
 

@@ -41,11 +41,14 @@ def bits(place: Any) -> None:
     """T8A: run the tests of the CUDA kernels: bits, streams, graphs, sizes beyond 32 bits."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        tests = [str(ROOT / "tests" / "unit" / "loco" / "test_cuda_kernels.py"), f"--junitxml={results}"]
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *tests]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        counts = counts_of(results)
+        tests = [str(ROOT / "tests" / "unit" / "loco" / name) for name in ("test_cuda_kernels.py", "test_lossless.py")]
+        options = ["-m", "gpu", "-n", "4", "-p", "no:cacheprovider", f"--junitxml={results}"]  # -n: one may crash
+        command = [sys.executable, "-m", "pytest", *options]
+        status = subprocess.run([*command, *tests], cwd=ROOT, check=False).returncode
+        counts, broken = counts_of(results), broken_of(results)
     place.report.figure("tests", counts)
+    if broken:
+        place.report.figure("broken", broken)
     if not place.cuda:
         place.report.skip("needs a GPU")
         return
@@ -59,6 +62,16 @@ def counts_of(results: Path) -> dict[str, int]:
     skipped = sum(case.find("skipped") is not None for case in cases)
     failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
     return {"passed": len(cases) - skipped - failed, "failed": failed, "skipped": skipped}
+
+
+def broken_of(results: Path) -> dict[str, str]:
+    """Return the tests that failed, and what they said, as pytest's JUnit file tells."""
+    found = {}
+    for case in ElementTree.parse(results).iter("testcase"):
+        for kind in ("failure", "error"):
+            if (broken := case.find(kind)) is not None:
+                found[case.get("name", "")] = f"{broken.get('message', '')[:500]} {(broken.text or '')[-1500:]}"
+    return found
 
 
 def bandwidth(place: Any) -> None:

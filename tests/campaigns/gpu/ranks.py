@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from deepspeed_ext.comm.hops import GatherHop, Transfer
 from deepspeed_ext.comm.pairwise import Handles
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
+from tests.campaigns.gpu import states as states_of
 from tests.campaigns.gpu.order import JOB, enter_alone
 from tests.harness import training
 from tests.harness.training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, placed
@@ -36,7 +37,17 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def gloo_ranks(place: Any) -> None:
-    """T6: train all strategies beside stock DeepSpeed, with ranks that have the GPU in common.
+    """T6: train all strategies beside stock DeepSpeed, with ranks that have the GPU in common."""
+    on_ranks(place, beside_stock)
+
+
+def states(place: Any) -> None:
+    """T10: optimizers on the host, four bits, few bits, Muon, overflow, checkpoints, states that are offloaded."""
+    on_ranks(place, states_of.check)
+
+
+def on_ranks(place: Any, run: Callable[[Any], None]) -> None:
+    """Run checks on ranks that have the GPU in common.
 
     Collectives go through the host on streams of their own, so waits mean what they mean with NCCL, which refuses two
     ranks on one GPU. This process is rank 0.
@@ -44,13 +55,13 @@ def gloo_ranks(place: Any) -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         others = [
-            context.Process(target=_other_rank, args=(rank, place.device, place.small, folder), daemon=True)
+            context.Process(target=_other_rank, args=(rank, place.device, place.small, folder, run), daemon=True)
             for rank in range(1, RANKS)
         ]
         for process in others:
             process.start()
         try:
-            _rank(0, place, folder)
+            _rank(0, place, folder, run)
         finally:
             for process in others:
                 process.join(timeout=20)
@@ -81,11 +92,11 @@ class _OtherPlace:
         return self.device == "cuda"
 
 
-def _other_rank(rank: int, device: str, small: bool, folder: str) -> None:
-    _rank(rank, _OtherPlace(device, small), folder)
+def _other_rank(rank: int, device: str, small: bool, folder: str, run: Callable[[Any], None]) -> None:
+    _rank(rank, _OtherPlace(device, small), folder, run)
 
 
-def _rank(rank: int, place: Any, folder: str) -> None:
+def _rank(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> None:
     sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in sizes.items()})
     torch.set_num_threads(1)
@@ -100,16 +111,21 @@ def _rank(rank: int, place: Any, folder: str) -> None:
     )
     deepspeed.init_distributed()
     with batches_on(place):
-        for title, job, more, bounds in _sections(place.small):
-            for stage, names in ((2, REPLICATED), (3, PARTITIONED)):
-                some = names[-1:] if place.small else names
-                _compare(place, f"stage {stage}, {title}", job, more, some, stage, bounds)
-        with as_on_nccl():
-            for stage, names in ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG"))):
-                some = names[-1:] if place.small else names
-                _compare(place, f"stage {stage}, hops as on NCCL", _job(), {}, some, stage, FP32)
+        run(place)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def beside_stock(place: Any) -> None:
+    """Check all strategies beside stock DeepSpeed, on each rank."""
+    for title, job, more, bounds in _sections(place.small):
+        for stage, names in ((2, REPLICATED), (3, PARTITIONED)):
+            some = names[-1:] if place.small else names
+            _compare(place, f"stage {stage}, {title}", job, more, some, stage, bounds)
+    with as_on_nccl():
+        for stage, names in ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG"))):
+            some = names[-1:] if place.small else names
+            _compare(place, f"stage {stage}, hops as on NCCL", _job(), {}, some, stage, FP32)
 
 
 def _job(**changed: Any) -> Job:

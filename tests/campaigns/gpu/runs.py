@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs experiments one after the other, each in a process of its own and within a limit, and writes down what they
-come to. Knows neither torch nor a GPU.
+"""Runs experiments, some at once, each in a process of its own and within a limit, and writes down what they come to.
+Knows neither torch nor a GPU.
 
 An experiment writes its report, a JSON object, to a file again and again as it goes on: ``checks`` (name: whether it
 held), ``figures`` (name: a value) and, at its end, ``done``. So what one has found is kept if it is killed.
@@ -12,8 +12,10 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ PASSED, FAILED, CRASHED, HUNG, NOT_RUN = "passed", "failed", "crashed", "hung", 
 KINDS = (PASSED, FAILED, CRASHED, HUNG, NOT_RUN)
 LEAST = 15.0  # seconds; with less time left no experiment is begun
 _GRACE = 5.0  # seconds between asking a process to end and killing it
+_LOOK = 0.1  # seconds between looks at a process
 _TAIL = 4000  # characters of the output that are kept
 
 
@@ -35,6 +38,7 @@ class Experiment:
         limit: seconds.
         command: what to run, given the file for the report.
         environment: variables that it gets beside ours.
+        alone: whether it measures time, and so runs beside no other.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Experiment:
     limit: float
     command: Callable[[Path], Sequence[str]]
     environment: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
 
 
 @dataclass
@@ -81,35 +86,54 @@ def select(experiments: Sequence[Experiment], only: Iterable[str]) -> list[Exper
 
 
 def run_all(
-    experiments: Iterable[Experiment],
+    experiments: Sequence[Experiment],
     budget: float,
     folder: Path,
     note: Callable[[list[Outcome]], None],
     environment: Mapping[str, str],
+    at_once: int = 1,
 ) -> list[Outcome]:
     """Run experiments while the budget lasts; one that crashes or hangs does not end the others.
 
     Args:
-        experiments: in this order.
+        experiments: in this order; those that run alone before the others, where several run at once.
         budget: seconds for all of them.
         folder: for reports and output.
         note: is given all outcomes after each.
         environment: of the processes.
+        at_once: how many run at the same time.
     """
-    begin, outcomes = time.monotonic(), []
-    for experiment in experiments:
+    begin, outcomes = time.monotonic(), list[Outcome]()
+    noting, over = threading.Lock(), threading.Event()
+
+    def run_one(experiment: Experiment) -> None:
         left = budget - (time.monotonic() - begin)
         if left < min(LEAST, experiment.limit):
             text = f"{max(0.0, left):.0f} s of {budget:.0f} s were left"
-            outcomes.append(Outcome(experiment.name, experiment.title, NOT_RUN, text=text))
+            outcome = Outcome(experiment.name, experiment.title, NOT_RUN, text=text)
         else:
-            outcomes.append(run(experiment, min(left, experiment.limit), folder, environment))
-        note(outcomes)
-    return outcomes
+            outcome = run(experiment, min(left, experiment.limit), folder, environment, over)
+        with noting:
+            outcomes.append(outcome)
+            note(outcomes)
+
+    alone = [one for one in experiments if one.alone or at_once == 1]
+    for some, workers in ((alone, 1), ([one for one in experiments if one not in alone], at_once)):
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                list(pool.map(run_one, some))
+            except BaseException:
+                over.set()  # what runs ends, and nothing else begins
+                pool.shutdown(cancel_futures=True)
+                raise
+    order = [one.name for one in experiments]
+    return sorted(outcomes, key=lambda one: order.index(one.name))
 
 
-def run(experiment: Experiment, limit: float, folder: Path, environment: Mapping[str, str]) -> Outcome:
-    """Run one experiment, and kill it with all that it has started when its time is over."""
+def run(
+    experiment: Experiment, limit: float, folder: Path, environment: Mapping[str, str], over: threading.Event
+) -> Outcome:
+    """Run one experiment, and kill it with all that it has started when its time is over, or that of all is."""
     report, log = (folder / f"{experiment.name}.{end}" for end in ("json", "log"))
     report.unlink(missing_ok=True)
     begin = time.monotonic()
@@ -122,11 +146,11 @@ def run(experiment: Experiment, limit: float, folder: Path, environment: Mapping
             env={**environment, **experiment.environment},
             start_new_session=True,
         )
-        hung = False
+        last = begin + (limit - _GRACE if limit > 2 * _GRACE else limit)
         try:
-            process.wait(timeout=max(0.1, limit - _GRACE) if limit > 2 * _GRACE else limit)
-        except subprocess.TimeoutExpired:
-            hung = True
+            while process.poll() is None and time.monotonic() < last and not over.wait(_LOOK):
+                pass
+            hung = process.poll() is None
         finally:
             _end(process)
     outcome = Outcome(experiment.name, experiment.title, PASSED, round(time.monotonic() - begin, 1))

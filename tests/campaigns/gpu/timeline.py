@@ -162,6 +162,8 @@ def synchronizations(place: Any) -> None:
     """T5: see that the host waits for the device in six micro-steps no more often than is recorded, and note where."""
     enter_virtual_world(RANKS)
     names = ["NIG", "IIG"] if place.small else [*REPLICATED, *PARTITIONED]
+    for stage in () if place.small else (2, 3):
+        place.report.figure(f"stock ZeRO-{stage}", _synchronizations_of(place, {"stage": stage}, {}))
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [(name, placed(name, GROUP), {}) for name in names]
     four_bits = placed("IIG", GROUP, zeropp_loco_param={})
     cases.append(("IIG in four bits", four_bits, {}))

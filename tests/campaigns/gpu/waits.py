@@ -13,38 +13,46 @@ class Waits(NamedTuple):
 
     events: int  # DeepSpeed's brakes: the host must not be far ahead of gathers and reductions
     others: int  # answers that decide a step
+    copies: int  # to the device, of numbers beside the norm: DeepSpeed's; on a GPU alone
 
 
-# In micro-steps 5 to 10 of each case, as counted on the simulated device; `--only T5 --device cpu` shows where.
+# In micro-steps 5 to 10 of each case, as counted on the simulated device; `--only T5 --device cpu` shows where. That
+# device does not see copies of a number to it, for which a GPU makes the host wait; these are as counted on one.
 # tests/unit/zero/test_device_waits.py compares them with stock DeepSpeed's.
 WAITS = {
-    "NNN": Waits(0, 6),
-    "NNI": Waits(0, 6),
-    "NNG": Waits(0, 6),
-    "NII": Waits(0, 6),
-    "NIG": Waits(0, 6),
-    "NGG": Waits(0, 6),
-    "INI": Waits(90, 3),
-    "ING": Waits(90, 3),
-    "III": Waits(156, 3),
-    "IIG": Waits(156, 3),
-    "IGG": Waits(156, 3),
-    "GNG": Waits(90, 3),
-    "GIG": Waits(156, 3),
-    "GGG": Waits(156, 3),
-    "IIG in four bits": Waits(156, 3),
-    "IIG without the timer": Waits(156, 3),
-    "IIG in four bits, monitored": Waits(156, 6),
-    "NIG in fp16": Waits(0, 9),
-    "IIG in fp16": Waits(156, 6),
+    "NNN": Waits(0, 6, 6),
+    "NNI": Waits(0, 6, 6),
+    "NNG": Waits(0, 6, 6),
+    "NII": Waits(0, 6, 6),
+    "NIG": Waits(0, 6, 6),
+    "NGG": Waits(0, 6, 6),
+    "INI": Waits(90, 3, 12),
+    "ING": Waits(90, 3, 18),
+    "III": Waits(156, 3, 12),
+    "IIG": Waits(156, 3, 18),
+    "IGG": Waits(156, 3, 18),
+    "GNG": Waits(90, 3, 9),
+    "GIG": Waits(156, 3, 9),
+    "GGG": Waits(156, 3, 9),
+    "IIG in four bits": Waits(156, 3, 18),
+    "IIG without the timer": Waits(156, 3, 18),
+    "IIG in four bits, monitored": Waits(156, 6, 18),
+    "NIG in fp16": Waits(0, 9, 9),
+    "IIG in fp16": Waits(156, 6, 21),
 }
 
 
 def check(place: Any, title: str, counts: dict[str, int]) -> None:
     """Note where the host has waited, and check that it was no more often than ``WAITS`` has of this case."""
     place.report.figure(title, counts)
+    found, most = of(counts), WAITS[title]
+    others = most.others + (most.copies if place.cuda else 0)
+    place.report.check(f"{title}: at most {most.events} waits for events", found.events <= most.events)
+    place.report.check(f"{title}: at most {others} other waits", found.others <= others)
+
+
+def of(counts: dict[str, int]) -> Waits:
+    """Return how often the host has waited, given how often at each place; copies are among the others."""
     own = {where: count for where, count in counts.items() if not where.endswith(ELSEWHERE)}
     events = sum(count for where, count in own.items() if where.startswith(EVENT))
-    found, most = Waits(events, sum(own.values()) - events), WAITS[title]
-    place.report.check(f"{title}: at most {most.events} waits for events", found.events <= most.events)
-    place.report.check(f"{title}: at most {most.others} other waits", found.others <= most.others)
+    return Waits(events, sum(own.values()) - events, 0)

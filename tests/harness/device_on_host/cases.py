@@ -81,7 +81,7 @@ def beside(library: str, options: str) -> list[Beside]:
         with device_with_streams():  # with buckets as on NCCL
             host = training.train(given.job, zero)
         with device_on_host(library):
-            ours = training.train(given.job, zero, look=partial(_look, places))
+            ours = training.train(given.job, zero, look=partial(look, places))
             stock = ours
             if given.stock:
                 stock = training.train(given.job, {"stage": 2 if name[0] == "N" else 3, **given.zero})
@@ -92,7 +92,8 @@ def beside(library: str, options: str) -> list[Beside]:
     return rows
 
 
-def _look(places: list[tuple[str, str]], engine: Any) -> None:
+def look(places: list[tuple[str, str]], engine: Any) -> None:
+    """Note where parameters are, and what the optimizer steps with."""
     places.append(_places(engine))
 
 
@@ -140,10 +141,11 @@ def resume(
     places: list[Callable[[], Any]] = [lambda: device_on_host(library), device_with_streams]
     here, there = places if from_device else reversed(places)
     job = snapshots.job_of("bf16", zero, optimizer)
-    return [_resume(job, f"{folder}/{name}", name, here, there) for name in names]
+    return [resumed(job, f"{folder}/{name}", name, here, there) for name in names]
 
 
-def _resume(job: Job, folder: str, name: str, here: Callable[[], Any], there: Callable[[], Any]) -> Resumed:
+def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Callable[[], Any]) -> Resumed:
+    """Save in one context; load in it and in another one, and go on where it was saved."""
     with here(), _engine(job, name) as (engine, model):
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
         engine.save_checkpoint(folder)
@@ -196,26 +198,31 @@ class Offloaded(NamedTuple):
 def offload_states(library: str, names: Sequence[str], optimizer: str, pinned: bool) -> list[Offloaded]:
     """Offload and reload all states after each backward, on the device."""
     register(library)
-    job = replace(_JOB, steps=2, optimizer=optimizer, zero={**SMALL, "zeropp_loco_param": {}})
     rows = []
     for name in names:
         with device_on_host(library):
-            plain = training.train(job, placed(name)).weights
-            with _engine(job, name) as (engine, model):
-                away, back = set(), set()
-                pins = True
-                for number, batch in zip(range(4), training.batches(job), strict=False):
-                    training.micro_step(engine, job, number, *batch)
-                    engine.offload_states(pin_memory=pinned)
-                    held = _held(engine)
-                    away |= {tensor.device.type for tensor in held}
-                    pins &= all(tensor.is_pinned() == pinned for tensor in held if tensor.device.type == "cpu")
-                    engine.reload_states()
-                    back |= {tensor.device.type for tensor in _held(engine)}
-                    engine.step()
-                same = torch.equal(plain, training.whole_weights(model))
-        rows.append(Offloaded(name, same, (_only(away), pins), _only(back)))
+            rows.append(offloaded(name, optimizer, pinned))
     return rows
+
+
+def offloaded(name: str, optimizer: str, pinned: bool) -> Offloaded:
+    """Offload and reload all states of a strategy after each backward."""
+    job = replace(_JOB, steps=2, optimizer=optimizer, zero={**SMALL, "zeropp_loco_param": {}})
+    plain = training.train(job, placed(name)).weights
+    with _engine(job, name) as (engine, model):
+        away, back = set(), set()
+        pins = True
+        for number, batch in zip(range(4), training.batches(job), strict=False):
+            training.micro_step(engine, job, number, *batch)
+            engine.offload_states(pin_memory=pinned)
+            held = _held(engine)
+            away |= {tensor.device.type for tensor in held}
+            pins &= all(tensor.is_pinned() == pinned for tensor in held if tensor.device.type == "cpu")
+            engine.reload_states()
+            back |= {tensor.device.type for tensor in _held(engine)}
+            engine.step()
+        same = torch.equal(plain, training.whole_weights(model))
+    return Offloaded(name, same, (_only(away), pins), _only(back))
 
 
 def _weights(engine: Any) -> list[Tensor]:

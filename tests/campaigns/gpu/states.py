@@ -1,0 +1,71 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of experiment T10: states that lie elsewhere or cross in few bits, and checkpoints, on each of several ranks.
+
+The cases are those of the simulated device; here the device is real, so its bits are not the host's. What is rounded
+to few bits is compared with a run that rounds nothing, and loosely; the rest with stock DeepSpeed.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from deepspeed import comm as dist
+
+from tests.harness import snapshots, training
+from tests.harness.device_on_host import cases
+from tests.harness.training import placed
+
+EXACT, ROUNDED = 1e-5, 0.5  # of weights, which are about 1
+WHOLE = ("offload_optimizer", "overlap_comm")  # keys that round nothing
+RESUMED = (
+    ("Adam", {}, ("NIG", "IIG")),
+    ("Adam", {"zeropp_loco_param": {}, **cases.PINNED}, ("NII", "IGG")),
+    ("Adam", {"zeropp_loco_param": {}, "paro_quantized_updates": {}}, ("NIG", "ING")),
+    ("Muon", cases.PAGEABLE, ("NIG", "GNG")),
+)
+
+
+def check(place: Any) -> None:
+    """Check them all; collective."""
+    for title in list(cases.OPTIONS)[: 2 if place.small else None]:
+        for name in cases.OPTIONS[title].strategies:
+            _train(place, title, name)
+    for optimizer, zero, names in RESUMED[: 1 if place.small else None]:
+        job = snapshots.job_of("bf16", zero, optimizer)
+        for name in names:
+            with shared_folder() as folder:
+                found = cases.resumed(job, folder, name, contextlib.nullcontext, contextlib.nullcontext)
+            title = f"{name}, {optimizer} {' '.join(zero)}: resumed is uninterrupted"
+            place.report.check(title, not (found.loaded or found.resumed or found.elsewhere))
+    for pinned in (True, False) if place.cuda else ():
+        for name in ("NIG", "IIG"):
+            title = f"{name}, {'pinned' if pinned else 'pageable'}: offloaded and reloaded"
+            place.report.check(title, cases.offloaded(name, "Muon", pinned) == (name, True, ("cpu", True), "cuda"))
+
+
+def _train(place: Any, title: str, name: str) -> None:
+    given = cases.OPTIONS[title]
+    places: list[tuple[str, str]] = []
+    ours = training.train(given.job, placed(name, **given.zero), look=partial(cases.look, places))
+    whole = {key: value for key, value in given.zero.items() if key in WHOLE}
+    # Stock DeepSpeed's Muon is another: it knows no groups.
+    oracle = placed("NNN", **whole) if given.job.optimizer == "Muon" else {"stage": 2 + (name[0] != "N"), **whole}
+    row = training.difference(name, ours, training.train(given.job, oracle), "")
+    place.report.figure(f"{name}, {title}: largest difference of weights", row.weights)
+    near = row.weights <= (EXACT if given.stock else ROUNDED)  # not of what is not a number
+    place.report.check(f"{name}, {title}", near and row.replicas_equal and row.same_decisions)
+    optimizers = "cpu" if "offload_optimizer" in given.zero else place.device
+    place.report.check(f"{name}, {title}: places", places == [(place.device, optimizers)])
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """Yield a new folder, the same on all ranks; removed afterwards."""
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared, src=0)
+        yield shared[0]
+        dist.barrier()
