@@ -4,6 +4,7 @@
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -59,8 +60,11 @@ def told(found: Sequence[Verdict]) -> str:
 
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
     """Return what the README says of these verdicts, without the full stop."""
-    holding, date = sum(one.kind == HOLDS for one in found), about["date"][:10]
-    return f"on a GPU ({about['device']}, {date}) {holding} of {len(found)} claims hold, [a table]({TABLE.as_posix()})"
+    date, counts = about["date"][:10], Counter(one.kind for one in found)
+    others = [(counts[FAILS], "does not" if counts[FAILS] == 1 else "do not"), (counts[OPEN], "not settled")]
+    told = "".join(f", {count} {what}" for count, what in others if count)
+    holding = f"{counts[HOLDS]} of {len(found)} claims hold{told}"
+    return f"on a GPU ({about['device']}, {date}) {holding}, [a table]({TABLE.as_posix()})"
 
 
 def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> None:

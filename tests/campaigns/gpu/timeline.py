@@ -23,8 +23,8 @@ from tests.harness.fake_wire import Late, Wire, enter_virtual_world
 from tests.harness.training import DTYPES, PARTITIONED, REPLICATED, Job, make_engine, placed
 
 RANKS, GROUP = 6, 3
-HOP = 50.0  # milliseconds on the wire
-LAYER = 20.0  # milliseconds of each layer, forward and backward
+HOP, LAYER = 50.0, 20.0  # milliseconds on the wire, and of each layer, forward and backward: a slow link
+SHORT_HOP, LONG_LAYER = 4.0, 120.0  # a layer's hops, one after the other, take no longer than it
 GATHERS = ("all_gather_single", "_allgather_base")
 REDUCES = (
     "reduce_scatter_single",
@@ -41,17 +41,18 @@ class MarkedTraining:
     """Training over a late wire, step by step, with the times at which layers run.
 
     Attributes:
-        forward, backward: marks at which each layer began, in the last micro-step.
+        forward, backward: marks at which each layer began and had used its time, in the last micro-step.
     """
 
-    def __init__(self, place: Any, job: Job, zero: dict[str, Any], delay: float) -> None:
+    def __init__(self, place: Any, job: Job, zero: dict[str, Any], delay: float, layer: float) -> None:
         self.place = place
+        self.layer = layer
         self.wire = Wire(place.device, delay=(delay, delay), keep=True)
         self.engine, model = make_engine(job, zero)
         self._job = job
         self._generator = torch.Generator().manual_seed(1)
-        self.forward: list[Any] = []
-        self.backward: list[Any] = []
+        self.forward: list[tuple[Any, Any]] = []
+        self.backward: list[tuple[Any, Any]] = []
         for layer in model.layers:
             layer.register_forward_pre_hook(lambda *_: self._reach(self.forward))
             layer.register_forward_hook(self._watch_backward)
@@ -60,10 +61,11 @@ class MarkedTraining:
         if output.requires_grad:
             output.register_hook(lambda gradient: self._reach(self.backward))
 
-    def _reach(self, marks: list[Any]) -> None:
-        marks.append(self.mark())
+    def _reach(self, marks: list[tuple[Any, Any]]) -> None:
+        begin = self.mark()
         if self.wire.keep:
-            pause(self.place, LAYER)
+            pause(self.place, self.layer)
+        marks.append((begin, self.mark()))
 
     def mark(self) -> Any:
         """Mark the present, on the current stream."""
@@ -83,19 +85,34 @@ class MarkedTraining:
         self.engine.backward(loss)
         self.engine.step()
 
-    def under_way(self, mark: Any, late: Late) -> bool:
-        """Whether a collective was under way at a mark; the device has been synchronized."""
-        if self.place.cuda:
-            return late.began.elapsed_time(mark) >= 0 and mark.elapsed_time(late.ended) > 0
-        return late.began <= mark and (late.ended is None or late.ended > mark)
+    def before(self, one: Any, other: Any) -> bool:
+        """Whether a mark is before another one, or at the same time; the device has been synchronized."""
+        return one.elapsed_time(other) >= 0 if self.place.cuda else one <= other
+
+    def under_way(self, layer: tuple[Any, Any], late: Late) -> bool:
+        """Whether a collective was under way while a layer ran; the device has been synchronized."""
+        ends_after = late.ended is None or self.before(layer[0], late.ended)
+        return self.before(late.began, layer[1]) and ends_after
+
+    def times(self) -> str:
+        """Return when layers and collectives of the last micro-step began and ended, in milliseconds."""
+        if not self.place.cuda:
+            return ""
+        origin = self.forward[0][0]
+        rows = [*((f"forward {i}", *span) for i, span in enumerate(self.forward))]
+        rows += [(f"backward {i}", *span) for i, span in enumerate(self.backward)]
+        rows += [(f"{late.name} of {late.ranks}", late.began, late.ended) for late in self.wire.sent]
+        return "; ".join(f"{name} {origin.elapsed_time(a):.0f} to {origin.elapsed_time(b):.0f}" for name, a, b in rows)
 
 
 @contextlib.contextmanager
-def running(place: Any, zero: dict[str, Any], delay: float = HOP, **changed: Any) -> Iterator[MarkedTraining]:
+def running(
+    place: Any, zero: dict[str, Any], delay: float = HOP, layer: float = LAYER, **changed: Any
+) -> Iterator[MarkedTraining]:
     """Train a job of ``JOB``, changed so; destroyed afterwards."""
     run = None
     with Wire(place.device).connected():
-        run = MarkedTraining(place, dataclasses.replace(JOB, **changed), zero, delay)
+        run = MarkedTraining(place, dataclasses.replace(JOB, **changed), zero, delay, layer)
     try:
         with run.wire.connected():
             yield run
@@ -115,7 +132,7 @@ def timeline(place: Any) -> None:
     for name in ("GGG", "IGG"):
         found = under_backward(place, placed(name, GROUP), accumulation=1)
         place.report.check(f"(c) {name}: reductions under the backward", found["any"])
-    found = under_backward(place, placed("IIG", GROUP), accumulation=2)
+    found = under_backward(place, placed("IIG", GROUP), 2, SHORT_HOP, LONG_LAYER)
     # The CPU has no streams: a hop behind another one is waited for there, and by default overlap_comm is off.
     settled = place.report.check if place.cuda else place.report.figure
     settled("(d) IIG: between groups, under the last backward", found["between groups"])
@@ -136,15 +153,16 @@ def updates_under_forward(place: Any, groups: int) -> None:
         run.micro_step(JOB)
         if place.cuda:
             torch.cuda.synchronize()
-        first = run.forward[0]
-        last = gathers[-1] if gathers else None
-        found = last is not None and run.under_way(first, last)
+        ended = gathers[-1].ended if gathers else None
+        found = ended is not None and run.before(run.forward[0][0], ended)
         place.report.check(f"(b) {groups} parameter groups: the first layer runs before the last gather ends", found)
 
 
-def under_backward(place: Any, zero: dict[str, Any], accumulation: int) -> dict[str, bool]:
-    """Return which reductions are under way when layers begin their backward, in the last micro-step of a step."""
-    with running(place, zero, accumulation=accumulation) as run:
+def under_backward(
+    place: Any, zero: dict[str, Any], accumulation: int, delay: float = HOP, layer: float = LAYER
+) -> dict[str, bool]:
+    """Return which reductions are under way while layers run their backward, in the last micro-step of a step."""
+    with running(place, zero, delay, layer, accumulation=accumulation) as run:
         for _ in range(3 * accumulation):
             run.wire.sent.clear()
             run.micro_step(JOB)
@@ -153,8 +171,9 @@ def under_backward(place: Any, zero: dict[str, Any], accumulation: int) -> dict[
         under = [
             late
             for late in run.wire.sent
-            if late.name in REDUCES and any(run.under_way(mark, late) for mark in run.backward)
+            if late.name in REDUCES and any(run.under_way(span, late) for span in run.backward)
         ]
+        place.report.figure(f"{zero} every {accumulation}", run.times())
     return {"any": bool(under), "between groups": any(late.ranks == RANKS // GROUP for late in under)}
 
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ def test_one_that_crashes_or_hangs_does_not_end_the_others(tmp_path: Path) -> No
     assert hung.checks == {"begun": True} and "here" in hung.text and 2.9 < hung.seconds < 30
     assert not running(hung.figures["child"]), "what it has started must end with it"
     assert gpu_runs.status_of(outcomes) == 1 and gpu_runs.status_of([found["GOOD"], found["LAST"]]) == 0
+
+
+def test_several_run_at_once_but_those_that_measure_time(tmp_path: Path) -> None:
+    sleep = "import time; b = time.time(); time.sleep(1); r.figure('span', [b, time.time()]); r.done()"
+    experiments = [*(made(name) for name in ("GOOD", "BAD", "LAST")), replace(made("ENDS"), alone=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        for one in experiments:
+            patch.setitem(BODIES, one.name, sleep)
+        outcomes = gpu_runs.run_all(experiments, 600, tmp_path, lambda found: None, PLACE, at_once=3)
+    assert [one.name for one in outcomes] == ["GOOD", "BAD", "LAST", "ENDS"], "told in their order"
+    spans = {one.name: one.figures["span"] for one in outcomes}
+    alone = spans.pop("ENDS")
+    assert max(begin for begin, _ in spans.values()) < min(end for _, end in spans.values())
+    assert all(alone[1] <= begin for begin, _ in spans.values()), "alone, and first"
 
 
 def running(pid: int) -> bool:
@@ -244,6 +259,41 @@ def test_a_whole_run_is_written_where_asked(
     monkeypatch.setattr(gpu, "run_all", lambda *_: came(T4=gpu_runs.NOT_RUN, T9=gpu_runs.NOT_RUN))
     assert gpu.main(arguments) == 1 and written == [ROOT]
     assert "\nnot written (T4, T9 did not run): on a GPU (" in capsys.readouterr().out
+
+
+def of_before(tmp_path: Path, **changed: Any) -> Path:
+    """The result of a run on a copy of the working tree, elsewhere."""
+    about = {"date": "2027-01-02T03:04:05Z", "device": "a GPU", "commit": "abc1234", "command": "python"}
+    file = tmp_path / "2027-01-02.json"
+    gpu_runs.write_results(file.with_suffix(""), about | changed, came(T4=gpu_runs.FAILED, T5=gpu_runs.HUNG))
+    return file
+
+
+def test_an_earlier_run_is_written_where_asked(
+    tmp_path: Path, written: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(of_before(tmp_path))
+    assert gpu.main(["--verdicts-of", file]) == 1 and not written
+    assert gpu.main(["--verdicts-of", file, "--write-status"]) == 1 and written == [ROOT]
+    assert "(a GPU, 2027-01-02) 4 of 6 claims hold, 1 does not, 1 not settled, [a" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changed, got",
+    [
+        ({"command": "python --small"}, "a whole run on a GPU, got 'python --small' on a GPU"),
+        ({"device": "the CPU"}, "a whole run on a GPU, got 'python' on the CPU"),
+        ({"commit": "unknown"}, "a run of a commit, got 'unknown'"),
+        ({"commit": "abc1234-dirty"}, "a run of a commit, got 'abc1234-dirty'"),
+    ],
+    ids=str,
+)
+def test_an_earlier_run_that_may_not_be_written_is_refused(
+    tmp_path: Path, written: list[Path], capsys: pytest.CaptureFixture[str], changed: dict[str, str], got: str
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(["--verdicts-of", str(of_before(tmp_path, **changed)), "--write-status"])
+    assert got in capsys.readouterr().err and not written
 
 
 @pytest.mark.parametrize(
