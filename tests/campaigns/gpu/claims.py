@@ -64,7 +64,7 @@ def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
     others = [(counts[FAILS], "does not" if counts[FAILS] == 1 else "do not"), (counts[OPEN], "not settled")]
     told = "".join(f", {count} {what}" for count, what in others if count)
     holding = f"{counts[HOLDS]} of {len(found)} claims hold{told}"
-    return f"on a GPU ({about['device']}, {date}) {holding}, [a table]({TABLE.as_posix()})"
+    return f"on a GPU ({about['device']}, {date}) {holding}, [as found]({TABLE.parent.as_posix()}/README.md)"
 
 
 def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> None:

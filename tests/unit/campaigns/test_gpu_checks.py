@@ -214,7 +214,7 @@ def test_verdicts_are_written(tmp_path: Path) -> None:
     parts = (tmp_path / "README.md").read_text().split("\n\n")
     [status] = [part for part in parts if part.startswith("**Status:**")]
     count = len(found)
-    wanted = f"; on a GPU (a GPU, 80 GiB, 2027-01-02) {count} of {count} claims hold, [a table]({claims.TABLE})."
+    wanted = f"; on a GPU (a GPU, 80 GiB, 2027-01-02) {count} of {count} claims hold, [as found]({claims.TABLE.parent}/README.md)."
     assert status.endswith(wanted) and "nothing has run" not in status
     (tmp_path / "README.md").write_text("no status")
     with pytest.raises(ValueError, match="expected one line of the status"):
@@ -275,7 +275,7 @@ def test_an_earlier_run_is_written_where_asked(
     file = str(of_before(tmp_path))
     assert gpu.main(["--verdicts-of", file]) == 1 and not written
     assert gpu.main(["--verdicts-of", file, "--write-status"]) == 1 and written == [ROOT]
-    assert "(a GPU, 2027-01-02) 4 of 6 claims hold, 1 does not, 1 not settled, [a" in capsys.readouterr().out
+    assert "(a GPU, 2027-01-02) 4 of 6 claims hold, 1 does not, 1 not settled, [as" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
