@@ -218,7 +218,8 @@ def test_verdicts_are_written(tmp_path: Path) -> None:
     parts = (tmp_path / "README.md").read_text().split("\n\n")
     [status] = [part for part in parts if part.startswith("**Status:**")]
     count = len(found)
-    wanted = f"; on a GPU (a GPU, 80 GiB, 2027-01-02) {count} of {count} claims hold, [as found]({claims.TABLE.parent}/README.md)."
+    page = claims.TABLE.parent / "README.md"
+    wanted = f"; on a GPU (a GPU, 80 GiB, 2027-01-02) {count} of {count} claims hold, [as found]({page})."
     assert status.endswith(wanted) and "nothing has run" not in status
     (tmp_path / "README.md").write_text("no status")
     with pytest.raises(ValueError, match="expected one line of the status"):
