@@ -3,7 +3,7 @@
 """Group-aware ZeRO for DeepSpeed: PaRO sharding strategies, switched on by ds_config keys.
 
 Installing the package is enough: it activates itself when torch is imported. ``import deepspeed_ext`` does the same.
-This module runs inside ``import torch`` of every program in the environment: it stays with the standard library.
+This module runs inside ``import torch`` of every program in the environment, so it imports only the standard library.
 """
 
 import importlib
@@ -20,7 +20,7 @@ __all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "wa
 
 
 def __getattr__(name: str) -> Any:
-    """Late, for then it is known whose modules they are: see ``fork.py``."""
+    """Import public names only when they are used; by then it is known which package has them, see ``fork.py``."""
     if name == "wait_for_updates":
         return getattr(importlib.import_module("deepspeed_ext.zero.arrivals"), name)
     if name in __all__:

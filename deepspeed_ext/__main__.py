@@ -23,7 +23,7 @@ def report_patches() -> None:
 
 
 def main() -> None:
-    """Run a command, or print the report."""
+    """Run a command; without one, print the report."""
     cli.main(report_patches)
 
 

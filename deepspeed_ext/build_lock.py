@@ -1,21 +1,21 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Builds an extension once, whatever became of the process that built it before.
+"""Builds an extension once, even if an earlier build was killed.
 
 Note [Two locks]
-    Torch creates a file named ``lock`` in the build folder, and everybody else waits until it is gone. It does not say
-    who made it: the file of a build that was killed stays, and later builds wait forever. Beside it we hold an flock,
-    which the kernel releases when its holder dies:
+    Torch creates a file named ``lock`` in the build folder, and all other processes wait until it is gone. The file
+    does not say who made it. If a build is killed, its file stays, and later builds wait forever. So we hold an flock,
+    too, which the kernel releases when its holder dies:
 
-    - Exclusive: the first process, which builds. If torch's lock is there now, its holder is dead: we remove it.
-    - Shared: the others, once the first has finished. They load what it has built, all of them at once.
+    - Exclusive, for the first process, which builds. If torch's lock exists now, its holder is dead, so we remove it.
+    - Shared, for the others, once the first has finished. All of them then load what it has built, at the same time.
 
-    Newer releases of torch (2.15 does, 2.13 does not) take an flock on their file as well, and leave the file behind
-    when they have built. There it tells nothing, and is no obstacle.
+    Newer releases of torch (2.15, but not 2.13) take an flock on their file as well, and leave the file after a build.
+    There, the file means nothing and blocks nobody.
 
-    Some network file systems keep an flock within one machine. Holders therefore note the machine's boot id in the
-    file. Only if all of them ran under this kernel (or the others were there more than a day ago) do we remove torch's
-    lock; otherwise we wait for it and say so. A compiler that outlives its killed parent for a moment is not known.
+    Some network file systems keep an flock within one machine. So holders write the machine's boot id to our file. We
+    remove torch's lock only if all holders ran under this kernel (or the others are more than a day old). Otherwise we
+    wait for it, and a warning says so. One case is not handled: a compiler that briefly outlives its killed parent.
 """
 
 import fcntl
@@ -29,19 +29,19 @@ from typing import TextIO
 from deepspeed.utils import logger
 
 _POLL_SECONDS = 0.1
-_UNKNOWN_SECONDS = 10.0  # after which a wait for a holder that may be dead is told
-_ALIVE_SECONDS = 60.0  # the same for a holder that builds: kernels for a GPU take about as long
+_UNKNOWN_SECONDS = 10.0  # of waiting for a holder that may be dead, after which a warning says so
+_ALIVE_SECONDS = 60.0  # the same for a holder that builds, since kernels for a GPU take about as long
 _SEVERAL = "several machines"
-_FORGOTTEN_SECONDS = 24 * 3600.0  # after which another machine's note says nothing of now
+_FORGOTTEN_SECONDS = 24 * 3600.0  # age from which another machine's note is ignored
 
 
 @contextmanager
 def built_once(folder: Path, name: str) -> Iterator[None]:
-    """Make one process at a time build in a folder; see Note [Two locks].
+    """Within this context, only one process at a time builds in a folder; see Note [Two locks].
 
     Args:
-        folder: where torch builds.
-        name: of what is built, for messages.
+        folder: the folder in which torch builds.
+        name: name of the extension, for messages.
     """
     folder.mkdir(parents=True, exist_ok=True)
     torchs, began, told = folder / "lock", time.monotonic(), False
@@ -53,12 +53,15 @@ def built_once(folder: Path, name: str) -> Iterator[None]:
                 logger.warning(f"deepspeed_ext: waiting {reason}")
                 told = True
             time.sleep(_POLL_SECONDS)
-            kind = fcntl.LOCK_SH  # by now somebody has built, or died
+            kind = fcntl.LOCK_SH  # by now, another process has built, or died
         yield
 
 
 def _obstacle(torchs: Path, ours: TextIO, kind: int, name: str) -> tuple[str, float] | None:
-    """Take our lock, or say what one waits for, and after how many seconds to tell; None if nothing is in the way."""
+    """Try to take our lock; return None if that succeeds and nothing else blocks.
+
+    Otherwise return the reason for waiting, and the seconds after which a warning should give it.
+    """
     try:
         alone = kind == fcntl.LOCK_EX and _take(ours, fcntl.LOCK_EX)
         if not alone and not _take(ours, fcntl.LOCK_SH):
@@ -93,10 +96,10 @@ def _take(ours: TextIO, kind: int) -> bool:
 
 
 def _blocked_since(torchs: Path) -> float | None:
-    """Return how many seconds ago torch's lock file was made; None if there is none, or if it blocks nobody."""
+    """Return the age of torch's lock file in seconds; None if there is none, or if it blocks nobody."""
     from torch.utils import cpp_extension
 
-    if not hasattr(cpp_extension, "FileBaton"):  # whose file blocks by being there
+    if not hasattr(cpp_extension, "FileBaton"):  # only FileBaton's file blocks by existing
         return None
     try:
         return max(0.0, time.time() - torchs.stat().st_mtime)
@@ -110,19 +113,19 @@ def _noted(ours: TextIO) -> str:
 
 
 def _note(ours: TextIO, alone: bool) -> None:
-    """Note that a process of this machine is about to build or load."""
+    """Record that a process of this machine is about to build or load."""
     machine, noted = _boot_id(), _noted(ours)
     forgotten = not noted or time.time() - os.fstat(ours.fileno()).st_mtime > _FORGOTTEN_SECONDS
     if noted != machine and not (alone and forgotten):
         machine = _SEVERAL
     if noted != machine:
         ours.truncate(0)
-        ours.write(machine)  # appended: at the beginning now
+        ours.write(machine)  # the file is open for appending; it is empty now
         ours.flush()
 
 
 def _boot_id() -> str:
-    """Return what tells one boot of a machine from all others, in containers, too; empty where Linux is not there."""
+    """Return an id of this boot of this machine, the same in all of its containers; empty without Linux."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

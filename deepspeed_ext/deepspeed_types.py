@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What we use of DeepSpeed's objects, for annotations: DeepSpeed itself is untyped. Imports nothing of it."""
+"""Protocols of what we use of DeepSpeed's objects, since DeepSpeed is untyped. This module does not import it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard
@@ -80,7 +80,7 @@ class Timers(Protocol):
 
 
 class Monitor(Protocol):
-    """Writes (label, value, samples) to what the user watches a training with; on rank 0."""
+    """The engine's monitor: writes (label, value, samples) to the user's dashboards, on rank 0."""
 
     enabled: bool
 
@@ -146,7 +146,7 @@ class Engine(Protocol):
 
 
 class MappedParameter(nn.Parameter):
-    """A trained parameter of stages 1 and 2, of which this rank's shard of the optimizer may have a part."""
+    """A trained parameter of stages 1 and 2; this rank's shard of the optimizer may have a span of it."""
 
     _hp_mapping: Any
     _index_in_param_group: int
@@ -160,7 +160,7 @@ class ZeroChunk(Tensor):
 
 
 class ZeroParameter(nn.Parameter):
-    """A parameter that ZeRO-3 has partitioned: any ``nn.Parameter``, to which it has given these attributes."""
+    """A parameter that ZeRO-3 has partitioned: an ``nn.Parameter`` with these attributes added by ZeRO-3."""
 
     ds_id: int
     ds_numel: int
@@ -173,7 +173,7 @@ class ZeroParameter(nn.Parameter):
     ds_zero_partition_rank: int
     ds_zero_partition_world_size: int
     is_external_param: bool
-    paro_originals: dict[str, Any]  # ours: DeepSpeed's methods, where ours stand in their place
+    paro_originals: dict[str, Any]  # ours: the methods of DeepSpeed that ours replace
     all_gather: Callable[..., Any]
     all_gather_coalesced: Callable[..., Any]
     partition: Callable[..., None]
@@ -182,7 +182,7 @@ class ZeroParameter(nn.Parameter):
 
 
 def is_partitioned(param: nn.Parameter) -> TypeGuard[ZeroParameter]:
-    """Whether ZeRO-3 has partitioned a parameter."""
+    """Return whether ZeRO-3 has partitioned a parameter."""
     return hasattr(param, "ds_id")
 
 

@@ -17,7 +17,7 @@ MUON_BYTES = 8  # for each parameter that Muon trains: master copy and momentum 
 
 
 def experts_of_sizes(model: nn.Module) -> dict[int, list[nn.Parameter]]:
-    """Return the parameters that DeepSpeed has marked as experts that this rank has, by their expert-parallel size."""
+    """Return this rank's parameters that DeepSpeed has marked as experts, by their expert-parallel size."""
     found: dict[int, list[nn.Parameter]] = {}
     for param in model.parameters():
         if not getattr(param, "allreduce", True) and hasattr(param, "group_name"):
@@ -26,7 +26,7 @@ def experts_of_sizes(model: nn.Module) -> dict[int, list[nn.Parameter]]:
 
 
 def dense(model: nn.Module) -> list[nn.Parameter]:
-    """Return the other parameters, which all data-parallel ranks have."""
+    """Return all other parameters, which every data-parallel rank has."""
     experts = {id(param) for some in experts_of_sizes(model).values() for param in some}
     return [param for param in model.parameters() if id(param) not in experts]
 
@@ -34,12 +34,14 @@ def dense(model: nn.Module) -> list[nn.Parameter]:
 def count(
     parameters: Iterable[nn.Parameter], parameter_bytes: int | None = None, gradient_bytes: int = 2
 ) -> ModelStates:
-    """Return the bytes of parameters on any device, meta included, sharded by ``zero.Init`` or not, and of Adam's
-    states, or Muon's where DeepSpeed has marked parameters for it (``use_muon``).
+    """Return the bytes of parameters, of their gradients, and of the states of Adam, or of Muon for marked ones.
+
+    Parameters may be on any device, even meta, and may be sharded by ``zero.Init``. DeepSpeed marks parameters for
+    Muon (``use_muon``).
 
     Args:
-        parameters: of what is trained.
-        parameter_bytes: bytes of an element in forward and backward; by default those it has.
+        parameters: the parameters to count.
+        parameter_bytes: bytes of an element in forward and backward; by default those that it has.
         gradient_bytes: bytes of a gradient's element.
     """
     parameters = list({id(p): p for p in parameters}.values())
@@ -60,7 +62,7 @@ def matrices(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates:
-    """Return the bytes that a DeepSpeedEngine keeps of parameters on the device: nothing of what is offloaded."""
+    """Return the bytes that a DeepSpeedEngine keeps of parameters on the device; what is offloaded takes none."""
     config = engine._config.zero_config
     dtype, sums = engine.get_data_types()
     states = count(parameters, 2 if dtype.itemsize == 2 else None, sums.itemsize)
@@ -72,5 +74,5 @@ def on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates
 
 
 def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
-    """Return the bytes of parameters whose elements have ``each`` bytes, by default those they have."""
+    """Return the bytes of parameters if an element has ``each`` bytes; by default, as many as it has."""
     return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the kernels of ``csrc`` with DeepSpeed's op builder: ahead of time with DS_BUILD_LOCO=1, else when used."""
+"""Builds the kernels of ``csrc`` with DeepSpeed's op builder, at first use or ahead of time with DS_BUILD_LOCO=1."""
 
 import importlib
 import importlib.util
@@ -10,14 +10,14 @@ from typing import Any
 
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
-# Of the oldest torch that we support: what is built with a newer one runs with all since.
+# The stable ABI of the oldest torch that we support, so that a build with a newer torch runs with all releases since.
 _STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-# Bits must not depend on the compiler: each operation is rounded once.
+# Bits must not depend on the compiler, so each operation is rounded once.
 _EXACT = ("-ffp-contract=off", "-Wno-psabi")
 
 
 class LocoBuilder(CUDAOpBuilder):
-    """The kernels of LoCo: for the CPU, and for CUDA where torch has it."""
+    """Builds LoCo's kernels for the CPU, and for CUDA if torch has it."""
 
     BUILD_VAR = "DS_BUILD_LOCO"
     NAME = "loco"
@@ -41,30 +41,30 @@ class LocoBuilder(CUDAOpBuilder):
         return [str(source_folder())]
 
     def cxx_args(self) -> list[str]:
-        """Return DeepSpeed's, with the stable ABI of torch and exact arithmetic.
+        """Return DeepSpeed's compiler flags, with torch's stable ABI and exact arithmetic.
 
-        Without symbols for a debugger, which take a quarter of the time to compile.
+        Debug symbols are left out, since they take a quarter of the compile time.
         """
         cuda = [] if self.build_for_cpu else ["-DUSE_CUDA"]
         return [*(arg for arg in super().cxx_args() if arg != "-g"), _STABLE_ABI, *_EXACT, *cuda]
 
     def nvcc_args(self) -> list[str]:
-        """Return DeepSpeed's, with exact arithmetic."""
+        """Return DeepSpeed's nvcc flags, with exact arithmetic."""
         args = [arg for arg in super().nvcc_args() if arg != "--use_fast_math"]
         return [*args, "-fmad=false", "-DUSE_CUDA", _STABLE_ABI] if args else args
 
     def builder(self) -> Any:
-        """Return the extension, for a ``setup.py``: with relative sources, as setuptools wants."""
+        """Return the extension for a ``setup.py``, with relative paths of sources, as setuptools requires."""
         extension = super().builder()
         extension.sources = [os.path.relpath(source) for source in extension.sources]
         return extension
 
     def is_built(self) -> bool:
-        """Whether it was built ahead of time."""
+        """Return whether the kernels were built ahead of time."""
         return importlib.util.find_spec(self.absolute_name()) is not None
 
     def load(self, verbose: bool = True) -> Any:
-        """Import what was built ahead of time, or build it now."""
+        """Import the kernels if they were built ahead of time; otherwise build them now."""
         if self.is_built():
             return importlib.import_module(self.absolute_name())
         from torch.utils.cpp_extension import _get_build_directory  # where ``jit_load`` will build
@@ -76,7 +76,7 @@ class LocoBuilder(CUDAOpBuilder):
 
 
 def source_folder() -> Path:
-    """Return ``csrc/loco``: beside the package in a clone, inside it where it was installed."""
+    """Return ``csrc/loco``, which is beside the package in a clone, and inside an installed package."""
     package = Path(__file__).resolve().parent
     installed = package / "csrc" / "loco"
     return installed if installed.is_dir() else package.parent / "csrc" / "loco"

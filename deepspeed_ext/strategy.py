@@ -7,13 +7,13 @@ Note [Placements, moves and strategies]
     A *placement* says where a model state is: N (replicated: every rank holds all of it), I (sharded inside the
     group: every group holds all of it) or G (sharded over all ranks). N < I < G: later is finer.
     A *move* takes a state from one placement to another over at most two *hops*, one inside the group and one
-    between groups. Moving X bytes, a rank receives over each hop
+    between groups. If the state has X bytes, a rank receives over each hop
 
         within the group    a X,  a = (m-1)/m
         between groups      b X,  b = (k-1)/n      (each rank of a group fetches its own 1/m from the other groups)
 
-    whether the move is a gather (towards N: all-gather) or a reduce (towards G: reduce-scatter). An all-reduce is a
-    reduce to G and a gather back.
+    This holds both for a gather (towards N: all-gather) and for a reduce (towards G: reduce-scatter). An all-reduce is
+    a reduce to G and a gather back.
     A *strategy* places parameters p, gradients g and optimizer states os. Its name is the three letters in that
     order. Source: PaRO, arXiv:2310.06003; formulas checked against its appendix tables.
 """
@@ -23,14 +23,14 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-# A model is reduced in this number of buckets or more, so that one travels while the others are computed ...
+# A model is reduced in at least this many buckets, so that one travels while the others are computed ...
 _BUCKETS = 16
-# ... unless they had less elements than this: DDP's have 25 MB.
+# ... unless a bucket would have fewer elements than this; DDP's have 25 MB.
 _LEAST_BUCKET = 1 << 22
 
 
 class Placement(IntEnum):
-    """How a model state is sharded; a greater value is finer."""
+    """Where a model state is; a greater value is a finer sharding."""
 
     N = 0
     I = 1
@@ -70,7 +70,7 @@ class GroupSizes:
         return self.ranks // self.group_size
 
     def of_experts(self, size: int) -> "GroupSizes":
-        """Return the sizes of the ranks that have the same experts, where ``size`` neighbors divide all of them.
+        """Return the group sizes of the ranks with the same experts, if ``size`` neighbors together have all experts.
 
         Raises:
             ValueError: groups have different numbers of these ranks.
@@ -90,7 +90,7 @@ class GroupSizes:
         return GroupSizes(n // size, found.pop())
 
     def shards(self, placement: Placement) -> int:
-        """Return in how many different shards a state in this placement is."""
+        """Return the number of different shards of a state in this placement."""
         return {Placement.N: 1, Placement.I: self.group_size, Placement.G: self.ranks}[placement]
 
 
@@ -111,8 +111,8 @@ class Volume:
 def redistribution_volume(sizes: GroupSizes, source: Placement, target: Placement, nbytes: float) -> Volume:
     """Return what one rank receives when a state of ``nbytes`` bytes (whole) moves from one placement to the other.
 
-    The same for a gather (``target`` coarser) and a reduce (``target`` finer): see Note [Placements, moves and
-    strategies].
+    It is the same for a gather (``target`` is coarser) and a reduce (``target`` is finer). See Note [Placements, moves
+    and strategies].
     """
     coarse, fine = sorted((source, target))
     a = (sizes.group_size - 1) / sizes.group_size
@@ -123,7 +123,7 @@ def redistribution_volume(sizes: GroupSizes, source: Placement, target: Placemen
 
 
 class Direction(Enum):
-    """Where a move goes: towards N, or towards G."""
+    """The direction of a move: towards N, or towards G."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -131,13 +131,13 @@ class Direction(Enum):
 
 @dataclass(frozen=True)
 class Phase:
-    """One of the moves that a step is made of, as one rank sees it.
+    """One of the moves of a step, as one rank sees it.
 
     Attributes:
-        name: what it is for.
-        kind: of the move.
+        name: what the move is for.
+        kind: its direction.
         volume: bytes that a rank receives each time.
-        each_micro_step: how often in a micro-step; 0 for once a step.
+        each_micro_step: how often it runs in a micro-step; 0 for once per step.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Phase:
     each_micro_step: int = 0
 
     def times(self, accumulation: int) -> int:
-        """Return how often in a step of so many micro-steps."""
+        """Return how often the move runs in a step of ``accumulation`` micro-steps."""
         return self.each_micro_step * accumulation or 1
 
 
@@ -155,10 +155,10 @@ class ModelStates:
     """Bytes of the model's states before any sharding.
 
     Attributes:
-        parameters: of all parameters, in the dtype of forward and backward (2 bytes each in bf16).
-        gradients: of the trainable parameters, in the dtype in which they are communicated and kept.
-        updated: of the trainable parameters, in the dtype of ``parameters``: what an optimizer step changes.
-        optimizer: of the optimizer's states, fp32 master copy included (12 bytes a trainable parameter for Adam).
+        parameters: all parameters, in the dtype of forward and backward (2 bytes each in bf16).
+        gradients: gradients of trainable parameters, in the dtype in which they are communicated and kept.
+        updated: trainable parameters, which an optimizer step changes, in the dtype of ``parameters``.
+        optimizer: the optimizer's states, fp32 master copy included (12 bytes per trainable parameter for Adam).
     """
 
     parameters: float
@@ -188,7 +188,7 @@ class ModelStates:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of each model state that one rank holds (buckets and gathered layers not included)."""
+    """Bytes of each model state that one rank holds, without buckets and gathered layers."""
 
     parameters: float
     gradients: float
@@ -196,7 +196,7 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """Sum of the three states."""
+        """Return the sum of the three states."""
         return self.parameters + self.gradients + self.optimizer
 
 
@@ -221,20 +221,20 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The three letters, in the order p, g, os."""
+        """Return the three letters, in the order p, g, os."""
         return self.p.name + self.g.name + self.os.name
 
     @property
     def stage(self) -> int:
-        """ZeRO stage whose optimizer runs this strategy: 3 if p is sharded, else 2 if g is sharded, else 1."""
+        """Return the ZeRO stage of this strategy's optimizer: 3 if p is sharded, else 2 if g is sharded, else 1."""
         if self.p > Placement.N:
             return 3
         return 2 if self.g > Placement.N else 1
 
     def phases(self, sizes: GroupSizes, states: ModelStates) -> tuple[Phase, ...]:
-        """Return what moves in a step, in order; empty moves included.
+        """Return the moves of a step in order, including empty ones.
 
-        An all-reduce, where optimizer states are coarser than G, is a reduce to G and a gather back.
+        If optimizer states are coarser than G, an all-reduce is a reduce to G and a gather back.
         """
         move = functools.partial(redistribution_volume, sizes)
         n, g = Placement.N, Placement.G
@@ -254,14 +254,15 @@ class Strategy:
         return sum((phase.volume * phase.times(accumulation) for phase in phases), Volume())
 
     def exchange(self, sizes: GroupSizes, nbytes: float) -> Volume:
-        """Return the bytes that one rank receives where the step needs matrices whole, as Muon's does: there and back.
+        """Return the bytes that one rank receives for matrices that the step needs whole, as Muon's does.
 
-        With sharded states each matrix goes to one of the ranks that share it, in equal parts, and its update comes
-        back. With replicated ones the ranks of a group divide the matrices, and gather the updates.
+        With sharded states, each matrix goes to one of the ranks that share it, and its update comes back; the
+        matrices are divided evenly among these ranks. With replicated states, the ranks of a group divide the
+        matrices among them, and gather the updates.
 
         Args:
             sizes: ranks and groups.
-            nbytes: of all matrices, as they travel.
+            nbytes: bytes of all matrices, as they travel.
         """
         if self.os == Placement.N:
             return redistribution_volume(sizes, Placement.I, Placement.N, nbytes)
@@ -270,7 +271,7 @@ class Strategy:
         return Volume((sizes.group_size - 1) * both_ways, (share - sizes.group_size) * both_ways)
 
     def memory(self, sizes: GroupSizes, states: ModelStates) -> StateBytes:
-        """Return the bytes that one rank holds of each state: the whole divided by the number of its shards."""
+        """Return the bytes that one rank holds of each state: all of its bytes, divided by its number of shards."""
         return StateBytes(
             states.parameters / sizes.shards(self.p),
             states.gradients / sizes.shards(self.g),
@@ -305,15 +306,15 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def parse_strategy(name: object, besides: str = "") -> Strategy:
-    """Return the strategy of that name.
+    """Return the strategy with that name.
 
     Args:
         name: the three letters.
-        besides: what else would be accepted, for the message.
+        besides: other accepted values, for the message.
 
     Raises:
-        ValueError: not a string of that set. The message names the 14; for one of the 13 other combinations of the
-            letters it says why it is none.
+        ValueError: there is no strategy with that name. The message lists the 14; for one of the other 13 combinations
+            of letters, it says why it is no strategy.
     """
     if isinstance(name, str) and name in STRATEGIES:
         return STRATEGIES[name]
@@ -331,10 +332,10 @@ def parse_strategy(name: object, besides: str = "") -> Strategy:
 
 
 def full_bucket(most: int, total: int) -> int:
-    """Return how many elements cross together: of gradients, and of updated parameters that are sharded.
+    """Return the elements of a full bucket of gradients, or of updated parameters that are sharded.
 
     Args:
-        most: elements, as ``reduce_bucket_size`` or ``allgather_bucket_size`` says.
-        total: elements of all gradients, or of all parameters that are updated.
+        most: most elements, from ``reduce_bucket_size`` or ``allgather_bucket_size``.
+        total: elements of all gradients, or of all updated parameters.
     """
     return min(most, max(-(-total // _BUCKETS), _LEAST_BUCKET))

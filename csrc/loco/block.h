@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Arithmetic of a block, shared by the CPU and the CUDA kernels. The formulas, and the packed format, are in
-// deepspeed_ext/loco/reference.py and packing.py, whose bits every implementation gives: so each operation is rounded
-// once (compile without fused multiply-add and without fast math).
+// deepspeed_ext/loco/reference.py and packing.py. Every implementation gives the bits of the reference, so each
+// operation is rounded once (compile without fused multiply-add and without fast math).
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace loco {
 
-constexpr int kChunk = 32;  // elements of which 4-bit payloads and the Hadamard transform are made
+constexpr int kChunk = 32;  // elements that share bytes of a 4-bit payload, and one Hadamard transform
 constexpr int kHalfChunk = kChunk / 2;
 constexpr int kSmallestBlock = 32;
 constexpr int kLargestBlock = 4096;
@@ -57,7 +57,7 @@ LOCO_INLINE uint32_t as_bits(float value) {
 #endif
 }
 
-// What all elements of a block are multiplied with.
+// The factors of all elements of a block.
 struct Scale {
   uint16_t stored;  // bfloat16
   float step;
@@ -65,7 +65,7 @@ struct Scale {
   bool finite;
 };
 
-// The scale for a block whose largest magnitude has these bits. As bits compare, NaN is larger than infinity.
+// The scale for a block, from the bits of its largest magnitude. Compared as bits, NaN is larger than infinity.
 template <int kBits>
 LOCO_INLINE Scale scale_of(uint32_t most) {
   const float exact = as_float(most) / kLargest<kBits>;

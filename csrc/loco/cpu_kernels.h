@@ -1,9 +1,10 @@
 // Copyright (c) deepspeed_ext contributors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU kernels, in vectors of 16 that compilers split where registers are narrower. Included once for each
-// instruction set, inside a namespace of its own: so no #pragma once, and no headers here but two parts of this one.
-// LOCO_TARGET and LOCO_SET name the set; a pragma around the file would be forgotten where templates are instantiated.
+// The CPU kernels, in vectors of 16 elements, which compilers split if registers are narrower. This file is included
+// once for each instruction set, inside a namespace of its own. So it has no #pragma once, and includes no headers
+// except its own two parts. LOCO_TARGET and LOCO_SET name the set: a pragma around the file would not apply where
+// templates are instantiated.
 
 #define LOCO_LOCAL inline __attribute__((always_inline)) LOCO_TARGET
 
@@ -70,7 +71,7 @@ LOCO_LOCAL void unpack(const uint8_t* payload, Floats* first, Floats* second) {
   *second = __builtin_convertvector(high, Floats);
 }
 
-// A chunk of an error that is kept: in 8 bits its integers, else its numbers.
+// A chunk of a kept error: with 8 bits its integers, otherwise its numbers.
 template <int kErrorBits>
 LOCO_LOCAL void read_error(const uint8_t* from, Floats* first, Floats* second) {
   if constexpr (kErrorBits == 8) {
@@ -84,7 +85,7 @@ LOCO_LOCAL void read_error(const uint8_t* from, Floats* first, Floats* second) {
   }
 }
 
-// One block of a batch: where it is, and what its passes hand on.
+// One block of a batch: its place, and what one pass hands to the next.
 struct Place {
   int64_t row, block;
   const uint8_t* old_error;
@@ -95,9 +96,9 @@ struct Place {
   uint32_t most;
 };
 
-// Blocks are taken through each pass in batches: within one, a scale waits for the largest magnitude, and that for the
-// whole block; the passes of neighbors fill the time.
-constexpr int kBatch = 2048;  // elements; or one block, where that is larger
+// Each pass runs over a batch of blocks. Within a block, the scale waits for the largest magnitude, and that for all
+// elements; meanwhile, the pass works on the other blocks of the batch.
+constexpr int kBatch = 2048;  // elements; or one block, if that is larger
 constexpr int kBatchBlocks = kBatch / kSmallestBlock;
 
 template <int kErrorBits>
@@ -115,7 +116,7 @@ LOCO_LOCAL void find_error(const Compress& job, Place& at) {
   }
 }
 
-// The elements of a block, with zeros after the end of its row, for which `filled` has room.
+// The elements of a block, padded with zeros after the end of its row; `filled` has room for them.
 template <Type kType>
 LOCO_LOCAL const Element<kType>* elements_of(
     const void* all, int64_t stride, const Compress& job, const Place& at, Element<kType>* filled) {
@@ -154,7 +155,7 @@ LOCO_LOCAL Integers compensate(const Compress& job, const Place& at, Floats* h, 
   return most;
 }
 
-// The wire's part of a block, and the new error in the place of the old one; returns its largest magnitudes.
+// Write a block to the wire, and its new error over the old one; returns the largest magnitudes of the error.
 template <int kBits, bool kKeeps>
 LOCO_LOCAL Integers send(const Compress& job, const Place& at, const Floats* h, Floats* e) {
   const int size = job.block_size;

@@ -1,9 +1,9 @@
 // Copyright (c) deepspeed_ext contributors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the CUDA kernels of gradients and of differences share: which elements a thread has, the scale of a block, its
-// way to the wire and back, and how a grid is laid out. Memory is passed over once: what a thread needs of its 16
-// elements stays in its registers, and the threads of a block of numbers exchange no more than its largest magnitude.
+// What the CUDA kernels of gradients and of differences share: which elements a thread has, the scale of a block, how
+// it gets to the wire and back, and the layout of a grid. Kernels pass over memory once: a thread keeps what it needs
+// of its 16 elements in registers, and the threads of a block of numbers exchange only its largest magnitude.
 //
 // Sums and products are written out (sum, product), so that no compiler fuses what the reference rounds twice. Where a
 // product is exact, fused or not is the same to the bit: an integer of at most 8 bits times a bfloat16 scale is, and
@@ -21,11 +21,11 @@
 
 namespace loco {
 
-constexpr int kTile = kLargestBlock;  // elements of a thread block: no block of theirs needs two
+constexpr int kTile = kLargestBlock;  // elements of a thread block, so that no block of numbers needs two
 constexpr int kThreads = kTile / kUnit;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kResident = 4;  // thread blocks of a multiprocessor, whose loads hide one another's arithmetic
+constexpr int kResident = 4;  // thread blocks of a multiprocessor: one loads while others compute
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int64_t kMostRows = 65535;  // of a dimension of a grid
 
@@ -34,10 +34,10 @@ struct Layout {
   bool numbers, packed;  // whether all their runs are aligned: gradients or results, and wire and errors
 };
 
-// What a thread works on. What is of the tile is one for all threads, so that addresses are that and a small integer.
+// What a thread works on. Fields of the tile are the same for all threads, so an address is theirs plus a small offset.
 struct Place {
   int64_t row, begin, first_block;  // of the tile; its first element and block in the row
-  int elements, padded;             // that the row has of the tile, without and with the zeros after its end
+  int elements, padded;             // that the row has in the tile, without and with the zeros after its end
   int element;                      // the thread's first, in the tile
   int block;                        // likewise
   bool inside;                      // there is such a block
@@ -57,7 +57,7 @@ LOCO_DEVICE Place find_place(int64_t width, int64_t blocks, int log_block) {
   return at;
 }
 
-// The scale of a block, by its first thread; after that of the row's last one zeros up to the end of the row.
+// The first thread of a block writes its scale; that of the row's last block also writes zeros up to the row's end.
 LOCO_DEVICE void end_block(
     uint8_t* scales, const Place& at, const Layout& layout, int64_t blocks, uint16_t scale) {
   if (!at.inside || (at.element & ((1 << layout.log_block) - 1)) != 0) return;
@@ -69,9 +69,9 @@ LOCO_DEVICE void end_block(
   for (int i = 1; i <= padding; ++i) store_scale(scales, at.block + i, 0, layout.packed);
 }
 
-// The bits of scale_of, without its branches and the slow paths of its divisions. The remainder corrects a quotient of
-// these divisors to the rounded one: that was tried with every magnitude. So it does the reciprocal, which is never
-// close to a tie, as the step has 8 significant bits only.
+// The bits of scale_of, without its branches and the slow paths of its divisions. For these divisors, the remainder
+// corrects a quotient to the rounded one, which was tried with every magnitude. It also corrects the reciprocal, which
+// is never close to a tie, since the step has only 8 significant bits.
 template <int kBits>
 LOCO_DEVICE Scale quick_scale_of(uint32_t most) {
   constexpr uint32_t kLargestStep = kBits == 4 ? 0x7e120000u : 0x7c010000u;  // times the largest integer it is finite
@@ -107,7 +107,7 @@ LOCO_DEVICE uint32_t largest_of_block(const float (&h)[kRuns][kRun], int log_blo
   return most;
 }
 
-// The wire's part of a block: the lowest bytes of its numbers on the grid, in few bits, and their scale.
+// Write a block to the wire: the lowest bytes of its numbers on the grid, in few bits, and their scale.
 template <int kBits>
 LOCO_DEVICE void store_packed(
     const Compress& job, const Place& at, const Layout& layout, const Scale& scale, const Run<uint8_t> (&bytes)[kRuns]) {

@@ -19,13 +19,13 @@
 
 namespace loco {
 
-// A thread takes two runs of 8 elements of one chunk, 16 apart: these share bytes of a 4-bit payload, and 8 elements of
-// 16 bits are what the widest access takes.
+// A thread takes two runs of 8 elements of one chunk, 16 elements apart, since these share bytes of a 4-bit payload.
+// 8 elements of 16 bits fill the widest access.
 constexpr int kRun = 8;
 constexpr int kRuns = 2;
 constexpr int kUnit = kRun * kRuns;
 
-// As a float 2^23: an integer that is added to its bits is added to its value.
+// The bits of 2^23 as a float: adding an integer to the bits adds it to the value.
 constexpr uint32_t kMagic = 0x4b000000u;
 constexpr float kMagicValue = 8388608.0f;
 
@@ -44,7 +44,7 @@ struct alignas(sizeof(Stored) == 1 ? 8 : 16) Run {
 LOCO_DEVICE float product(float a, float b) { return __fmul_rn(a, b); }
 LOCO_DEVICE float sum(float a, float b) { return __fadd_rn(a, b); }
 
-// Runs that are 16 elements apart, up to where the row ends: `left` elements from the first on. Zeros after that.
+// Runs that are 16 elements apart, up to the end of the row, which has `left` elements from the first on; then zeros.
 template <typename Stored, int kCount>
 LOCO_DEVICE void load_runs(const Stored* from, int left, bool aligned, Run<Stored> (&runs)[kCount]) {
   if (aligned && left >= (kCount - 1) * kHalfChunk + kRun) {
@@ -127,13 +127,13 @@ LOCO_DEVICE uint32_t pair_of(float first, float second) {
   return word;
 }
 
-// The bits of a NaN, as those of the CPU kernels: the hardware's are others.
+// The bits of a NaN, as in the CPU kernels; the hardware's differ.
 template <Type kType>
 LOCO_DEVICE uint32_t nan_of(float value) {
   return kType == Type::kBFloat16 ? kScaleOfNotFinite : ((as_bits(value) >> 16) & 0x8000u) | 0x7e00u;
 }
 
-// Numbers as they are stored. NaNs are rare: looked for by the pair, and put right afterwards.
+// Numbers as they are stored. NaNs are rare, so they are searched for in pairs and corrected afterwards.
 template <Type kType>
 LOCO_DEVICE Run<Element<kType>> run_of(const float* values) {
   Run<Element<kType>> run;

@@ -20,7 +20,7 @@ template <Type kType, int kBits>
 __global__ void __launch_bounds__(kThreads, kResident) difference_tile(const Compress job, const Layout layout) {
   __shared__ uint32_t shared[kWarps];
   const Place at = find_place(job.width, job.blocks, layout.log_block);
-  if (at.row >= job.rows) return;  // so does the whole thread block
+  if (at.row >= job.rows) return;  // the same for the whole thread block
   Run<Element<kType>> updated[kRuns], held[kRuns];
   const Element<kType>* from =
       static_cast<const Element<kType>*>(job.gradient) + (at.row * job.gradient_stride + at.begin);

@@ -22,7 +22,7 @@ namespace loco {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// A row of an error that is kept; scales for 8 bits only.
+// A row of a kept error; it has scales with 8 bits only.
 struct ErrorRow {
   uint8_t* payload;
   uint16_t* scales;
@@ -31,7 +31,7 @@ struct ErrorRow {
 struct Compress {
   const void* gradient;     // or updated parameters
   int64_t gradient_stride;  // elements
-  const void* held;         // what of updated parameters the receivers have
+  const void* held;         // what the receivers hold of the updated parameters
   int64_t held_stride;      // elements
   int64_t rows, width, blocks;
   uint8_t* wire;

@@ -16,7 +16,7 @@
 namespace loco {
 namespace {
 
-constexpr int kBatch = 4;  // pieces whose loads are under way together
+constexpr int kBatch = 4;  // pieces that are loaded at the same time
 
 // The 32-point transform of the chunk that a thread shares with its neighbor.
 LOCO_DEVICE void transform(float (&h)[kRuns][kRun]) {
@@ -155,7 +155,7 @@ template <Type kType, int kBits, int kErrorBits>
 __global__ void __launch_bounds__(kThreads, kResident) compress_tile(const Compress job, const Layout layout) {
   __shared__ uint32_t shared[2][kWarps];
   const Place at = find_place(job.width, job.blocks, layout.log_block);
-  if (at.row >= job.rows) return;  // so does the whole thread block
+  if (at.row >= job.rows) return;  // the same for the whole thread block
   Run<Element<kType>> gradient[kRuns];
   const Element<kType>* from =
       static_cast<const Element<kType>*>(job.gradient) + (at.row * job.gradient_stride + at.begin);

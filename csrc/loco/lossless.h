@@ -1,7 +1,7 @@
 // Copyright (c) deepspeed_ext contributors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Lossless updates: the format, shared by the CPU and the CUDA kernels, and the operators' arguments, checked. See
+// Lossless updates: the format, shared by the CPU and the CUDA kernels, and the checked arguments of the operators. See
 // Note [Lossless updates] in deepspeed_ext/loco/lossless.py.
 
 #pragma once
@@ -21,10 +21,10 @@ enum Mode : uint32_t { kSame, kBitmap, kPairs, kPlain };
 constexpr int kPlainUnits = kTile;
 template <bool kInPairs>
 constexpr int kBaseUnits = kInPairs ? kTile / 8 : kTile / 16;
-constexpr int kMostUnits = kTile / 8 + kTile / 4 + kTile;  // of what a wrong header asks for
+constexpr int kMostUnits = kTile / 8 + kTile / 4 + kTile;  // of the section that a wrong header could ask for
 
 constexpr int kEscape = 15;
-constexpr int kLowest = -8;  // that a nibble can say
+constexpr int kLowest = -8;  // difference that a nibble can hold
 template <bool kInPairs>
 constexpr int kHighest = kInPairs ? 9 : 7;
 
@@ -65,8 +65,8 @@ LOCO_INLINE int nibble_units(int nibbles) { return (nibbles + 3) / 4; }
 
 // Counts of a tile.
 struct Counts {
-  int changed, large;  // d != 0, and what a nibble of a bitmap cannot say
-  int far, larger;     // not in -1, 0, 1, and what a nibble of pairs cannot say
+  int changed, large;  // d != 0, and what a nibble of a bitmap cannot hold
+  int far, larger;     // not in -1, 0, 1, and what a nibble of pairs cannot hold
 };
 
 LOCO_INLINE uint32_t best_of(const Counts& counts) {

@@ -1,9 +1,10 @@
 // Copyright (c) deepspeed_ext contributors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The operators of lossless updates on CUDA: a thread block for each tile. Its elements are taken in segments of 32
-// side by side, a lane each: a ballot is then a segment of the bitmap, and the place of an element's nibble is the
-// bits below its own and the counts of the segments before, of which there are as many as lanes.
+// The operators of lossless updates on CUDA, with a thread block for each tile. Its elements are taken in segments of
+// 32 adjacent ones, one for each lane, so a ballot is a segment of the bitmap. The place of an element's nibble is the
+// number of bits set below its own, plus the counts of the segments before it. A tile has as many segments as a warp
+// has lanes.
 
 #include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
@@ -35,7 +36,7 @@ LOCO_DEVICE int lane() { return threadIdx.x % kWarp; }
 LOCO_DEVICE int element_of(int i) { return i * kThreads + threadIdx.x; }
 LOCO_DEVICE int segment_of(int i) { return i * kWarps + threadIdx.x / kWarp; }
 
-// A thread's elements, zeros after the end of the row.
+// A thread's elements; zeros after the end of the row.
 LOCO_DEVICE void load(const uint16_t* from, int count, uint16_t (&bits)[kEach]) {
 #pragma unroll
   for (int i = 0; i < kEach; ++i) bits[i] = element_of(i) < count ? from[element_of(i)] : 0;
@@ -49,8 +50,8 @@ LOCO_DEVICE uint32_t load_word(const uint16_t* units) {
   return units[0] | static_cast<uint32_t>(units[1]) << 16;
 }
 
-// The places of the tile's flagged elements among one another, in order, and how many there are. All threads of the
-// block come here. `shared` may be used once: a second use would need another barrier.
+// The ranks of the tile's flagged elements in their order, and how many there are. All threads of the block must call
+// this. `shared` may be used once: a second use would need another barrier.
 LOCO_DEVICE int rank_all(const bool (&flags)[kEach], int (&places)[kEach], int (&shared)[kSegments]) {
   uint32_t ballots[kEach];
 #pragma unroll
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) measure_tile(const Pack job) {
   uint16_t updated[kEach], held[kEach];
   load(job.updated + tile * kTile, count, updated);
   load(job.held + tile * kTile, count, held);
-  uint32_t changed = 0, far = 0;  // and in the upper halves what has no nibble: a tile has fewer elements than 2^16
+  uint32_t changed = 0, far = 0;  // upper halves count those without a nibble: a tile has fewer than 2^16 elements
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int16_t d = difference_of(updated[i], held[i]);
@@ -114,7 +115,7 @@ LOCO_DEVICE uint32_t spread(uint32_t bits) {
   return (bits | bits << 1) & 0x55555555u;
 }
 
-// The bitmap or the pairs of one segment; all lanes of a warp come here.
+// The bitmap or the pairs of one segment; all lanes of a warp must call this.
 template <bool kInPairs>
 LOCO_DEVICE void set_codes(uint16_t (&codes)[kBaseUnits<kInPairs>], int segment, int16_t d, bool picked) {
   if constexpr (kInPairs) {
@@ -130,13 +131,13 @@ LOCO_DEVICE void set_codes(uint16_t (&codes)[kBaseUnits<kInPairs>], int segment,
 }
 
 // `room`: units from the section's start to the end of the wire's row. The section is put together in shared memory, so
-// that a warp stores units side by side: its own codes and escapes are less than a sector.
+// that a warp stores adjacent units; its own codes and escapes alone are less than a sector.
 template <bool kInPairs>
 LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int64_t room) {
   __shared__ int picked_of[kSegments], escaped_of[kSegments];
   __shared__ uint32_t nibbles[kNibbleUnits / 2];
   __shared__ uint16_t codes[kBaseUnits<kInPairs>], escape_units[kTile];
-  if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;  // seen by all after the barriers of the ranks
+  if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;  // visible to all after rank_all's barriers
   bool picked[kEach], escaped[kEach];
   int place[kEach], escape[kEach];
 #pragma unroll
@@ -146,7 +147,7 @@ LOCO_DEVICE void store_section(const int16_t (&d)[kEach], uint16_t* section, int
   }
   const int count = rank_all(picked, place, picked_of), escapes = rank_all(escaped, escape, escaped_of);
   const int behind = kBaseUnits<kInPairs> + nibble_units(count);
-  if (behind + escapes > room) return;  // so does the whole thread block
+  if (behind + escapes > room) return;  // the same for the whole thread block
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     set_codes<kInPairs>(codes, segment_of(i), d[i], picked[i]);
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) pack_tile(const Pack job) {
   const int64_t tile = blockIdx.x;
   const uint32_t word = job.header[tile], mode = word >> 30;
   if (threadIdx.x < 2) job.wire[2 * tile + threadIdx.x] = static_cast<uint16_t>(word >> (threadIdx.x * 16));
-  if (mode == kSame) return;  // so does the whole thread block
+  if (mode == kSame) return;  // the same for the whole thread block
   const int64_t first = 2 * job.tiles + (word & kOffset), room = job.units - first;
   uint16_t* section = job.wire + first;
   const int count = elements_of(job.width, tile);
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kThreads) pack_tile(const Pack job) {
   }
 }
 
-// The differences of a section of which `room` units are there; whether it fits in them, the same for all threads.
+// The differences of a section in `room` units; returns whether it fits into them, the same for all threads.
 template <bool kInPairs>
 LOCO_DEVICE bool load_section(const uint16_t* section, int64_t room, int16_t (&d)[kEach]) {
   __shared__ int picked_of[kSegments], escaped_of[kSegments];
@@ -234,7 +235,7 @@ LOCO_DEVICE bool load_section(const uint16_t* section, int64_t room, int16_t (&d
 
 __global__ void __launch_bounds__(kThreads) apply_tile(const Apply job) {
   const int64_t tile = blockIdx.x, row = static_cast<int64_t>(blockIdx.z) * gridDim.y + blockIdx.y;
-  if (row >= job.rows) return;  // so does the whole thread block
+  if (row >= job.rows) return;  // the same for the whole thread block
   const uint16_t* wire = job.wire + row * job.units;
   const uint32_t word = load_word(wire + 2 * tile), mode = word >> 30;
   if (mode == kSame) return;

@@ -1,12 +1,13 @@
 // Copyright (c) deepspeed_ext contributors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The CPU kernels of lossless updates. Included once for each instruction set, as cpu_kernels.h is: LOCO_TARGET names
-// it. Loops over all elements are for the compiler to vectorize; what has a nibble is visited by the bits of a mask.
+// The CPU kernels of lossless updates. Like cpu_kernels.h, this file is included once for each instruction set, which
+// LOCO_TARGET names. Compilers vectorize the loops over all elements; elements with a nibble are visited by the bits of
+// a mask.
 
 #define LOCO_LOCAL inline __attribute__((always_inline)) LOCO_TARGET
 
-// Elements of a tile with zeros after the end of its row, for which `filled` has room.
+// Elements of a tile, padded with zeros after the end of its row; `filled` has room for them.
 LOCO_LOCAL const uint16_t* elements_of(const uint16_t* row, int64_t width, int64_t tile, uint16_t* filled) {
   const int64_t first = tile * kTile, left = width - first;
   if (left >= kTile) return row + first;
@@ -82,7 +83,7 @@ LOCO_LOCAL int write_section(const int16_t* d, uint16_t* section) {
   for (int k = 0; k < count; ++k) {
     const int position = positions[k];
     nibbles[k] = all[position];
-    escapes[escaped] = static_cast<uint16_t>(d[position]);  // the next one is written over what is no escape
+    escapes[escaped] = static_cast<uint16_t>(d[position]);  // if it is no escape, the next one overwrites it
     escaped += all[position] == kEscape;
   }
   std::memset(nibbles + count, 0, 4);
@@ -124,7 +125,7 @@ LOCO_TARGET void pack_tiles(const Pack& shared, int64_t begin, int64_t end) {
   }
 }
 
-// What the bytes of pairs say of their four elements, nothing of those that have nibbles.
+// The differences of the four elements of each byte of pairs; those that have nibbles are left open.
 struct NearPairs {
   int16_t numbers[256][4];
 
@@ -155,7 +156,7 @@ struct Nibbles {
 template <bool kInPairs>
 constexpr Nibbles<kInPairs> kNibbles;
 
-// The differences of a section of which `room` units are there; whether it fits in them.
+// The differences of a section in `room` units; returns whether it fits into them.
 template <bool kInPairs>
 LOCO_LOCAL bool read_section(const uint16_t* section, int64_t room, int16_t* d) {
   if (room < kBaseUnits<kInPairs>) return false;
@@ -178,7 +179,7 @@ LOCO_LOCAL bool read_section(const uint16_t* section, int64_t room, int16_t* d) 
   } else {
     std::memset(d, 0, kTile * sizeof(d[0]));
   }
-  for (int k = 0; k < count; ++k) {  // without a branch that nothing could predict
+  for (int k = 0; k < count; ++k) {  // no branch, since none could be predicted
     const bool escape = nibbles[k] == kEscape;
     const uint16_t* number = escape ? escapes : kNibbles<kInPairs>.numbers + nibbles[k];
     d[positions[k]] = static_cast<int16_t>(*number);

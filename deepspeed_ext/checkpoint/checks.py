@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a checkpoint before anything is changed by it."""
+"""Checks of a checkpoint before a load changes anything."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,15 +23,15 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _LARGEST = 2**62
 _MODULE = "module"
-_MODEL_PARALLEL = "mp_world_size"  # in the file of a model: of how many ranks there is one
+_MODEL_PARALLEL = "mp_world_size"  # in the file of a model: the number of ranks that have one
 
 
 class Check:
-    """The checks of one load, before it.
+    """The checks of one load, made before it.
 
     Args:
-        engine: that will load.
-        load_dir, tag: what.
+        engine: the engine that will load.
+        load_dir, tag: the checkpoint.
         states: whether the optimizer's states are loaded, too.
     """
 
@@ -45,10 +45,10 @@ class Check:
         self._folder = Path(load_dir) / tag
 
     def run(self, strict: bool | None) -> None:
-        """Raise on all ranks what one of them finds. Collective.
+        """Check everything; if one rank finds a fault, all ranks raise it. Collective.
 
         Args:
-            strict: DeepSpeed's ``load_module_strict``; None where a function of the user's loads the module.
+            strict: DeepSpeed's ``load_module_strict``; None if a function of the user's loads the module.
         """
         run_on_all_or_raise(
             lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be", CheckpointError
@@ -65,7 +65,7 @@ class Check:
             raise CheckpointError(
                 f"{self._folder} has {len(names)} of {saved} files of model-parallel ranks, the first is {names[0]}."
             )
-        if len(names) == self._engine.mp_world_size:  # otherwise DeepSpeed merges or splits them, or refuses to
+        if len(names) == self._engine.mp_world_size:  # otherwise DeepSpeed merges or splits the files, or refuses
             file = names[self._engine.checkpoint_mp_rank]
             module = self._files.inspect(file, _MODULE)
             if strict is not None:
@@ -74,7 +74,7 @@ class Check:
                     self._check_layers(strict)
             if self.states:
                 self._check_order(file, module)
-            # DeepSpeed refuses another number of ranks. What counts is over how many ranks the states are sharded.
+            # DeepSpeed refuses another number of ranks, but only the number that shards the states matters.
             self._files.amendments[file] = {"dp_world_size": self._engine.seq_dp_world_size}
         if self.states:
             self._check_states()
@@ -84,9 +84,9 @@ class Check:
     # The module #######################################################################################
 
     def _check_module(self, file: str, state: Mapping[str, Any], strict: bool) -> None:
-        """Compare names and shapes before torch does, which says what is wrong when it has copied the rest.
+        """Compare names and shapes before torch does. Torch reports a mismatch only after it has copied the rest.
 
-        Modules that load in their own way are left to it.
+        Modules with a load of their own are left to torch.
         """
         module, saved = self._engine.module, state[_MODULE]
         experts = {
@@ -122,7 +122,7 @@ class Check:
         strict: bool,
         names: Iterable[str],
     ) -> None:
-        """Compare shapes, and the names of what a module saves with those that a file has."""
+        """Compare the shapes, and the names that a module would save, with those in a file."""
         wanted = set(outside_experts(self._engine, module.state_dict()))
         differing = sorted(set(names) ^ wanted) if strict else []
         differing += [name for name in sorted(own.keys() & shapes.keys()) if own[name] != shapes[name]]
@@ -144,12 +144,12 @@ class Check:
                 raise CheckpointError(f"{missing} is missing, which has layer {pipeline._local_start + index}.")
             saved = [self._files.inspect(file) for file in files]
             own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
-            if len(saved) == 1:  # several, of tensor parallel ranks, DeepSpeed merges or splits
+            if len(saved) == 1:  # DeepSpeed merges or splits several, which are of tensor-parallel ranks
                 shapes = {name: tuple(value.shape) for name, value in saved[0].items() if hasattr(value, "shape")}
                 self._compare(files[0], layer, own, shapes, strict, saved[0].keys())
 
     def _check_order(self, file: str, state: Mapping[str, Any]) -> None:
-        """Compare the order in which DeepSpeed has flattened parameters with that in which it will take them back."""
+        """Compare the order in which DeepSpeed flattened parameters with the order in which it will load them."""
         saved, wanted = (
             [(name, tuple(shape)) for group in groups for name, shape in group.items()]
             for groups in (state.get(PARAM_SHAPES) or (), self._engine._get_zero_param_shapes())
@@ -186,7 +186,7 @@ class Check:
             ) from error
 
     def _check_all_shards(self) -> None:
-        """Check some of the shards: weights without optimizer states come from all of them."""
+        """Check this rank's share of all shards, since weights without optimizer states come from all of them."""
         names = sorted(self._folder.glob("*_optim_states.pt"))
         if not names:
             raise CheckpointError(f"{self._folder} has no files *_optim_states.pt, which hold the weights.")
@@ -199,7 +199,7 @@ class Check:
     # All files ########################################################################################
 
     def _check_saves(self) -> None:
-        """Raise on all ranks if the files are not all of one save. Collective."""
+        """Raise on all ranks unless all files are of the same save. Collective."""
         ids = {name: int(header.get("save_id", 0)) for name, header in self._files.headers.items()}
         error: CheckpointError | None = None
         if len(set(ids.values())) > 1:
@@ -213,7 +213,7 @@ class Check:
     # Advice ###########################################################################################
 
     def _other_precision(self, file: Path) -> str:
-        """Return the advice where the file is there under the name that it has with bf16, or without."""
+        """Return advice if the file exists under its name with bf16, or without; empty if it does not."""
         prefix = "bf16_"
         other = file.name.removeprefix(prefix) if file.name.startswith(prefix) else prefix + file.name
         if not file.with_name(other).exists():
@@ -221,7 +221,7 @@ class Check:
         return f" But {other} is there: bf16.enabled must be what it was when it was saved."
 
     def _saved_as(self) -> str:
-        """Return how the checkpoint was saved, as far as it can be told, and what to do."""
+        """Return how the checkpoint was saved, as far as is known, and what to do."""
         header = next(filter(None, self._headers()), None)
         saved = " It"
         if header:
@@ -250,7 +250,7 @@ class Check:
 
 
 class UniversalCheck(Check):
-    """The checks of a load from a universal checkpoint: each parameter's files, shared out among the ranks."""
+    """The checks of a load from a universal checkpoint; ranks share the work of checking each parameter's files."""
 
     def _check(self, strict: bool | None) -> None:
         experts = experts_of(self._optimizer.families)
@@ -264,11 +264,11 @@ class UniversalCheck(Check):
         universal.check(self._engine, self._folder, self._files.inspect, self.states, self.untrained)
 
     def _check_saves(self) -> None:
-        """Check nothing: a conversion is not a save."""
+        """Check nothing, since the files of a conversion have no save in common."""
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Whether a module may rename, drop or resize what it is given."""
+    """Return whether a module may rename, drop or resize entries when it loads."""
     own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     hooks = (getattr(one, "hook", one) for one in module._load_state_dict_pre_hooks.values())
     return own or not all(isinstance(hook, BeforeUse) for hook in hooks)

@@ -1,18 +1,18 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that is sharded otherwise than the run that loads it, converted where it is loaded.
+"""Converts a checkpoint when it is loaded, if it is sharded otherwise than the run.
 
 Note [Converted checkpoints]
-    With ``"checkpoint": {"load_universal": true}`` a run that lost a node, or has another strategy, goes on from its
-    ordinary checkpoint D/T. One that fits is loaded as it is, which is bit for bit. Of another the first rank has
-    DeepSpeed's ``ds_to_universal.py`` make D/T_converted, which all load. It appears complete, or it does not, and
-    says of which files it was made: it is used again as long as these are the same. Only the newest one is kept.
-    A universal checkpoint of the user's own making is loaded as DeepSpeed does.
+    With ``"checkpoint": {"load_universal": true}``, a run that lost a node, or has another strategy, continues from
+    its ordinary checkpoint D/T. A checkpoint that fits is loaded as it is, bit for bit. Otherwise the first rank runs
+    DeepSpeed's ``ds_to_universal.py`` to make D/T_converted, and all ranks load that. The converted folder appears
+    complete or not at all. It records the files that it was made from, and is used again as long as these are the
+    same. Only the newest one is kept. A universal checkpoint that the user has made is loaded as DeepSpeed does.
 
-    Converting takes minutes where a collective must not. So the other ranks look at the disk, not at the network. The
-    first rank lengthens a file there as long as it is at work: where that stops, it is gone, and the others raise.
-    They look for a change, since the clocks of hosts differ, and count only the time in which they could look, since
-    a file server may halt all of them.
+    Converting may take minutes, longer than a collective may wait. So the other ranks watch the disk, not the network.
+    While the first rank is at work, it keeps appending to a file; if the file stops growing, that rank has died, and
+    the others raise. They look for growth and not at times, since the clocks of hosts differ. They count only the time
+    in which they could look, since a file server may stall all of them.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ SUFFIX = "_converted"
 _SOURCE = "converted_from.json"  # names, sizes and times of the files that were converted
 _STAGING = ".converting"
 _DONE = "done"
-_AT_WORK = "at_work"  # a byte for each second in which the first rank was there
-_BEAT = 1.0  # seconds
-_LOOKS = 0.2  # seconds
-_SILENT = 60.0  # seconds of looking after which a first rank that has shown nothing is given up
-_VISIBLE = 60.0  # seconds until what one node has written is seen by others, as NFS may take
-_SHOWN = 2000  # characters of what the converter says
+_AT_WORK = "at_work"  # grows by a byte in each second in which the first rank is at work
+_BEAT = 1.0  # seconds between two bytes
+_LOOKS = 0.2  # seconds between two looks of the other ranks
+_SILENT = 60.0  # seconds without growth after which the first rank counts as dead
+_VISIBLE = 60.0  # seconds until other nodes see what one has written; NFS may take so long
+_SHOWN = 2000  # last characters of the converter's output that an error shows
 
 
 def is_universal(folder: Path) -> bool:
-    """Whether a checkpoint has a folder for each parameter."""
+    """Return whether a checkpoint is universal: whether it has a folder for each parameter."""
     return (folder / "zero").is_dir()
 
 
@@ -53,13 +53,13 @@ def converted(load_dir: str, tag: str, why: str) -> str:
     Collective over all ranks.
 
     Args:
-        load_dir: on a file system that all ranks share.
+        load_dir: a folder on a file system that all ranks share.
         tag: of the ordinary checkpoint.
-        why: it cannot be loaded as it is.
+        why: why it cannot be loaded as it is.
 
     Raises:
-        CheckpointError: on all ranks, if it cannot be converted: nothing is left of the attempt. On the ranks that
-            are left, if the first one has died.
+        CheckpointError: on all ranks, if it cannot be converted; nothing is left of the attempt. If the first rank has
+            died, on all other ranks.
     """
     folder = Path(load_dir, tag)
     target = folder.with_name(folder.name + SUFFIX)
@@ -92,7 +92,7 @@ def _is_current(folder: Path, target: Path) -> bool:
 
 
 def _begin(staging: Path) -> None:
-    if staging.exists():  # of a conversion that was killed
+    if staging.exists():  # left by a conversion that was killed
         shutil.rmtree(staging)
     staging.mkdir()
 
@@ -109,7 +109,7 @@ def _find(staging: Path) -> None:
 
 
 def _convert(folder: Path, target: Path, staging: Path) -> str:
-    """Have DeepSpeed convert the checkpoint, and let the others see when that has ended; return what has failed."""
+    """Run DeepSpeed's converter, and show the other ranks when it has ended. Return its problem; empty if none."""
     problem = ""
     with _at_work(staging):
         try:
@@ -120,17 +120,17 @@ def _convert(folder: Path, target: Path, staging: Path) -> str:
             problem = f"{type(error).__name__}: {error}"
     try:
         (staging / _DONE).write_text("")
-    except OSError as error:  # a full disk; the others take the end of the folder for that of the work
+    except OSError as error:  # a full disk, say; without its folder, the other ranks know that the work has ended
         problem = problem or f"{type(error).__name__}: {error}"
         shutil.rmtree(staging)
     return problem
 
 
 def _run(folder: Path, target: Path, made: Path) -> None:
-    """Convert ``folder`` into ``made``, which takes the place of ``target``.
+    """Convert ``folder`` into ``made``, and rename that to ``target``, replacing what was there.
 
     Raises:
-        CheckpointError: with what the converter says.
+        CheckpointError: the converter has failed; with the end of its output.
     """
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     signature = _signature(folder)
@@ -153,7 +153,7 @@ def _run(folder: Path, target: Path, made: Path) -> None:
 
 @contextlib.contextmanager
 def _at_work(staging: Path) -> Iterator[None]:
-    """Show the other ranks meanwhile that this one is there."""
+    """Show the other ranks, within this context, that this one is at work."""
     over = threading.Event()
 
     def show() -> None:
@@ -171,10 +171,10 @@ def _at_work(staging: Path) -> Iterator[None]:
 
 
 def _wait(folder: Path, staging: Path) -> str:
-    """Wait until the first rank has ended its work; what has failed, that one says.
+    """Wait until the first rank has ended its work. Returns no problem, since the first rank reports it.
 
     Raises:
-        CheckpointError: it shows nothing any more. The others find that as well: they must not wait for it either.
+        CheckpointError: the first rank has died. Every other rank finds this on its own; none may wait for that one.
     """
     seen, silent = b"", 0.0
     while not (staging / _DONE).exists() and staging.exists():
@@ -186,7 +186,7 @@ def _wait(folder: Path, staging: Path) -> str:
         time.sleep(_LOOKS)
         shown = b""
         with contextlib.suppress(OSError):
-            shown = (staging / _AT_WORK).read_bytes()  # opening a file brings what another node has written to it
+            shown = (staging / _AT_WORK).read_bytes()  # opening it makes NFS fetch what another node has written
         silent = silent + _LOOKS if shown == seen else 0.0
         seen = shown
     return ""
@@ -201,7 +201,7 @@ def _raise(problem: str, folder: Path, why: str) -> None:
 
 
 def _clear(target: Path, staging: Path) -> None:
-    """Remove what was needed to convert, and what was converted before."""
+    """Remove the staging folder, and earlier conversions."""
     shutil.rmtree(staging, ignore_errors=True)
     for other in target.parent.glob(f"*{SUFFIX}"):
         if other != target and (other / _SOURCE).is_file():

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of expert parallelism in checkpoints: DeepSpeed writes a file for each, beside that of the module."""
+"""Experts of expert parallelism in checkpoints: DeepSpeed writes a file for each expert, beside that of the module."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,23 +10,25 @@ from deepspeed.utils import groups
 
 from deepspeed_ext.deepspeed_types import Engine
 
-EXPERT_ORDER = "data_before_experts"  # in the header of files of a save: as ``data_before_experts`` was
+EXPERT_ORDER = "data_before_experts"  # in the header of saved files: what the function of that name returned
 
 
 def data_before_experts(engine: Engine) -> bool:
-    """Whether neighboring ranks have the same experts, and not different ones."""
+    """Return whether neighboring ranks have the same experts, rather than different ones."""
     return bool(engine.has_moe_layers and engine._config.use_data_before_expert_parallel_)
 
 
 def outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
-    """Return those of a module's names that are in its own file."""
+    """Return the names of a module's entries that are in its own file, not in those of experts."""
     found: dict[str, Any] = dict.fromkeys(names)
     return list(engine._get_non_moe_state_dict(found)) if engine.has_moe_layers else list(found)
 
 
 def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
-    """Yield the files of this rank's experts, and the shapes of what each must have, by name; with parameters sharded
-    there are none, and these are in the shards."""
+    """Yield the files of this rank's experts, each with the shapes that it must have, by name.
+
+    If parameters are sharded, there are no such files: experts are in the shards.
+    """
     if not engine.has_moe_layers or engine.zero_optimization_partition_weights():
         return
     number = 0
@@ -44,7 +46,7 @@ def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str,
 
 
 def _shapes(module: Any, prefix: str, local: int, expert: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes of what the file of an expert has: its number in them is that among all experts."""
+    """Yield names and shapes in the file of an expert; names have its number among all experts."""
     if isinstance(module, MoE):
         own = module.deepspeed_moe.experts.deepspeed_experts[local]
         start = f"{prefix}deepspeed_moe.experts.deepspeed_experts.{expert}."

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How the files of a checkpoint are written and read: by a checkpoint engine that is torch's, as DeepSpeed has it."""
+"""Writes and reads the files of a checkpoint: takes the place of torch's checkpoint engine in DeepSpeed."""
 
 import os
 import zipfile
@@ -16,12 +16,12 @@ from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync
 
-HEADER = "paro"  # the same in a fork: either form reads what the other has saved
-"""Key of each file of a checkpoint, beside DeepSpeed's: what saved it. See ``CheckpointFiles.saving``."""
+HEADER = "paro"  # the same in the fork, so that each reads what the other has saved
+"""Our key in each file of a checkpoint, beside DeepSpeed's; it says what saved it. See ``CheckpointFiles.saving``."""
 
 
 def wrap(engine: CheckpointEngine) -> CheckpointEngine:
-    """Return ours in the place of DeepSpeed's checkpoint engine; one other than torch's as it is, with a warning."""
+    """Replace DeepSpeed's checkpoint engine by ours. If it is not torch's, return it as it is, with a warning."""
     if type(engine) is TorchCheckpointEngine:
         return CheckpointFiles(engine)
     logger.warning(
@@ -33,21 +33,21 @@ def wrap(engine: CheckpointEngine) -> CheckpointEngine:
 
 
 def _holds_parameters_only(path: str) -> bool:
-    """Whether a file is a layer of a pipeline, in which DeepSpeed takes each key for a parameter."""
+    """Return whether a file is a pipeline's layer, since there DeepSpeed takes every key for a parameter."""
     return Path(path).name.startswith("layer_")
 
 
 def inspect(path: str | os.PathLike[str]) -> Any:
-    """Look into a file of a checkpoint; the content of its tensors stays on disk."""
-    # What is no zip archive was saved with checkpoint_serialization false, or is truncated.
+    """Return the content of a checkpoint's file; its tensors stay on disk."""
+    # A file that is no zip archive was saved with checkpoint_serialization false, or is truncated.
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
 class CheckpointFiles(TorchCheckpointEngine):
-    """Writes the files of a save into its staging folder, and looks into files before anything is changed by them.
+    """Writes the files of a save into its staging folder, and inspects files before a load changes anything.
 
     Args:
-        engine: whose place it takes, with its settings; it has said already that it is there.
+        engine: DeepSpeed's checkpoint engine, which this one replaces with the same settings, without logging again.
     """
 
     def __init__(self, engine: TorchCheckpointEngine) -> None:
@@ -55,10 +55,10 @@ class CheckpointFiles(TorchCheckpointEngine):
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
         self._left_to_others: Callable[[str], bool] = lambda path: False
-        self.written: set[str] = set()  # files of this save by this rank
+        self.written: set[str] = set()  # files that this rank has written in this save
         self.error: Exception | None = None
-        self.headers: dict[str, Mapping[str, Any]] = {}  # path: header, empty of what we have not saved
-        self.amendments: dict[str, Mapping[str, Any]] = {}  # path: what a load is to find instead
+        self.headers: dict[str, Mapping[str, Any]] = {}  # path: header; empty for files that we have not saved
+        self.amendments: dict[str, Mapping[str, Any]] = {}  # path: entries that a load finds in place of the file's
 
     # Writing ##########################################################################################
 
@@ -69,14 +69,14 @@ class CheckpointFiles(TorchCheckpointEngine):
         header: Mapping[str, Any],
         left_to_others: Callable[[str], bool] = lambda path: False,
     ) -> Iterator[None]:
-        """Write files of the folder to its staging folder in this context, with a header.
+        """Redirect files of the folder to its staging folder within this context, and add a header to them.
+
+        If a file cannot be written, the reason is left in ``error``; the rank goes on, since the others wait for it.
 
         Args:
-            folder: of the checkpoint.
+            folder: the folder of the checkpoint.
             header: what the files of one save have in common.
-            left_to_others: whether another rank writes the same to this path.
-
-        A file that cannot be written leaves its reason in ``error``: the rank goes on, since the others wait for it.
+            left_to_others: returns whether another rank writes the same content to a path.
         """
         self._folder, self._header, self.written, self.error = folder, header, set(), None
         self._left_to_others = left_to_others
@@ -86,7 +86,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             self._folder = None
 
     def save(self, state_dict: object, path: str) -> None:
-        """Write a file: into the staging folder, or in place of what is at ``path`` once it is complete."""
+        """Write a file: into the staging folder during a save, otherwise to ``path``, once it is complete."""
         if self._folder is None:
             place = behind_links(Path(path))
             new = place.with_name(f".{place.name}.saving.pt")
@@ -111,19 +111,19 @@ class CheckpointFiles(TorchCheckpointEngine):
         sync(path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder, of the staging folder during a save."""
+        """Make a folder; during a save, inside the staging folder."""
         super().makedirs(path if self._folder is None else self._folder.staged(path), exist_ok=exist_ok)
 
     # Reading ##########################################################################################
 
     def inspect(self, path: str | os.PathLike[str], *keys: str) -> Any:
-        """Look into a file, and note who has saved it.
+        """Return the content of a file, and keep its header.
 
         Args:
-            keys: that it must have.
+            keys: keys that it must have.
 
         Raises:
-            CheckpointError: it is missing, or cannot be read, or is something else.
+            CheckpointError: it is missing, cannot be read, or lacks a key.
         """
         try:
             state = inspect(path)
@@ -142,7 +142,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         return state
 
     def load(self, path: str, map_location: object = None) -> Any:
-        """Load as DeepSpeed does, without our header, and amended."""
+        """Load a file as DeepSpeed does, without our header, and with its amendments."""
         state = super().load(path, map_location=map_location)
         if isinstance(state, dict):
             state.pop(HEADER, None)
@@ -150,6 +150,6 @@ class CheckpointFiles(TorchCheckpointEngine):
         return state
 
     def forget(self) -> None:
-        """Forget a load that is over."""
+        """Drop headers and amendments. Called after a load."""
         self.headers.clear()
         self.amendments.clear()

@@ -1,16 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a checkpoint, ``<save_dir>/<tag>``: it appears, complete, or it does not.
+"""The folder of a checkpoint, ``<save_dir>/<tag>``: it appears complete or not at all.
 
 A save writes into a hidden folder beside it, ``.<tag>.saving``. When all ranks have written their files, that folder
-takes the tag's name, and only then the file ``latest`` is replaced. So a save that is killed at any moment leaves what
-was there. It is the file system's rename that makes it so: of folders, it must be atomic.
+is renamed to the tag, and only then the file ``latest`` is replaced. So a save that is killed at any moment leaves the
+previous checkpoint intact. This relies on the file system: it must rename folders atomically.
 
-If the tag exists already, Linux exchanges the two folders in one call. Where the file system cannot, the old one is
-renamed to ``.<tag>.replaced`` first: a save that is killed right between the two renames leaves both under hidden
-names, where our loads find the old one, and the next save puts it back.
+If the tag exists already, Linux exchanges the two folders in one call. If the file system cannot do that, the old
+folder is renamed to ``.<tag>.replaced`` first. A save that is killed right between the two renames leaves both folders
+under hidden names; our loads find the old one there, and the next save puts it back.
 
-A tag that is a link to a folder stays one: all this is done where the link leads to, beside that folder, so that each
+A tag that is a link to a folder stays a link. All this is then done beside the folder that it leads to, so that each
 rename stays on one file system.
 """
 
@@ -26,24 +26,24 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _SAVING = ".saving"
 _REPLACED = ".replaced"
-# What a save writes: DeepSpeed's files, and ours.
+# The files that a save writes: DeepSpeed's, and ours.
 _FILES = ("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt", "residuals_rank_*.pt")
-_STALE_SECONDS = 24 * 3600  # since when what a save of another tag has left is not being written any more
+_STALE_SECONDS = 24 * 3600  # age from which another tag's staging folder counts as left by a dead save
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 class CheckpointError(ZeRORuntimeException, RuntimeError):
-    """A checkpoint that could not be saved, or cannot be loaded. Raised on all ranks alike; nothing has changed.
+    """A checkpoint that could not be saved, or cannot be loaded. Raised on all ranks; nothing has changed.
 
-    Scripts catch DeepSpeed's class, which its loads raise where the states are sharded otherwise.
+    It is a ``ZeRORuntimeException``, since scripts catch that: DeepSpeed raises it if states are sharded otherwise.
     """
 
 
 class CheckpointFolder:
-    """The folder of a tag. One save at a time may write it, and what is beside it.
+    """The folder of a tag. Only one save at a time may write to it and its neighbors.
 
     Args:
-        save_dir: where the user has DeepSpeed save.
+        save_dir: the ``save_dir`` of DeepSpeed's ``save_checkpoint``.
         tag: name of the checkpoint in it; may name a folder further down.
 
     Raises:
@@ -61,10 +61,10 @@ class CheckpointFolder:
         self.staging = self._place.with_name(f".{self._place.name}{_SAVING}")
         self._replaced = self._place.with_name(f".{self._place.name}{_REPLACED}")
         self._published = False
-        self._latest: list[str | None] = []  # what the file latest was before it named this tag
+        self._latest: list[str | None] = []  # the text of ``latest`` before it named this tag; None: no file
 
     def staged(self, path: str) -> str:
-        """Return where a save writes what is to be at ``path``; ``path`` itself if that is not in this folder."""
+        """Return the path in the staging folder for ``path``; ``path`` itself if it is not in this folder."""
         inside = os.path.relpath(path, self.path)
         if inside.split(os.sep, 1)[0] == os.pardir:
             return path
@@ -73,12 +73,12 @@ class CheckpointFolder:
     # Saving ###########################################################################################
 
     def prepare(self) -> None:
-        """Make an empty staging folder, after what killed saves have left is cleared.
+        """Clear what killed saves have left, and make an empty staging folder.
 
         Raises:
-            CheckpointError: what has the tag's name is no folder, or one that cannot be replaced.
+            CheckpointError: the tag's name is taken by something that is no folder, or cannot be replaced.
         """
-        _put_back(self._replaced)  # without which a link leads nowhere
+        _put_back(self._replaced)  # first, since a link to the folder would lead nowhere without it
         self._require_replaceable()
         beside = self.path.parent
         beside.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class CheckpointFolder:
         self.staging.mkdir()
 
     def _require_replaceable(self) -> None:
-        """Refuse what DeepSpeed could not write into, either, or what no rename can replace."""
+        """Refuse a path that DeepSpeed could not write into, either, or that no rename can replace."""
         if not os.path.lexists(self.path):
             return
         linked = f" (a link to {self._place})" if self.path.is_symlink() else ""
@@ -107,11 +107,11 @@ class CheckpointFolder:
             )
 
     def files(self) -> int:
-        """Return the number of files that are in the staging folder."""
+        """Return the number of files in the staging folder."""
         return sum(path.is_file() for path in self.staging.rglob("*"))
 
     def publish(self) -> None:
-        """Put the staging folder in the place of the tag's."""
+        """Replace the tag's folder by the staging folder."""
         if self._place.is_dir():
             shutil.copytree(self._place, self.staging, True, self._ignored, _link, dirs_exist_ok=True)
         sync(self.staging)
@@ -124,18 +124,18 @@ class CheckpointFolder:
         sync(self._place.parent)
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        """Return what of the old folder is replaced; whatever else somebody keeps there stays."""
+        """Return the names in the old folder that a save replaces; all others are kept."""
         return shutil.ignore_patterns(*_FILES)(folder, names) if Path(folder) == self._place else set()
 
     def point(self) -> None:
-        """Have ``latest`` name the tag."""
+        """Make ``latest`` name the tag."""
         latest = self.save_dir / LATEST
         before = latest.read_text() if latest.exists() else None
         replace_text(latest, self.tag)
         self._latest = [before]
 
     def revert(self) -> None:
-        """Take back what was done since ``prepare``: the save has failed elsewhere."""
+        """Undo everything since ``prepare``. Called when the save has failed on some rank."""
         if self._published and not _exchange(self.staging, self._place):
             self._place.rename(self.staging)
         for text in self._latest:
@@ -146,19 +146,19 @@ class CheckpointFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove what was replaced, or what was written of a save that failed."""
+        """Remove the replaced folder, or what a failed save has written."""
         try:
             _put_back(self._replaced)
             remove(self.staging)
-        except OSError as error:  # the checkpoint is as it should be
-            logging.getLogger("DeepSpeed").warning(f"deepspeed_ext: what a save has left is still there: {error}")
+        except OSError as error:  # only a warning, since the checkpoint itself is in place
+            logging.getLogger("DeepSpeed").warning(f"deepspeed_ext: a save could not remove its old files: {error}")
 
     # Loading ##########################################################################################
 
     def present_tag(self) -> str:
-        """Return the tag under which the checkpoint is found: its own, or where a killed save has set it aside.
+        """Return the tag under which the checkpoint is found: its own, or the name to which a killed save renamed it.
 
-        That is an absolute path where the tag is a link.
+        If the tag is a link, the latter is an absolute path.
 
         Raises:
             CheckpointError: there is none.
@@ -172,33 +172,33 @@ class CheckpointFolder:
 
 
 def behind_links(path: Path) -> Path:
-    """Return where a link leads to, through all others, whether it is there or not; the path itself if it is none."""
+    """Return the final target of a link, whether it exists or not; ``path`` itself if it is no link."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def _put_back(replaced: Path) -> None:
-    """Remove a folder that was set aside, or put it back where no other has taken its place."""
+    """Put a folder that was set aside back, or remove it if another has taken its place."""
     place = replaced.with_name(replaced.name[1 : -len(_REPLACED)])
     if not os.path.lexists(replaced):
         return
     if not os.path.lexists(place):
         replaced.rename(place)
         return
-    removed = replaced.with_name(f"{replaced.name}{_SAVING}")  # never put back, should we be killed now
+    removed = replaced.with_name(f"{replaced.name}{_SAVING}")  # so that, if we are killed now, nobody puts it back
     remove(removed)
     replaced.rename(removed)
     remove(removed)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one call; return False where the system cannot."""
+    """Exchange two names in one call; return False if the system cannot."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return rename is not None and rename(*arguments) == 0
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, a file or a link, if it is there."""
+    """Remove a folder, a file or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -206,7 +206,7 @@ def remove(path: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """Make a hard link where the file system has them, else a copy; not over what is new."""
+    """Make a hard link, or a copy if the file system has no links. An existing target is left as it is."""
     if os.path.lexists(target):
         return
     try:
@@ -216,7 +216,7 @@ def _link(source: str, target: str) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Write the file or folder to disk before anything refers to it."""
+    """Flush a file or folder to disk. Call it before anything refers to the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -225,7 +225,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file that is never seen incomplete; through a link."""
+    """Replace the content of a small file atomically; a link stays one."""
     path = behind_links(path)
     new = path.with_name(f".{path.name}{_SAVING}.txt")
     new.write_text(text)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``engine.load_checkpoint``: checked on all ranks before anything is changed."""
+"""``engine.load_checkpoint``: all ranks check the checkpoint before anything is changed."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -33,12 +33,12 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., None] | None = None,
 ) -> Any:
-    """Run DeepSpeed's ``load_checkpoint``, after all that it will read was found to be there, whole, and fitting.
+    """Check that all files are there, complete, and fit this run; then run DeepSpeed's ``load_checkpoint``.
 
-    Where a universal checkpoint is to be loaded and there is an ordinary one, see Note [Converted checkpoints].
+    If a universal checkpoint is to be loaded, but there is an ordinary one, see Note [Converted checkpoints].
 
-    Two faults of DeepSpeed's are mended where parameters are sharded: ``load_module_only`` alone loads no weights, and
-    without optimizer states the weights are those of ``latest``, whatever the tag.
+    Two faults of DeepSpeed with sharded parameters are fixed here: ``load_module_only`` alone loads no weights, and
+    without optimizer states the weights come from ``latest``, whatever the tag.
 
     Args:
         load: DeepSpeed's.
@@ -52,7 +52,9 @@ def load_checkpoint(
     """
     from_universal = engine.load_universal_checkpoint()
     tag = run_on_all_or_raise(
-        lambda: _tag(engine, load_dir, tag), f"the latest checkpoint of {load_dir} cannot be told", CheckpointError
+        lambda: _tag(engine, load_dir, tag),
+        f"the latest checkpoint of {load_dir} cannot be determined",
+        CheckpointError,
     )
     require_same("the tag of a checkpoint", tag, CheckpointError)
     rest: dict[str, Any] = {
@@ -63,7 +65,7 @@ def load_checkpoint(
         "custom_load_fn": custom_load_fn,
     }
     if not tag:
-        return load(engine, load_dir, **rest)  # DeepSpeed's answer where there is none
+        return load(engine, load_dir, **rest)  # there is no checkpoint: let DeepSpeed say so
     if load_module_only and engine.zero_optimization_partition_weights():
         rest["load_optimizer_states"] = False
     present = run_on_all_or_raise(
@@ -99,17 +101,17 @@ def load_checkpoint(
             loaded = _loaded(lambda: load(engine, load_dir, present, **rest), folder)
         run_on_all_or_raise(
             engine.optimizer.error_state.forget if found is None else found.load,
-            f"{folder} was loaded but in part",
+            f"{folder} was loaded only in part",
             CheckpointError,
         )
-        engine.optimizer.send_whole()  # and nothing is left to send of what was there before
+        engine.optimizer.send_whole()  # as the save did; so nothing is left to send of the weights before the load
         return loaded
     finally:
         files.forget()
 
 
 def _loaded(load: Callable[[], Any], folder: Path) -> Any:
-    """Return what DeepSpeed's load returns. It may raise on one rank, for which the others would wait.
+    """Run DeepSpeed's load, and return what it returns. If it raises on one rank, all others raise instead of waiting.
 
     Raises:
         CheckpointError: it has raised on another rank.
@@ -120,9 +122,9 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
     except Exception as error:
         failed = error
     try:
-        raise_together(failed and CheckpointError(f"{folder} was loaded but in part: {failed}"), CheckpointError)
+        raise_together(failed and CheckpointError(f"{folder} was loaded only in part: {failed}"), CheckpointError)
     except CheckpointError:
-        if failed is not None:  # where scripts expect it
+        if failed is not None:  # this rank raises DeepSpeed's own error, as scripts expect
             raise failed from None
         raise
     return loaded
@@ -130,7 +132,7 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
 
 @contextmanager
 def _ordinary(engine: Engine) -> Iterator[None]:
-    """Let the engine load ordinary checkpoints in this context."""
+    """Make the engine load ordinary checkpoints within this context."""
     with mock.patch.object(engine._config, "load_universal_checkpoint", False):
         yield
 
@@ -150,10 +152,10 @@ def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
 def load_into_stock(
     load: Callable[..., Any], engine: Engine, load_dir: str, tag: str | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load into an engine without a strategy of ours; what its ZeRO alone cannot load is loaded whole.
+    """Load into an engine without a strategy of ours, including checkpoints that DeepSpeed alone cannot load.
 
-    DeepSpeed loads neither buffers nor frozen parameters from universal checkpoints. Where it would raise, since the
-    stage was another, they are loaded here. All else is left to DeepSpeed.
+    If DeepSpeed would raise, since the checkpoint is of another stage, buffers and frozen parameters are loaded here,
+    too, because DeepSpeed never loads them from universal checkpoints. Everything else is left to DeepSpeed.
     """
     folder = Path(load_dir, _tag(engine, load_dir, tag))
     if universal.beyond_stock(engine.zero_optimization_partition_weights(), folder):
@@ -162,8 +164,10 @@ def load_into_stock(
 
 
 def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
-    """Return the tag, or the one that DeepSpeed's file of the latest names, or of the latest that is universal; empty
-    if there is none."""
+    """Return the tag, by default the one that ``latest`` names, or first ``latest_universal`` for a universal load.
+
+    Empty if there is none.
+    """
     if tag is not None:
         return str(tag)
     names = [LATEST_UNIVERSAL, LATEST] if engine.load_universal_checkpoint() else [LATEST]
@@ -172,10 +176,10 @@ def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
 
 
 def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
-    """Make the engine, where it takes weights from the shards of the optimizer, take them from this tag's.
+    """Make the engine take weights from this tag's optimizer shards, if it takes them from shards at all.
 
-    A universal checkpoint has no shards, and there the optimizer loads the weights. A pipeline has them in files of
-    its layers, which it takes where there is nothing else.
+    A universal checkpoint has no shards; the optimizer loads the weights. A pipeline has weights in the files of its
+    layers, and takes them from there if it finds no others.
     """
     name = "get_fp32_state_dict_from_zero_checkpoint"
     original = getattr(deepspeed.runtime.engine, name)

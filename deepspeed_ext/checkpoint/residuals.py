@@ -1,13 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that reductions keep, in checkpoints: a file of each rank, beside DeepSpeed's.
+"""Error feedback in checkpoints: a file of residuals for each rank, beside DeepSpeed's files.
 
-They differ from rank to rank even where optimizer states do not, so they cannot be in those files. A run that is
-sharded in the same way takes them back bit for bit. Another one (other groups, another number of ranks, another
-strategy) gets them by the elements of parameters: the sum over all groups of what was not sent yet stays the same,
-dealt out evenly to the groups that are there now, if its reductions keep errors. What is lost is said.
-``ds_to_universal.py`` leaves these files where they are; a load finds them there, where that folder is beside the one
-that was made of it. Files name a folder and no path, so that they may be moved, and can send a load nowhere else.
+Residuals differ from rank to rank even if optimizer states do not, so they cannot be in DeepSpeed's files. A run that
+is sharded in the same way loads them bit for bit. Any other run (with other groups, another number of ranks or another
+strategy) loads them by elements of parameters: the sum over all groups of what has not been sent stays the same, and
+is divided evenly among the groups of this run, if its reductions keep errors. If something is lost, a warning says so.
+
+``ds_to_universal.py`` leaves these files where they are. A load of the converted checkpoint finds them if the original
+folder is still beside it. Files name that folder without a path, so that both may be moved, and so that no file can
+direct a load elsewhere.
 """
 
 import logging
@@ -28,11 +30,11 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _NAME = "residuals_rank_{:05d}_mp_rank_{:02d}.pt"
-FOLDER = "residuals"  # in the header of files of a save: name of the folder with residuals; once it was a path
+FOLDER = "residuals"  # in the header of saved files: name of the folder with residuals; a path in old checkpoints
 
 
 def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> None:
-    """Write this rank's file, if its reductions keep errors."""
+    """Write this rank's residuals, if its reductions keep errors."""
     optimizer: ParoOptimizer = engine.optimizer
     if not optimizer.error_state.keeps_errors:
         return
@@ -43,7 +45,7 @@ def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> Non
 
 
 def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
-    """Return what the elements of buckets are: equal where states can be taken as they are."""
+    """Return which elements the buckets have. If it is equal, states can be loaded as they are."""
     sizes = optimizer.topology.sizes
     return {
         "rank": optimizer.topology.rank,
@@ -55,26 +57,26 @@ def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
 
 
 class Residuals:
-    """The residuals of one checkpoint, looked at before anything is changed.
+    """The residuals of one checkpoint, read before a load changes anything.
 
     Args:
-        engine: that will load.
-        folder: of the checkpoint.
+        engine: the engine that will load.
+        folder: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: some are missing, or of another save.
+        CheckpointError: some files are missing, or of another save.
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self._optimizer: ParoOptimizer = engine.optimizer
         self._errors = self._optimizer.error_state
         self._folder = folder
-        self._same: Mapping[str, Any] = {}  # of this rank, sharded in the same way; or
-        self._ranks: list[Mapping[str, Any]] = []  # of all ranks, sharded otherwise
+        self._same: Mapping[str, Any] = {}  # this rank's, if sharded in the same way; or
+        self._ranks: list[Mapping[str, Any]] = []  # those of all ranks, if sharded otherwise
         if not self._errors.keeps_errors:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
-        experts = set(folder.glob("layer_*_expert_*"))  # each written by another rank
+        experts = set(folder.glob("layer_*_expert_*"))  # left out, since each has been written by another rank
         models = sorted(set(folder.glob("*mp_rank_*_model_states.pt")) - experts)[:1]
         for path in models:
             self._files.inspect(path)
@@ -107,7 +109,7 @@ class Residuals:
         return self._files.headers[str(path)].get("save_id") == self._saved.get("save_id")
 
     def _paths_elsewhere(self, mp_rank: int) -> list[Path]:
-        """Return the files of the checkpoint from which this one was converted, if that is still there beside it."""
+        """Return the files of the checkpoint from which this one was converted, if it is still beside this one."""
         name = Path(str(self._saved[FOLDER])).name
         paths = self._paths(self._folder.with_name(name), mp_rank) if name not in ("", os.pardir) else []
         if paths:
@@ -119,7 +121,7 @@ class Residuals:
         return sorted(folder.glob(_NAME.format(0, mp_rank).replace("00000", "*", 1)))
 
     def load(self) -> None:
-        """Give them to this rank's reductions, which start anew without any."""
+        """Load the residuals into this rank's error feedback; without residuals, reset it to zero."""
         if not self._errors.keeps_errors:
             return
         found = self._same or (self._ranks[0] if self._ranks else {})
@@ -141,7 +143,10 @@ class Residuals:
             )
 
     def _tell_what_is_not_taken(self, saved: set[str]) -> None:
-        """Warn of errors that start at zero, or that nobody takes; what sums lack, reductions may take over."""
+        """Warn of errors that start at zero, and of saved errors that are not loaded.
+
+        If sharding has changed, reductions may take the errors of sums, too.
+        """
         wanted, alike = self._errors.halves, bool(self._same)
         taken = saved & wanted if alike else ({"reductions"} & wanted if saved else set())
         lost = saved - taken if alike or not taken else set()
@@ -155,7 +160,7 @@ class Residuals:
                 )
 
     def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[ShardSpan, Tensor]:
-        """Return for each row of this rank's gradients its share of what all groups had not sent."""
+        """Return, for each row of this rank's gradients, its share of what all groups had not sent."""
         totals: dict[tuple[int, int], Tensor] = {}
         places: dict[str, list[tuple[int, ShardSpan]]] = defaultdict(list)
         for name, start, run in wanted:
@@ -182,7 +187,7 @@ class Residuals:
         }
 
     def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
-        """Return what a rank had not sent: name of a parameter, first element, values."""
+        """Yield what a rank had not sent: name of a parameter, first element, values."""
         places: dict[tuple[int, int], list[tuple[Span, str, int]]] = defaultdict(list)
         for name, start, (buffer, row, *elements) in file["whereabouts"]:
             places[buffer, row].append((Span(*elements), name, start))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``engine.save_checkpoint``: all files, or the checkpoint that was there."""
+"""``engine.save_checkpoint``: a save that replaces the checkpoint completely or leaves it as it was."""
 
 import secrets
 import time
@@ -37,7 +37,7 @@ def save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Run DeepSpeed's ``save_checkpoint``, of which nothing is seen before it is complete. See ``folder.py``.
+    """Run DeepSpeed's ``save_checkpoint`` so that the checkpoint appears only when it is complete. See ``folder.py``.
 
     Args:
         save: DeepSpeed's.
@@ -46,11 +46,11 @@ def save_checkpoint(
 
     Raises:
         KeyError: ``client_state`` has a key of ours.
-        CheckpointError: on all ranks, if one of them could not write. What was there before is untouched.
+        CheckpointError: on all ranks, if one of them could not write. The previous checkpoint is untouched.
         RuntimeError: parameters are offloaded; see ``ParoOptimizer.send_whole``.
     """
     if HEADER in (client_state or {}):
-        raise KeyError(f"client_state has the key {HEADER!r}, under which deepspeed_ext notes what saved it.")
+        raise KeyError(f"client_state has the key {HEADER!r}, which deepspeed_ext uses to record what saved it.")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     require_same("the tag of a checkpoint", tag, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
@@ -58,7 +58,7 @@ def save_checkpoint(
     first, doing = _is_first(engine), "the checkpoint could not be saved"
     run_on_all_or_raise(lambda: folder.prepare() if first else None, doing, CheckpointError)
     more = {} if exclude_frozen_parameters else _frozen(engine)
-    engine.optimizer.send_whole()  # a run that loads it goes on as this one does
+    engine.optimizer.send_whole()  # so that a run that loads this checkpoint continues as this one does
     try:
         header, writers = _header(engine, folder.path.name), engine.optimizer.writers
         with files.saving(folder, header, writers.left_to_others), writers.numbered(engine):
@@ -73,7 +73,7 @@ def save_checkpoint(
         run_on_all_or_raise(lambda: folder.publish() if first else None, doing, CheckpointError)
         if save_latest:
             run_on_all_or_raise(lambda: folder.point() if first else None, doing, CheckpointError)
-    except CheckpointError as error:  # on all ranks: none of them must find ``latest`` before it is as it was
+    except CheckpointError as error:  # on all ranks: none may go on and read ``latest`` before it is restored
         run_on_all_or_raise(
             lambda: folder.revert() if first else None,
             f"{error}; what was there could not be put back",
@@ -86,7 +86,7 @@ def save_checkpoint(
 
 
 def _frozen(engine: Engine) -> dict[str, Any]:
-    """Return frozen parameters as stages 2 and 3 save them: ``zero_to_fp32.py`` looks there at stage 1, too."""
+    """Return frozen parameters as stages 2 and 3 save them, since ``zero_to_fp32.py`` expects them at stage 1, too."""
     if engine.zero_optimization_partition_gradients():
         return {}
     return {
@@ -96,7 +96,7 @@ def _frozen(engine: Engine) -> dict[str, Any]:
 
 
 def _require_all(folder: CheckpointFolder, expected: int) -> None:
-    """Require that this rank sees what all ranks have written, which a network file system may show a moment later."""
+    """Wait until this rank sees all files that ranks have written; a network file system may show them late."""
     for _ in range(_LOOKS):
         found = folder.files()
         if found >= expected:
@@ -109,13 +109,13 @@ def _require_all(folder: CheckpointFolder, expected: int) -> None:
 
 
 def _is_first(engine: Engine) -> bool:
-    """Whether this rank does what is to be done once for each file system."""
+    """Return whether this rank does the work that is done once per file system."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return rank == 0
 
 
 def _header(engine: Engine, name: str) -> dict[str, Any]:
-    """Return what the files of one save have in common and no others have: plain values, for tools without torch."""
+    """Return the header that identifies the files of one save: plain values, for tools without torch."""
     optimizer: ParoOptimizer = engine.optimizer
     return {
         "version": __version__,

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Universal checkpoints (arXiv:2406.18820): a folder for each parameter, which any strategy and DeepSpeed's ZeRO load.
 
-Made by DeepSpeed's ``ds_to_universal.py``. What that writes depends on what had saved the checkpoint, and DeepSpeed
-0.19.8 reads it back only where parameters were partitioned (stage 3) before and after, or neither before nor after:
+DeepSpeed's ``ds_to_universal.py`` makes them. Its output depends on the stage that saved the checkpoint. DeepSpeed
+0.19.8 reads it back only if parameters are partitioned (stage 3) in both runs, or in neither:
 
 ============================  ======================================  ======================================
                               from stage 1 or 2 (p = N)               from stage 3 (p = I or G)
@@ -15,11 +15,11 @@ step count                    ``step.pt`` of each parameter           ``optimize
 frozen parameters             whole, in the model states              partitioned, in those of all ranks
 ============================  ======================================  ======================================
 
-So it is read here, for our optimizers, and for DeepSpeed's where its own code raises. Also mended here: DeepSpeed's
-stage 3 gives all parameter groups the hyperparameters of the first and all sub-groups one step tensor; its stages 1
-and 2 fail where a rank holds nothing of a parameter group; and neither loads buffers or frozen parameters. What
-DeepSpeed can load without us, its optimizers load as they would without us, since a run without a key of ours must
-not change.
+So the code here reads them for our optimizers, and for DeepSpeed's if its own code would raise. It also fixes other
+faults: DeepSpeed's stage 3 gives all parameter groups the hyperparameters of the first, and all sub-groups one step
+tensor; its stages 1 and 2 fail if a rank holds nothing of a parameter group; and neither loads buffers or frozen
+parameters. If DeepSpeed's optimizers can load a checkpoint by themselves, their own code does, faults included, since
+a run without a key of ours must not change.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,17 +54,17 @@ from deepspeed_ext.deepspeed_types import Engine, MappedParameter, is_partitione
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _WEIGHTS, _STEP = "fp32", "step"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # all that ds_to_universal.py converts
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # ds_to_universal.py converts no others
 _STATES = "optimizer_state.pt"
 
 
-Inspect = Callable[[Path], Any]  # a file's content, of which tensors stay on disk
+Inspect = Callable[[Path], Any]  # returns a file's content; its tensors stay on disk
 
 
 def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, Any]]:
-    """Return the model states, which hold what no optimizer does, of the model-parallel rank that stands for ours.
+    """Return the model states that match our model-parallel rank; they hold what no optimizer holds.
 
-    Those of one data-parallel rank; of all, in order, where frozen parameters are partitioned.
+    They are those of one data-parallel rank, or of all in order if frozen parameters are partitioned.
     """
     ranks = sorted({path.name.split("mp_rank_")[1] for path in folder.glob("*mp_rank_*_model_states.pt")})
     if not ranks:
@@ -78,13 +78,13 @@ def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, 
 
 
 def beyond_stock(stage3: bool, folder: str | Path) -> bool:
-    """Whether DeepSpeed's own ZeRO cannot load it: parameters were partitioned by only one of the two runs."""
+    """Return whether DeepSpeed's own ZeRO cannot load it: parameters are partitioned in only one of the two runs."""
     states = Path(folder, "zero", _STATES)
     return states.is_file() and (_stage(inspect(states)) == 3) != stage3
 
 
 def _stage(states: Mapping[str, Any]) -> int:
-    return int(states.get(ZERO_STAGE, 1))  # BF16_Optimizer has none; as ds_to_universal.py takes it
+    return int(states.get(ZERO_STAGE, 1))  # BF16_Optimizer saves none; 1 is ds_to_universal.py's default, too
 
 
 # Checking #########################################################################################
@@ -96,11 +96,11 @@ def check(
     """Check this rank's share of the files.
 
     Args:
-        look: into a file.
+        look: returns a file's content.
         model_states: from ``untrained``.
 
     Raises:
-        CheckpointError: one is missing or cannot be read, or is of another model.
+        CheckpointError: a file is missing, cannot be read, or is of another model.
     """
     found = look(folder / "zero" / _STATES)
     groups = engine.optimizer.optimizer.param_groups
@@ -114,7 +114,7 @@ def check(
         for path in [folder / "zero" / name / f"{_WEIGHTS}.pt", *_moment_files(folder, name, states)]:
             saved = look(path)
             numel = (saved[PARAM] if isinstance(saved, dict) else saved).numel()
-            padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # by tensor parallelism, as it needs
+            padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # tensor parallelism pads the vocabulary
             if expected and numel not in expected and not padded:
                 raise CheckpointError(
                     f"{path} has {numel} elements, expected {' or '.join(map(str, sorted(expected)))}."
@@ -127,7 +127,7 @@ def check(
 
 
 def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
-    """Return how many elements the files of a parameter may have; empty where only DeepSpeed's AutoTP knows."""
+    """Return how many elements the files of a parameter may have; empty if only DeepSpeed's AutoTP knows."""
     if hasattr(param, DS_AUTOTP_UC_META):
         return set()
     if is_partitioned(param):
@@ -146,12 +146,12 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
     """Load into a ZeRO optimizer, ours or DeepSpeed's.
 
     Args:
-        load: DeepSpeed's, which is called where it does not raise.
-        optimizer: of stage 1, 2 or 3.
-        folder: of the checkpoint.
+        load: DeepSpeed's function; called unless this one raises.
+        optimizer: an optimizer of stage 1, 2 or 3.
+        folder: the folder of the checkpoint.
         states: whether to load the optimizer's states, loss scale and hyperparameters; else weights only.
-        from_fp32: without states, whether the optimizer's weights are those saved, or the model's, which may have
-            16 bits.
+        from_fp32: without states, whether the optimizer keeps the saved fp32 weights. Otherwise it takes the model's,
+            which may have 16 bits.
     """
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     swapped = getattr(optimizer, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
@@ -172,9 +172,9 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
 
 
 def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
-    """Load at stages 1 and 2: flat buffers, of which this rank holds a chunk with pieces of parameters.
+    """Load at stages 1 and 2, where this rank holds a chunk of each flat buffer, with spans of parameters.
 
-    The engine then has all ranks hold the weights (``update_lp_params``).
+    Afterwards, the engine gathers the weights on all ranks (``update_lp_params``).
     """
     for number, group in enumerate(optimizer.optimizer.param_groups):
         params, flat = optimizer.bit16_groups[number], group["params"][0]
@@ -188,10 +188,10 @@ def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, A
 
 
 def _load_piece(param: MappedParameter, folder: Path, mpu: object, states: bool) -> None:
-    """Load what this rank holds of a parameter: the weights into the flat buffer, moments into the mapping."""
+    """Load this rank's span of a parameter: its weights into the flat buffer, its moments into the mapping."""
     mapping, weights = param._hp_mapping, inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
-        # How tensor parallelism slices a parameter is DeepSpeed's to know; it always loads the moments, too.
+        # Only DeepSpeed knows how tensor parallelism slices a parameter. It always loads moments, wanted or not.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
         moments = mapping.optim_fragment
         param.load_hp_checkpoint_state(str(folder), rank, ranks)
@@ -206,7 +206,7 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, states: bool)
 
 
 def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
-    """Load at stage 3: sub-groups of chunks of parameters."""
+    """Load at stage 3, where each sub-group has chunks of parameters."""
     for params, flat, model in zip(
         optimizer.fp16_groups,
         optimizer.fp32_partitioned_groups_flat,
@@ -227,7 +227,7 @@ def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, 
 
 
 def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> None:
-    """Set the step count of one of the optimizer's tensors; where it is a tensor, each gets its own."""
+    """Set the step count of one of the optimizer's tensors. A count that is itself a tensor is copied for each."""
     path = folder / f"{_STEP}.pt"
     if path.exists():
         step = inspect(path)
@@ -242,9 +242,9 @@ def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> 
 
 
 def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
-    """Load buffers and frozen parameters into the model, this rank's chunk of those that are partitioned.
+    """Load buffers and frozen parameters into the model; of partitioned ones, this rank's chunk.
 
-    Before DeepSpeed's own load, which gathers parameters where they are wanted whole.
+    Call it before DeepSpeed's own load, which may gather the parameters.
 
     Args:
         engine: ours or DeepSpeed's.
@@ -255,7 +255,7 @@ def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
     engine.module.load_state_dict(buffers, strict=False)
     for name, param in engine.module.named_parameters():
         frozen = None if is_optimized_parameter(param) else _frozen(name, states)
-        if frozen is None:  # trained, or saved with exclude_frozen_parameters
+        if frozen is None:  # it is trained, or was saved with exclude_frozen_parameters
             continue
         whole = torch.cat([piece.flatten() for piece in frozen.pieces])[: frozen.numel]
         if is_partitioned(param):
@@ -267,16 +267,16 @@ def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 class _Frozen(NamedTuple):
-    """A parameter that was not trained: its pieces, the last of which may be padded, on disk, and its elements."""
+    """A frozen parameter: its spans on disk, with the last one possibly padded, and its number of elements."""
 
     pieces: Sequence[Tensor]
     numel: int
 
 
 def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
-    """Return where a parameter that was not trained is, in the model states of all ranks that hold a part."""
+    """Return a frozen parameter, found in the model states of all ranks; None if it is not there."""
     whole = states[0]["module"].get(name)
-    if whole is not None and whole.numel():  # stage 3 saves the module with parameters that have no elements
+    if whole is not None and whole.numel():  # stage 3 saves a module's partitioned parameters without elements
         return _Frozen([whole], whole.numel())
     fragments: list[Tensor] = []
     for state in states:

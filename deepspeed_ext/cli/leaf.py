@@ -17,11 +17,11 @@ from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import choose
 from deepspeed_ext.leaf.setup import settings_and_live
 
-_STEPS = 3  # DeepSpeed records the order of modules in the first ones
+_STEPS = 3  # several, since DeepSpeed records the order of modules in the first ones
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the report, and with a batch what is measured.
+    """Print the report; with a batch, also train and print what is measured.
 
     Args:
         arguments: ``model``, ``bytes``, ``threshold``, ``batch``, and keys of ``zero_optimization``, each None if not
@@ -48,13 +48,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[str, Any]) -> dict[str, int]:
-    """Train a few steps on this process alone, and count hooks on modules and the most elements gathered at once."""
+    """Train a few steps in this process alone; count hooks on modules, and the most elements gathered at a time."""
     import deepspeed
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29511")
-    # One process reduces nothing: what does it in shared memory would be compiled first, for a minute.
+    # One process reduces nothing. DeepSpeed's shared-memory reduction would be compiled first, for a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     config = {"train_micro_batch_size_per_gpu": 1, SECTION: dict(section), "zero_allow_untested_optimizer": True}
@@ -74,7 +74,7 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
 
 
 def _loss(out: Any) -> torch.Tensor:
-    """Return the loss that a model returns, or the mean of the first tensor."""
+    """Return the loss in a model's output, or the mean of its first tensor."""
     loss = getattr(out, "loss", None)
     if loss is None:
         first = out if isinstance(out, torch.Tensor) else next(iter(out.values() if isinstance(out, Mapping) else out))

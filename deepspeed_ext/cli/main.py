@@ -1,7 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: it shows versions and groups; ``leaf-modules`` shows what ZeRO-3 would fetch as one of a model,
-and ``plan`` what each strategy costs."""
+"""The command line.
+
+Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
+one, and ``plan`` shows what each strategy costs.
+"""
 
 import argparse
 import os
@@ -27,7 +30,7 @@ def report_versions() -> None:
 
 
 def report_groups(ranks: int | None, group_size: int | None) -> None:
-    """Print the groups that would be formed, by default those of the launcher's environment."""
+    """Print the groups that would be formed; by default, for the ranks in the launcher's environment."""
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     m = group_size or default_group_size(range(ranks), ranks_per_node())
     sizes = GroupSizes(ranks, m)
@@ -37,7 +40,7 @@ def report_groups(ranks: int | None, group_size: int | None) -> None:
 
 
 def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``leaf-modules``, without importing what it needs of DeepSpeed."""
+    """Add the arguments of ``leaf-modules``, without importing DeepSpeed yet."""
     parser.add_argument(
         "--model", required=True, metavar="PKG:FN", help="makes the model; on the meta device it is free"
     )
@@ -61,10 +64,10 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
     """Run a command, or print the report.
 
     Args:
-        report_patches: prints what has become of DeepSpeed's symbols, where they are patched.
+        report_patches: prints which of DeepSpeed's symbols are patched; a fork patches none.
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
-    # Their names are not those of any command's arguments, whose defaults would take their place.
+    # Their names must differ from those of all commands' arguments, since defaults of those would replace these.
     ranks, size = "report_ranks", "report_group_size"
     parser.add_argument("--ranks", dest=ranks, type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
     parser.add_argument("--group-size", dest=size, type=int, help="paro_group_size (default: ranks per node)")

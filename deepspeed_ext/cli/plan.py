@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m deepspeed_ext plan`` shows what each strategy would cost, and which to use.
 
-Under a launcher (torchrun, deepspeed) the ranks are those of the launch; if no rates are given, theirs are measured.
+Under a launcher (torchrun, deepspeed), the plan is for the launched ranks. Rates that are not given are measured.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-FLOPS = 6  # of each parameter for a token, forward and backward
+FLOPS = 6  # for each parameter and token, forward and backward
 TERMINAL = Path("-")  # as a file
-FETCHED = 50_000_000  # elements that are gathered at once of a model of which only the size is known
+FETCHED = 50_000_000  # elements in a gather, assumed if only the size of the model is known
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,19 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--expert-parallel", type=ranks, metavar="E", help=together)
     what.add_argument("--dtype", choices=BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
     what.add_argument("--accumulation", type=ranks, default=1, metavar="S", help="micro-steps of a step (default: 1)")
-    hides = "forward and backward of a micro-step without communication, which they hide (default: 0)"
+    hides = "seconds of forward and backward of a micro-step without communication (default: 0)"
     what.add_argument("--micro-step-seconds", type=rest, default=0.0, metavar="S", help=hides)
-    batch = "of a micro-batch on a rank, of which the cluster's tflops tell S"
+    batch = "of a micro-batch on a rank; with the cluster's tflops they give S"
     what.add_argument("--tokens", type=count, metavar="N", help=batch)
     overlap = "paro_overlap_updates: with p = N, updated parameters come under the next forward"
     what.add_argument("--overlap-updates", action="store_true", help=overlap)
     muon = (
-        "Muon trains the matrices that DeepSpeed chooses for it (with --params: all that is trained); S: seconds that "
-        "one rank would take to orthogonalize them all (default: 0)"
+        "Muon trains the matrices that DeepSpeed chooses for it (with --params: all trained parameters); S: seconds "
+        "that one rank would take to orthogonalize them all (default: 0)"
     )
     what.add_argument("--muon", type=rest, nargs="?", const=0.0, metavar="S", help=muon)
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
-    file = "JSON that describes its nodes and links, instead of the options below; --nodes where it has none"
+    file = "JSON that describes its nodes and links, instead of the options below; needs --nodes if it has none"
     where.add_argument("--cluster", type=Path, metavar="FILE", help=file)
     where.add_argument("--nodes", type=ranks)
     where.add_argument("--ranks-per-node", type=ranks)
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the plan, under a launcher on its first rank.
+    """Print the plan; under a launcher, on the first rank only.
 
     Raises:
         ValueError: an argument is missing, out of bounds, or contradicts another.
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
         model = replace(model, compute=FLOPS * parameters * arguments.tokens / (cluster.tflops * 1e12))
     if arguments.estimate and model.states.updated != model.states.parameters:
         raise ValueError(
-            f"--estimate prints what DeepSpeed's estimators know, all parameters trained; of {arguments.model} "
+            f"--estimate assumes, as DeepSpeed's estimators do, that all parameters are trained; of {arguments.model} "
             f"{model.states.updated / model.states.parameters:.1%} are. Leave out --estimate."
         )
     rates = cluster.rates(sizes) if cluster else _rates(arguments, sizes, per_node, launched)
@@ -129,7 +129,7 @@ def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_nod
 
 
 def _take_cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """Return the cluster of --cluster, and take its figures for the options that it replaces."""
+    """Return the cluster of --cluster, and set the options that it replaces to its figures."""
     if arguments.cluster is None:
         if arguments.tokens is not None:
             raise ValueError("--tokens goes with --cluster, whose file tells tflops.")
@@ -148,7 +148,7 @@ def _take_cluster(arguments: argparse.Namespace) -> Cluster | None:
             "--tokens needs tflops in the file of --cluster, and takes the place of --micro-step-seconds."
         )
     if arguments.tokens is not None and arguments.expert_params is not None:
-        raise ValueError("--tokens knows of no experts, of which a token uses some: give --micro-step-seconds.")
+        raise ValueError("--tokens does not support experts, since a token uses only some: give --micro-step-seconds.")
     for name in replaced:
         setattr(arguments, name, getattr(cluster, name))
     arguments.nodes = cluster.nodes or arguments.nodes
@@ -203,7 +203,7 @@ def _check(a: argparse.Namespace) -> None:
 
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
-    """Return the number of nodes, and of ranks on each."""
+    """Return the number of nodes, and of ranks on each node."""
     given = arguments.nodes, arguments.ranks_per_node
     if not launched:
         if None in given:
@@ -267,7 +267,7 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _experts(params: int, ranks: int, width: int) -> tuple[Experts, ...]:
-    """Return the experts that one of ``ranks`` has."""
+    """Return the share of the experts that each of ``ranks`` ranks has."""
     states = ModelStates.of(params // ranks, parameter_bytes=width, gradient_bytes=width)
     return (Experts(ranks, states, fetches=max(1, params // ranks // FETCHED)),)
 
@@ -284,7 +284,7 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.planner import probe
 
-    # Or all ranks of a node would measure on its first device.
+    # Otherwise all ranks of a node would measure on its first device.
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]

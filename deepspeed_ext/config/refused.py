@@ -58,7 +58,7 @@ def _replicates_states(strategy: Strategy) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A key that cannot stand beside a strategy.
+    """A key that cannot be used with a strategy.
 
     Attributes:
         key: its full name.

@@ -1,16 +1,17 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts that are too large for one unit: fetched a chunk of experts at a time.
+"""Mixtures of experts that are too large for one unit, with the experts in a list: fetched one window at a time.
 
-Note [Chunks in one order]
-    Ranks use different experts, but what they gather together they must gather in one order. So the experts of a
-    block are split into chunks, of consecutive experts that fit the budget, and in every forward of the block all
-    chunks are gathered, each once, first to last; in every backward last to first. A rank that enters an expert first
-    goes through the chunks before it, used or not; one that leaves the block goes through those that are left. So
-    the bytes are those of one unit, and what is gathered at a time are those of a chunk.
+Note [Windows of listed experts]
+    Ranks use different experts, but they must run the same gathers in the same order. So the experts of a block are
+    split into windows of consecutive experts that fit the budget; a ``Chunk`` is such a window. Every forward of the
+    block gathers every window once, from the first to the last, and every backward from the last to the first. Before
+    a rank enters an expert, it gathers the windows up to that expert's, used or not; when it leaves the block, it
+    gathers the remaining ones. So a pass moves as many bytes as one unit would, but only one window is in memory.
 
-    Forward must enter experts in their order: every loop over experts does. Autograd runs backward what was recorded
-    last first, so a chunk is done when an earlier one is entered; its gradients are reduced then. Either is checked.
+    Forward must enter the experts in their order, as every loop over experts does. Autograd runs the backward in the
+    reverse order of the forward, so a window is done when an earlier one is entered, and its gradients are reduced
+    then. Both orders are checked.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +19,14 @@ from typing import Any
 
 from torch import nn
 
-_CHUNKS = "paro_chunks"  # attribute of a block: its chunks
+_CHUNKS = "paro_chunks"  # attribute of a block: its ``ChunkedModule``
 # Numbers in the sets of modules that use a parameter; DeepSpeed numbers modules from 0.
-WAITS = -1  # the gradients of its module are not complete
+WAITS = -1  # stands for a module with incomplete gradients, and keeps its parameters gathered
 _FIRST_ID = -2  # of a chunk
 
 
 class Chunk(nn.Module):
-    """Consecutive experts, which are a leaf module to DeepSpeed's coordinator. A chunk is no part of the model.
+    """A window of consecutive experts. DeepSpeed's coordinator sees it as a leaf module; it is no part of the model.
 
     Args:
         experts: in the order in which they are entered.
@@ -41,7 +42,7 @@ class Chunk(nn.Module):
         self._z3_leaf = True
 
     def __deepcopy__(self, memo: object) -> "Chunk":
-        return self  # of the engine, as hooks are
+        return self  # belongs to the engine, as hooks do
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
         """Return the experts' parameters, each once."""
@@ -49,13 +50,16 @@ class Chunk(nn.Module):
         return ((str(number), param) for number, param in enumerate(seen))
 
     def ds_external_parameters(self) -> tuple[tuple[str, Any], ...]:
-        """Return none: experts in chunks have no parameters of other modules."""
+        """Return none: experts in a window use no parameters of other modules."""
         return ()
 
 
 class _Pass:
-    """A forward or a backward of a block: ``at`` is the number of chunks that were opened, in its order; ``last``
-    whether the backward that runs will not come to the block again."""
+    """One forward or backward of a block.
+
+    ``at`` is the number of windows opened so far, in the pass's order. ``last`` tells whether the running backward
+    will not enter the block again.
+    """
 
     def __init__(self, forward: bool, last: bool) -> None:
         self.forward = forward
@@ -64,11 +68,11 @@ class _Pass:
 
 
 class ChunkedModule:
-    """A module with experts in chunks. See Note [Chunks in one order].
+    """A module whose listed experts are fetched in windows. See Note [Windows of listed experts].
 
     Args:
-        module: what is entered and left around its experts.
-        chunks: of all of them.
+        module: the block, which is entered before its experts and left after them.
+        chunks: the windows, with all of its experts.
     """
 
     def __init__(self, module: nn.Module, chunks: Sequence[Chunk]) -> None:
@@ -79,13 +83,13 @@ class ChunkedModule:
         self.reduce: Callable[[Chunk, bool], None] = lambda chunk, last: None  # set with an optimizer
         self.is_last: Callable[[], bool] = lambda: True
         self.forget: Callable[[], None] = lambda: None
-        self._passes: list[_Pass] = []  # a recomputation is inside of a backward
+        self._passes: list[_Pass] = []  # several, since a recomputation runs inside a backward
 
     def __deepcopy__(self, memo: object) -> "ChunkedModule":
         return self
 
     def abandon(self) -> None:
-        """Give up what is open, which an exception has left: a new forward of the model begins."""
+        """Drop passes that an exception has interrupted. Called when a new forward of the model begins."""
         backward = any(not one.forward for one in self._passes)
         self._passes.clear()
         if backward:
@@ -94,20 +98,20 @@ class ChunkedModule:
     def begin(self, forward: bool) -> None:
         """Called when the module is entered."""
         while self._passes and (self._passes[-1].forward or not forward):
-            self._finish()  # left without notice: the recomputation of a checkpoint stops when it has what it needs
+            self._finish()  # never ended: the recomputation of a checkpoint stops as soon as it has what it needs
         self._passes.append(_Pass(forward, forward or self.is_last()))
 
     def enter(self, number: int, forward: bool) -> None:
-        """Called when an expert of this chunk is entered.
+        """Called when an expert of this window is entered.
 
         Raises:
-            RuntimeError: chunks after it have been entered.
+            RuntimeError: a later window has been entered already.
         """
         while self._passes and self._passes[-1].forward and not forward:
             self._finish()
         top = self._passes[-1] if self._passes else None
         if forward and top and not top.forward and self._number(top, top.at - 1) == number:
-            return  # a checkpoint of a single expert, which runs backward, recomputes it
+            return  # an expert under a checkpoint of its own is recomputed in its backward
         if top is None or top.forward != forward:
             self._passes.append(_Pass(forward, forward or self.is_last()))
         self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
@@ -120,7 +124,7 @@ class ChunkedModule:
             self._finish()
 
     def finish(self) -> None:
-        """Called when the backward of the model is over."""
+        """Called at the end of the model's backward."""
         while self._passes:
             self._finish()
 
@@ -131,13 +135,13 @@ class ChunkedModule:
         self._passes.pop()
 
     def _go(self, current: _Pass, place: int) -> None:
-        """Go on to the chunk at this place of the pass's order."""
+        """Fetch the windows up to this position in the pass's order, and close those before it."""
         if place < current.at - 1:
             raise RuntimeError(
                 f"{type(self.module).__name__} enters its experts in another order than theirs, "
-                f"{'forward' if current.forward else 'backward'}: chunk {self._number(current, place)} of "
-                f"{len(self.chunks)} after chunk {self._number(current, current.at - 1)}. Chunks are gathered in one "
-                f"order on all ranks: raise zero_optimization.stage3_leaf_bytes until the module is one unit."
+                f"{'forward' if current.forward else 'backward'}: window {self._number(current, place)} of "
+                f"{len(self.chunks)} after window {self._number(current, current.at - 1)}. Windows are gathered in "
+                f"one order on all ranks: raise zero_optimization.stage3_leaf_bytes until the module is one unit."
             )
         while current.at <= place:
             if current.at:
@@ -159,7 +163,7 @@ class ChunkedModule:
 
 
 def set_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> None:
-    """Fetch a module's experts, which are leaf modules, in these chunks from now on."""
+    """Fetch a module's experts, which are leaf modules, in these windows from now on."""
     module.__dict__[_CHUNKS] = ChunkedModule(module, [Chunk(chunk) for chunk in chunks])
 
 
@@ -169,7 +173,7 @@ def unset_chunks(module: nn.Module) -> bool:
 
 
 def chunked_modules(model: nn.Module) -> list[ChunkedModule]:
-    """Return the modules of a model that have chunks, in its order, and number the chunks for DeepSpeed."""
+    """Return the chunked modules of a model, in its order, and give each chunk an id for DeepSpeed's records."""
     blocks = [module.__dict__[_CHUNKS] for module in model.modules() if _CHUNKS in module.__dict__]
     chunks = [chunk for block in blocks for chunk in block.chunks]
     for number, chunk in enumerate(chunks):

@@ -3,17 +3,18 @@
 """When the gradients of a leaf module are complete, whatever its inputs are.
 
 Note [The end of a leaf's backward]
-    ZeRO-3 reduces the gradients of a leaf module, zeros for those that were not used, when its backward is done. It
-    takes that from ``register_full_backward_hook``, which PyTorch calls too early, before there are gradients, where
-    no positional input needs a gradient: token ids, a frozen embedding, inputs by keyword. What is reduced then are
-    zeros, and the gradients that come later crash (0.15.4 to 0.17.6 refused such modules; 0.19.8 does not).
+    ZeRO-3 reduces the gradients of a leaf module when its backward is done, with zeros for unused parameters. It
+    learns of that moment from ``register_full_backward_hook``. If no positional input needs a gradient (token ids, a
+    frozen embedding, keyword inputs), PyTorch calls that hook before there are gradients: zeros are reduced, and the
+    gradients that come later crash (DeepSpeed 0.15.4 to 0.17.6 refused such modules; 0.19.8 does not).
 
-    Here all positional inputs of a call go through one node of autograd's graph, which runs when what can be reached
-    of the call has run: autograd runs what was recorded last first. Inputs by keyword are left as they are, for they
-    may be containers that the module fills; where there are no others, the gradient of each is looked at. The module
-    is done when that was its last call in the graph that runs, and no parameter is still to get a gradient (from a
-    second output, say). If there is no such moment, it is done when the backward is: before ZeRO's epilogue, in the
-    order of the modules. All of that depends on the graph that runs, which is the same on all ranks but for experts.
+    Here, all positional inputs of a call pass through one node of the autograd graph. Autograd runs nodes in the
+    reverse order of their creation, so this node runs when everything in the call that can be reached has run.
+    Keyword inputs are left as they are, since they may be containers that the module fills; if a call has no others,
+    the gradient of each is hooked. The module is done when this was its last call in the running graph and no
+    parameter will still get a gradient (for example, from a second output). If there is no such moment, the module is
+    done at the end of the backward: before ZeRO's epilogue, in the order of the modules. All of this depends only on
+    the running graph, which is the same on all ranks except for experts.
 """
 
 import functools
@@ -34,16 +35,18 @@ from deepspeed_ext.deepspeed_types import LeafOptimizer, ZeroParameter
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, chunked_modules
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 
-_ATTRIBUTE = "paro_leaf_gradients"  # of the optimizer
+_ATTRIBUTE = "paro_leaf_gradients"  # attribute of the optimizer
 
 
 class LeafReducer(ABC):
-    """A stage-3 optimizer that takes the gradients of a leaf module together, where DeepSpeed's takes them one by one
-    and is not watched."""
+    """A stage-3 optimizer that takes all gradients of a leaf module in one call.
+
+    DeepSpeed's own takes them one by one, and its leaf modules are not watched.
+    """
 
     @abstractmethod
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
-        """Put the gradients of a leaf module, which are complete, into buckets."""
+        """Put the complete gradients of a leaf module into buckets."""
 
     @abstractmethod
     def reduce_window(
@@ -53,14 +56,14 @@ class LeafReducer(ABC):
 
         Args:
             module: whose experts they are.
-            number: of the window; 0 is the last one backward.
-            gradients: of each of its parameters.
-            last: whether the backward that runs will not come to the module again.
+            number: of the window; the backward takes window 0 last.
+            gradients: one for each of its parameters.
+            last: whether the running backward will not enter the module again.
         """
 
 
 class _Call:
-    """One call of a module, as long as autograd's graph has it."""
+    """One call of a module, for as long as it is in an autograd graph."""
 
     def __init__(self, calls: "_Calls", node: Node) -> None:
         self.calls = calls
@@ -75,11 +78,11 @@ class _Context(torch.autograd.function.FunctionCtx):
 
 
 class _Inputs(torch.autograd.Function):
-    """The positional inputs of a call, unchanged; their gradients are the last of the call."""
+    """Pass the positional inputs of a call through unchanged; its backward runs when the call's backward is done."""
 
     @staticmethod
     def forward(ctx: _Context, calls: "_Calls", *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = calls.begin(cast(Node, ctx))  # at run time they are the same
+        ctx.call = calls.begin(cast(Node, ctx))  # at run time the context is the node
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
@@ -91,30 +94,30 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Calls:
-    """The calls of a module that have positional inputs with gradients.
+    """The calls of a module with positional inputs that need gradients.
 
     Args:
-        module: to watch.
-        over: called when one is.
+        module: the module to watch.
+        over: called at the end of each call's backward.
     """
 
     def __init__(self, module: nn.Module, over: Callable[[], None] = lambda: None) -> None:
         self.over = over
-        self.found = False  # whether the last call is one
+        self.found = False  # whether the latest call is one of them
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self.hook = module.register_forward_pre_hook(self._before)
 
     def __deepcopy__(self, memo: object) -> "_Calls":
-        return self  # hooks are copied with a model, and stay those of its engine
+        return self  # hooks are copied with a model, but belong to its engine
 
     def begin(self, node: Node) -> _Call:
-        """Note a call that has this node in the graph."""
+        """Record a call that this node of the graph stands for."""
         call = _Call(self, node)
         self._calls.add(call)
         return call
 
     def to_come(self) -> int:
-        """Return how many of them the backward that runs now will still come to."""
+        """Return how many of these calls the running backward has still to reach."""
         if torch._C._current_graph_task_id() == -1:
             return 0
         nodes = [call.node() for call in self._calls if not call.over]
@@ -140,7 +143,7 @@ class _Leaf:
         self.owner = owner
         self.module = module
         self.params = list(params)
-        self.waiting = False  # for the end of the backward
+        self.waiting = False  # whether it is reduced at the end of the backward
         self._calls = _Calls(module, self._positional_call_is_over)
         self.hooks = [self._calls.hook, module.register_forward_hook(self._after, with_kwargs=True)]
 
@@ -148,7 +151,7 @@ class _Leaf:
         return self
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Watch the outputs, and the inputs by keyword, of a call without positional inputs that need gradients."""
+        """If no positional input of a call needs a gradient, watch its outputs and keyword inputs instead."""
         if self._calls.found or not torch.is_grad_enabled():
             return
 
@@ -160,7 +163,7 @@ class _Leaf:
             if self.waiting and not self._to_come():
                 self.waiting = False
                 self.owner.reduce(self.params)
-                self.owner.release(self.module)  # DeepSpeed looks at positional inputs
+                self.owner.release(self.module)  # DeepSpeed's own hook sees positional inputs only
 
         for tensor in _tensors(output):
             tensor.register_hook(begin)
@@ -178,14 +181,14 @@ class _Leaf:
             entry.ds_active_sub_modules.add(WAITS)
 
     def _to_come(self) -> bool:
-        """Whether a parameter will still get a gradient in the backward that runs now."""
+        """Return whether the running backward will still give a parameter its gradient."""
         return any(_comes_later(param) for param in self.params if param.grad is None)
 
     def end_of_backward(self, in_buckets: set[int]) -> None:
-        """Reduce what has waited; also what has come in without any call of the module.
+        """Reduce gradients that have waited, and those that came without a call of the module.
 
         Args:
-            in_buckets: ds_ids of parameters whose gradients have been handed over, and not moved yet.
+            in_buckets: ds_ids of parameters with gradients that are in a bucket already.
         """
         left = [param for param in self.params if param.ds_id not in in_buckets]
         if not self.waiting and all(param.grad is None for param in left):
@@ -200,7 +203,7 @@ class _Leaf:
 
 
 def _tensors(nested: object) -> list[Tensor]:
-    """Return the tensors that need gradients, in lists, tuples and dictionaries, which are left as they are."""
+    """Return the tensors that need gradients in nested lists, tuples and dictionaries."""
     if isinstance(nested, Tensor):
         return [nested] if nested.requires_grad else []
     if isinstance(nested, dict):
@@ -211,12 +214,11 @@ def _tensors(nested: object) -> list[Tensor]:
 
 
 class LeafGradients:
-    """Reduces the gradients of leaf modules, in the place of ZeRO-3's own hooks. See Note [The end of a leaf's
-    backward].
+    """Reduces the gradients of leaf modules, instead of ZeRO-3's own hooks. See Note [The end of a leaf's backward].
 
     Args:
-        optimizer: a stage-3 optimizer, whose hooks exist; those of leaf modules are removed.
-        entries: what the coordinator fetches for a module.
+        optimizer: a stage-3 optimizer that has registered its hooks; those of leaf modules are removed.
+        entries: returns what the coordinator fetches for a module.
     """
 
     def __init__(self, optimizer: LeafOptimizer, entries: Callable[[nn.Module], Sequence[Any]]) -> None:
@@ -225,7 +227,7 @@ class LeafGradients:
         for hook in optimizer._leaf_module_hooks:
             hook.remove()
         self._blocks = chunked_modules(optimizer.module)
-        self._waiting: list[Chunk] = []  # for the end of the backward
+        self._waiting: list[Chunk] = []  # reduced at the end of the backward
         experts: set[int] = set()
         self._trained: dict[Chunk, list[ZeroParameter]] = {}
         calls = []
@@ -255,7 +257,7 @@ class LeafGradients:
         ]
 
     def reduce(self, params: Sequence[ZeroParameter]) -> None:
-        """Hand the gradients of a module over, as the hook of a parameter does."""
+        """Hand a module's gradients to the optimizer, as a parameter's hook does."""
         self._hand_over(functools.partial(self._optimizer.reduce_leaf, params))
 
     def _reduce_window(
@@ -275,22 +277,22 @@ class LeafGradients:
         optimizer.update_hook_state_and_maybe_run_epilogue(expected)
 
     def backward_has_begun(self) -> None:
-        """Queue DeepSpeed's callback for the end of a backward, even if no other hook has."""
+        """Queue DeepSpeed's post-backward callback, even if no other hook has."""
         self._optimizer.reenter_backward_if_needed()
         self._optimizer._backward_hook_state.queue_post_backward_callback()
 
     def release(self, module: nn.Module) -> None:
-        """Release a module where DeepSpeed, which looks at positional inputs only, would not."""
+        """Release a module that DeepSpeed would keep, since it looks at positional inputs only."""
         self._optimizer.parameter_offload.post_sub_module_backward_function(module)
 
     def _reduce_chunk(self, chunk: Chunk, last: bool) -> None:
-        """Reduce experts that a backward has left, or at its end if it will come to their module again."""
+        """Reduce a window's experts: now in the last pass of their module, or else at the end of the backward."""
         params = self._trained[chunk]
         if not last:
             self._waiting.append(chunk)
         elif any(_comes_later(param) for param in params if param.grad is None):
             raise RuntimeError(
-                "Experts of a module that is fetched in chunks are still to run backward when their chunk is left: "
+                "Experts of a module that is fetched in windows are still to run backward when their window is left: "
                 "autograd does not run them last to first. Raise zero_optimization.stage3_leaf_bytes until the module "
                 "is one unit."
             )
@@ -298,8 +300,10 @@ class LeafGradients:
             self.reduce(params)
 
     def _forget(self) -> None:
-        """Drop what a backward that was given up has left in chunks, unless it is in a bucket: then the next backward
-        fails, as ZeRO-3's does with leaf modules."""
+        """Drop gradients of listed experts that an interrupted backward has left.
+
+        Gradients that are in a bucket already stay; then the next backward fails, as ZeRO-3's does with leaf modules.
+        """
         self._waiting.clear()
         in_buckets = self._in_buckets()
         for params in self._trained.values():
@@ -308,18 +312,18 @@ class LeafGradients:
                     param.grad = None
 
     def _in_buckets(self) -> set[int]:
-        """Return the ds_ids of parameters whose gradients have been handed over, and not moved yet."""
+        """Return the ds_ids of parameters with gradients that are in a bucket already."""
         return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
 
     def leave_modules(self) -> None:
-        """Leave the modules that the backward has not: whose inputs need no gradient."""
+        """Leave modules that the backward has not left, because their inputs need no gradient."""
         for block in self._blocks:
             block.finish()
         for one in self._windowed:
             one.end_of_backward(one)
 
     def end_of_backward(self) -> None:
-        """Reduce all that waits: the same modules on all ranks, in one order."""
+        """Reduce everything that waits, in the same order on all ranks."""
         self.leave_modules()
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
@@ -343,22 +347,24 @@ def watch_leaves(optimizer: LeafOptimizer) -> None:
 
 
 def end_of_backward(optimizer: LeafOptimizer) -> None:
-    """Reduce what waits, before the epilogue of a stage-3 optimizer."""
+    """Reduce everything that waits. Called before the epilogue of a stage-3 optimizer."""
     watcher = getattr(optimizer, _ATTRIBUTE, None)
     if watcher is not None:
         watcher.end_of_backward()
 
 
 def leave_modules(optimizer: LeafOptimizer) -> None:
-    """Leave what a backward has not left, before DeepSpeed forgets which modules it was in. In
-    ``coalesce_grad_reduction`` a backward has no epilogue that reduces."""
+    """Leave modules that a backward has not left. Called before DeepSpeed forgets which modules it was in.
+
+    ``end_of_backward`` does not suffice: in ``coalesce_grad_reduction`` a backward has no epilogue that reduces.
+    """
     watcher = getattr(optimizer, _ATTRIBUTE, None)
     if watcher is not None:
         watcher.leave_modules()
 
 
 def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
-    """Return the parameters; one without a gradient gets a zero one, which takes no memory."""
+    """Yield the parameters; one without a gradient gets zeros, which take no memory."""
     zeros: dict[torch.dtype, Tensor] = {}
     for param in params:
         if param.grad is None:
@@ -367,19 +373,19 @@ def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
                 zero = torch.zeros((), dtype=param.dtype, device=get_accelerator().current_device_name())
                 zeros[param.dtype] = zero
             whole = zero.expand(param.ds_shape)
-            data, param.data = param.data, whole  # it may be released already, and then has no shape
+            data, param.data = param.data, whole  # if it has been released, its own data has another shape
             param.grad = whole
             param.data = data
         yield param
 
 
 def _is_last(calls: _Calls) -> bool:
-    """Whether the backward that runs, and has just come to a module, will not come to it again."""
+    """Return whether the running backward, which has just entered a module, will not enter it again."""
     return calls.to_come() <= 1
 
 
 def _comes_later(param: nn.Parameter) -> bool:
-    """Whether the backward that runs now will give the parameter a gradient."""
+    """Return whether the running backward will give the parameter a gradient."""
     if not param.requires_grad or torch._C._current_graph_task_id() == -1:
         return False
     with torch.enable_grad():

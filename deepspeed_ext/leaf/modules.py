@@ -3,20 +3,21 @@
 """Which modules ZeRO-3 fetches as one unit: its leaf modules.
 
 Note [Which modules are safe]
-    Everything inside a leaf module is fetched when the module is entered, and reduced when it is left. So it must be
-    entered through itself only: it and its descendants are in one place of the model and share no parameters with the
-    rest. It must have a forward of its own, which lists of modules have not. The root is never one: all of the model
-    would be gathered at once.
+    Everything inside a leaf module is fetched when the module is entered, and reduced when it is left. So its inside
+    must be reachable through the module only: the module and its descendants are in one place of the model, and share
+    no parameters with the rest. The module must have a forward of its own; lists of modules have none. The root is
+    never a leaf module, since the whole model would be gathered at once.
 
 Note [Two ways to choose]
-    By *granularity* (DeepSpeed #6649): parameters / (1 + descendants), where descendants are modules inside that have
-    parameters, lists not counted; parents first, the first that is at most the threshold. A mean hardly changes with
-    depth, so it cannot tell a layer from its block of experts; it stays for those who have tuned it.
+    By *granularity* (DeepSpeed #6649): parameters / (1 + descendants), where descendants are the modules inside that
+    have parameters; lists are not counted. Starting from the top, the first module at most at the threshold is chosen.
+    Such a mean hardly changes with depth, so it cannot tell a layer from its block of experts. It is kept for those
+    who have tuned it.
 
-    By a *budget* in bytes for the largest unit: parents first, the first whose parameters, gradients and gather
-    buffer fit. A module that holds a stack of layers is passed over, even if it fits: fetched as one, nothing of it
-    could be prefetched while something of it computes. So what is found are layers, and where a layer does not fit,
-    its block of experts, which must be one unit for another reason: ranks may use different experts.
+    By a *budget* in bytes for the largest unit: starting from the top, the first module is chosen for which
+    parameters, gradients and gather buffer fit. A module that holds a stack of layers is passed over even if it fits:
+    if it were fetched as one, no layer could be prefetched while another computes. So the units are layers. If a layer
+    does not fit, its block of experts should still be one unit, since ranks may use different experts.
 """
 
 import re
@@ -31,21 +32,21 @@ from deepspeed_ext.leaf.chunks import set_chunks, unset_chunks
 from deepspeed_ext.leaf.windows import experts_in, set_windows, unset_windows, why_no_windows, windows_of
 
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
-_OURS = "paro_leaf"  # that the flag is ours
+_OURS = "paro_leaf"  # set where we, and not the user, have set the flag
 _EXPERTS = re.compile("expert", re.IGNORECASE)
 _ROUTER = re.compile("router|^gate$|gating|TopKGate", re.IGNORECASE)
 _CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__all__)
-HOOKS = 4  # that DeepSpeed registers on each module
+HOOKS = 4  # number of hooks that DeepSpeed registers on each module
 
 
 class LeafKind(Enum):
-    """What becomes of a module."""
+    """How a module is fetched."""
 
-    UNIT = "coarse"  # fetched as one
-    CHUNKED = "chunked"  # its experts are fetched some at a time; what else is in it as usual
-    WINDOWED = "windowed"  # its packed experts are fetched some at a time
+    UNIT = "coarse"  # as one
+    CHUNKED = "chunked"  # its listed experts are fetched in windows; everything else in it as usual
+    WINDOWED = "windowed"  # its packed experts are fetched in windows
     FINE = "fine"  # its own parameters are fetched when it is entered
-    INSIDE = "inside"  # of a unit
+    INSIDE = "inside"  # it is inside a unit, and fetched with it
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,16 @@ class Settings:
 
 
 @dataclass
-class Found:
-    """A module and what becomes of it.
+class ModuleChoice:
+    """A module, and how it is fetched.
 
     Attributes:
-        numel: elements of its parameters, all descendants included.
-        granularity: elements / (1 + descendants); None where it has none.
-        bytes: as a unit.
+        numel: elements of its parameters, including those of all descendants.
+        granularity: elements / (1 + descendants); None if it has none.
+        bytes: what it takes as a unit, see ``unit_bytes``.
         why: why it is not a unit; empty if it is one.
-        chunks: experts that are fetched together.
-        windows: packed experts that are fetched together, by number.
+        chunks: windows of listed experts.
+        windows: windows of packed experts, by their numbers.
     """
 
     name: str
@@ -94,24 +95,26 @@ def numel_of(param: Tensor) -> int:
 
 
 def unit_bytes(params: Iterable[Tensor]) -> int:
-    """Return the bytes that parameters take while their unit is used: themselves, the buffer that they are gathered
-    into, and their gradients, if they are trained."""
+    """Return the bytes that parameters take while their unit is in use.
+
+    They are the parameters, the buffer that they are gathered into, and the gradients of those that are trained.
+    """
     return sum(numel_of(p) * p.element_size() * (2 + int(p.requires_grad)) for p in params)
 
 
 def default_budget(model: nn.Module, most_live: int) -> int:
-    """Return the budget of a unit of ``most_live`` elements that are trained."""
+    """Return the budget that fits a unit of ``most_live`` trained elements."""
     sizes = [p.element_size() for p in model.parameters()]
     return most_live * 3 * max(sizes, default=4)
 
 
 class _Tree:
-    """A model as the choice sees it."""
+    """A model, with what the choice must know: names, users of parameters, and stacks of layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.places: dict[int, list[str]] = {}  # id of a module: its names
-        self.users: dict[int, set[int]] = {}  # id of a parameter: modules that own it
+        self.users: dict[int, set[int]] = {}  # id of a parameter: ids of the modules that hold it
         for name, module in model.named_modules(remove_duplicate=False):
             self.places.setdefault(id(module), []).append(name)
             for param in module.parameters(recurse=False):
@@ -119,7 +122,7 @@ class _Tree:
         self.stacks = {id(module) for module in model.modules() if self._is_stack(module)}
 
     def granularity(self, module: nn.Module) -> tuple[int, int, int | None]:
-        """Return the elements, counted modules and granularity of a module, as DeepSpeed counts them."""
+        """Return a module's elements, number of counted modules and granularity, as DeepSpeed counts them."""
         numel = sum(numel_of(p) for p in module.parameters(recurse=False))
         if next(module.parameters(), None) is None:
             return 0, 0, None
@@ -150,7 +153,7 @@ class _Tree:
         return self.entered_elsewhere(module)
 
     def entered_elsewhere(self, module: nn.Module) -> str:
-        """Return why what is inside a module may be used without it; empty if it is not."""
+        """Return why something inside a module may be used from outside it; empty if nothing is."""
         inside = {id(m) for m in module.modules()}
         place = self.places[id(module)][0]
         for m in module.modules():
@@ -161,12 +164,12 @@ class _Tree:
         return ""
 
     def holds_stack(self, module: nn.Module) -> bool:
-        """Whether a module has layers inside that follow one another."""
+        """Return whether a module contains layers that follow one another."""
         return not is_mixture(module) and any(id(m) in self.stacks for m in _outside_mixtures(module))
 
     @staticmethod
     def _is_stack(module: nn.Module) -> bool:
-        """Whether a module is a list of several modules of one class, with modules inside."""
+        """Return whether a module is a list of several modules of one class that have submodules."""
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
         alike = len(children) > 1 and len({type(child) for child in children}) == 1
         layers = alike and not isinstance(children[0], _CONTAINERS) and any(True for _ in children[0].children())
@@ -178,8 +181,11 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Whether a module chooses among experts: something right inside, with parameters, is named or called so, or is a
-    list of alike modules beside a gate or a router."""
+    """Return whether a module chooses among experts.
+
+    It does if a child with parameters has "expert" in its name or its class name, or is a list of alike modules beside
+    a gate or a router.
+    """
     if isinstance(module, _CONTAINERS):
         return False
     inside = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
@@ -188,7 +194,7 @@ def is_mixture(module: nn.Module) -> bool:
 
 
 def experts_of(module: nn.Module) -> list[nn.Module]:
-    """Return the experts in a list, or a dictionary, right inside a mixture; none if it has no such list."""
+    """Return the experts in a list or dictionary that is a child of a mixture; none if it has no such list."""
     routed = any(
         _ROUTER.search(name) or _ROUTER.search(type(child).__name__) for name, child in module.named_children()
     )
@@ -202,17 +208,17 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
-    """Return the module and its descendants, except for what is inside mixtures."""
+    """Yield the module and its descendants, except for what is inside mixtures."""
     yield module
     if not is_mixture(module):
         for child in module.children():
             yield from _outside_mixtures(child)
 
 
-def choose(model: nn.Module, settings: Settings) -> list[Found]:
-    """Return what becomes of each module of a model that has parameters, parents first. Changes nothing."""
+def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
+    """Return how each module with parameters is to be fetched, parents first. Changes nothing."""
     tree = _Tree(model)
-    found: list[Found] = []
+    found: list[ModuleChoice] = []
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module, inside: bool) -> None:
@@ -221,7 +227,8 @@ def choose(model: nn.Module, settings: Settings) -> list[Found]:
         if not params or id(module) in seen:
             return
         seen.add(id(module))
-        row = Found(name, module, numel, granularity, unit_bytes(params), LeafKind.INSIDE if inside else LeafKind.FINE)
+        kind = LeafKind.INSIDE if inside else LeafKind.FINE
+        row = ModuleChoice(name, module, numel, granularity, unit_bytes(params), kind)
         found.append(row)
         if not inside:
             row.why = _why_not(tree, row, settings)
@@ -241,10 +248,10 @@ def choose(model: nn.Module, settings: Settings) -> list[Found]:
     return found
 
 
-def _why_not(tree: _Tree, row: Found, settings: Settings) -> str:
-    """Return why a module, none of whose parents is a unit, is not one; empty if it is."""
+def _why_not(tree: _Tree, row: ModuleChoice, settings: Settings) -> str:
+    """Return why a module that is in no unit is not one itself; empty if it is."""
     if getattr(row.module, _LEAF, False):
-        return ""  # the user says so
+        return ""  # the user has set it
     unsafe = tree.unsafe(row.module)
     if unsafe:
         return unsafe
@@ -260,7 +267,7 @@ def _why_not(tree: _Tree, row: Found, settings: Settings) -> str:
 
 
 def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
-    """Return the experts of a mixture in chunks that fit the budget; none if it has no list of such experts."""
+    """Return windows of a mixture's listed experts that fit the budget; none if it has no list of such experts."""
     experts = experts_of(module)
     bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
     if max(bytes_each, default=0) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
@@ -277,18 +284,21 @@ def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]
 
 
 def expert_bytes(module: nn.Module) -> int:
-    """Return the bytes of one expert of a module with packed ones, as a unit; 0 if they cannot be taken apart."""
+    """Return the bytes of one packed expert of a module, as a unit; 0 if they cannot be taken apart."""
     return unit_bytes(module.parameters(recurse=False)) // experts_in(module) if can_have_windows(module) else 0
 
 
 def can_have_windows(module: nn.Module) -> bool:
-    """Whether a module's experts are packed, and can be fetched in windows."""
+    """Return whether a module's experts are packed, and can be fetched in windows."""
     return bool(_EXPERTS.search(type(module).__name__)) and why_no_windows(module) == ""
 
 
-def _windows(tree: _Tree, row: Found, budget: int) -> tuple[list[list[int]], str]:
-    """Return the windows of a module whose packed experts do not fit the budget, and why; none if it has no such
-    experts, and why not, if it looks as if it had."""
+def _windows(tree: _Tree, row: ModuleChoice, budget: int) -> tuple[list[list[int]], str]:
+    """Return windows of a module's packed experts, and why it is split.
+
+    Without such experts, or if the module fits the budget, there are none. If its experts look packed but must stay
+    together, there are none either, and the reason says why.
+    """
     why = why_no_windows(row.module)
     if why is None or row.bytes <= budget:
         return [], ""
@@ -300,8 +310,8 @@ def _windows(tree: _Tree, row: Found, budget: int) -> tuple[list[list[int]], str
     )
 
 
-def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
-    """Flag the chosen modules and the experts of chunks for DeepSpeed, and return the units."""
+def set_leaves(found: Iterable[ModuleChoice]) -> list[nn.Module]:
+    """Flag units, and experts in windows, as leaf modules for DeepSpeed; return the units."""
     found = list(found)
     units = [row.module for row in found if row.kind == LeafKind.UNIT]
     experts = [expert for row in found for chunk in row.chunks for expert in chunk]
@@ -319,15 +329,15 @@ def set_leaves(found: Iterable[Found]) -> list[nn.Module]:
 
 
 def _unset(module: nn.Module) -> bool:
-    """Undo what is set on one module, and return whether there was anything."""
+    """Undo what is set on one module, and return whether anything was."""
     return unset_chunks(module) | unset_windows(module) | bool(module.__dict__.pop(_OURS, False))
 
 
 def unset_leaves(model: nn.Module) -> None:
-    """Undo ``set_leaves``: another engine chooses for itself.
+    """Undo ``set_leaves``, so that another engine can choose for itself.
 
-    What DeepSpeed leaves on modules and parameters goes as well: another engine would take parameters for those of
-    leaf modules, and call the one that has made the autograd functions.
+    What DeepSpeed has left on these modules and parameters is removed, too. Otherwise, another engine would take the
+    parameters for those of leaf modules, and the autograd functions would call the old engine.
     """
     ours = [module for module in model.modules() if _unset(module)]
     for module in ours:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the choice of leaf modules means, as a table: per class, and in hooks and live parameters."""
+"""The choice of leaf modules as a table: a row per class, the hooks saved, and the parameters live at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from deepspeed_ext.leaf.modules import HOOKS, Found, LeafKind, Settings, numel_of
+from deepspeed_ext.leaf.modules import HOOKS, LeafKind, ModuleChoice, Settings, numel_of
 
 _FETCHED = {
     LeafKind.UNIT.value: "as one",
@@ -31,8 +31,8 @@ class ClassSummary(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Live:
-    """ZeRO-3's knobs that bound what is gathered at a time; all in elements."""
+class LiveLimits:
+    """ZeRO-3's settings that bound what is gathered at a time, all in elements."""
 
     most: int  # stage3_max_live_parameters
     prefetch: int  # stage3_prefetch_bucket_size
@@ -40,14 +40,14 @@ class Live:
     persistence: int  # stage3_param_persistence_threshold
 
 
-def summaries(found: Sequence[Found]) -> list[ClassSummary]:
-    """Return one summary for each class, kind and reason, in the order of the model, without what is inside units."""
-    alike: dict[tuple[str, str, str], list[Found]] = {}
+def summaries(found: Sequence[ModuleChoice]) -> list[ClassSummary]:
+    """Return one summary for each class, kind and reason, in the order of the model, without modules inside units."""
+    alike: dict[tuple[str, str, str], list[ModuleChoice]] = {}
     for one in found:
         if one.kind != LeafKind.INSIDE:
             why = "" if one.kind == LeafKind.UNIT else one.why
             if one.chunks:
-                why = f"{len(one.chunks)} chunks of experts; {one.why}"
+                why = f"{len(one.chunks)} windows of experts; {one.why}"
             if one.windows:
                 why = f"{len(one.windows)} windows of at most {len(one.windows[0])} experts; {one.why}"
             alike.setdefault((type(one.module).__name__, one.kind.value, _general(why)), []).append(one)
@@ -63,8 +63,11 @@ def _general(why: str) -> str:
     return why if " " not in why or why.split(" ", 1)[0].count(".") == 0 else f"a module in it {why.split(' ', 1)[1]}"
 
 
-def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
-    """Return the hooks on modules before and after: DeepSpeed has four on each module that is not inside a leaf."""
+def hooks(found: Sequence[ModuleChoice], model: nn.Module) -> tuple[int, int]:
+    """Return the number of hooks on modules before and after the choice.
+
+    DeepSpeed has four on each module that is not inside a leaf module.
+    """
     modules = sum(1 for _ in model.modules())
     coarse = [one.module for one in found if one.kind in (LeafKind.UNIT, LeafKind.WINDOWED)]
     coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
@@ -72,11 +75,11 @@ def hooks(found: Sequence[Found], model: nn.Module) -> tuple[int, int]:
     return HOOKS * modules, HOOKS * (modules - inside)
 
 
-def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
-    """Return how many elements are gathered at a time at most.
+def predicted_live(found: Sequence[ModuleChoice], model: nn.Module, live: LiveLimits) -> int:
+    """Return an upper bound of the elements that are gathered at a time.
 
-    What persists; what is used; what is prefetched, whole units that begin within the prefetch bucket; and what is
-    kept because it is used again within the reuse distance, whole units again.
+    They are parameters that persist, those in use, those prefetched (whole units that begin within the prefetch
+    bucket), and those kept because they are used again within the reuse distance (whole units, too).
     """
     total = sum(numel_of(p) for p in model.parameters())
     packed = {id(p) for one in found if one.windows for p in one.module.parameters()}  # they do not persist
@@ -85,10 +88,10 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
     for one in found:
         if one.kind == LeafKind.FINE:
             fetched.append(sum(map(numel_of, one.module.parameters(recurse=False))))
-        elif one.kind == LeafKind.CHUNKED:  # a chunk stays while what is beside the experts comes and goes
+        elif one.kind == LeafKind.CHUNKED:  # a window stays while parameters beside the experts come and go
             chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in one.chunks]
             fetched.append(max(chunks) + one.numel - sum(chunks))
-        elif one.kind == LeafKind.WINDOWED:  # one that is used, and the next
+        elif one.kind == LeafKind.WINDOWED:  # the window in use, and the next one
             window = one.numel // sum(map(len, one.windows)) * len(one.windows[0])
             fetched.append(min(one.numel, 2 * window))
     largest = max(fetched, default=0)
@@ -97,8 +100,8 @@ def predicted_live(found: Sequence[Found], model: nn.Module, live: Live) -> int:
     return min(total, small + largest + ahead + kept)
 
 
-def text(found: Sequence[Found], model: nn.Module, settings: Settings, live: Live) -> str:
-    """Return the report, for people."""
+def text(found: Sequence[ModuleChoice], model: nn.Module, settings: Settings, live: LiveLimits) -> str:
+    """Return the report as text."""
     how = (
         f"granularity up to {settings.threshold:,}, at most {settings.most_live:,} parameters"
         if settings.budget is None

@@ -16,8 +16,8 @@ from deepspeed_ext.config.section import leaf_bytes
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import (
-    Found,
     LeafKind,
+    ModuleChoice,
     Settings,
     can_have_windows,
     choose,
@@ -29,8 +29,10 @@ from deepspeed_ext.leaf.modules import (
 )
 
 
-def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[Found] | None:
-    """Choose and flag leaf modules, and say so on rank 0; None if a parsed ``zero_optimization`` has no budget.
+def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] | None:
+    """Choose and flag leaf modules by the configured budget, and log them on rank 0.
+
+    Returns None if the parsed ``zero_optimization`` has no budget.
 
     Raises:
         ValueError: the budget is smaller than what must be fetched at once.
@@ -42,8 +44,8 @@ def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[Found] | None:
     return _set_up(model, settings, live)
 
 
-def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, leaf_report.Live]:
-    """Return how a parsed ``zero_optimization`` says to choose, and ZeRO-3's other bounds.
+def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, leaf_report.LiveLimits]:
+    """Return the settings of a parsed ``zero_optimization``: how to choose, and ZeRO-3's other bounds.
 
     Raises:
         ValueError: the budget is smaller than what must be fetched at once.
@@ -55,7 +57,7 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
     elif asked:
         budget = int(asked)
         _refuse_too_small(budget, model, most_live)
-    live = leaf_report.Live(
+    live = leaf_report.LiveLimits(
         most_live,
         int(zero_config.prefetch_bucket_size),
         int(zero_config.max_reuse_distance),
@@ -64,21 +66,21 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
     return Settings(budget, int(zero_config.module_granularity_threshold), most_live), live
 
 
-def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[Found]:
-    """Choose and flag by a threshold, where DeepSpeed would: a ``DeepSpeedZeRoOffload`` is being made."""
-    live = leaf_report.Live(
+def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[ModuleChoice]:
+    """Choose and flag leaf modules by a threshold, when DeepSpeed would: as a ``DeepSpeedZeRoOffload`` is made."""
+    live = leaf_report.LiveLimits(
         offload._max_available_parameters_in_numel,
         offload._prefetch_bucket_sz,
         offload._max_reuse_distance_in_numel,
         offload.param_numel_persistence_threshold,
     )
-    # DeepSpeed printed its table as well, until it made the prints depend on a flag that nothing sets.
+    # Printed, not logged: DeepSpeed printed its table, too, until that came to depend on a flag that nothing sets.
     return _set_up(model, Settings(None, int(threshold), live.most), live, print_dist)
 
 
 def _set_up(
-    model: nn.Module, settings: Settings, live: leaf_report.Live, show: Callable[..., None] = log_dist
-) -> list[Found]:
+    model: nn.Module, settings: Settings, live: leaf_report.LiveLimits, show: Callable[..., None] = log_dist
+) -> list[ModuleChoice]:
     found = choose(model, settings)
     set_leaves(found)
     show(f"deepspeed_ext: {leaf_report.text(found, model, settings, live)}", ranks=[0])
@@ -87,7 +89,7 @@ def _set_up(
 
 
 def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
-    """Refuse a budget that is smaller than what one module holds itself, which is fetched at once."""
+    """Refuse a budget below what one module holds itself, since that is fetched at once."""
     name, module = max(model.named_modules(), key=lambda item: _least_bytes(item[1]))
     own = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
     needed = _least_bytes(module)
@@ -109,21 +111,20 @@ def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
 
 
 def _least_bytes(module: nn.Module) -> int:
-    """Return the bytes of what a module holds itself that must be fetched at once: of packed experts one."""
+    """Return the bytes that a module must fetch at once: of one packed expert, or of all parameters that it holds."""
     return expert_bytes(module) or unit_bytes(module.parameters(recurse=False))
 
 
 def _drop_defaults(zero_config: ZeroConfig, model: nn.Module) -> None:
-    """Unset what DeepSpeed flags by its own list, not by the user's: those blocks are chosen, or their layers are."""
+    """Unset leaf modules from DeepSpeed's default list, so that the choice is free. A list of the user's stays."""
     if zero_config.leaf_module.classes == DEFAULT_LEAF_MODULE_CLASSES:
         for module in model.modules():
             if _fully_qualified_class_name(module) in DEFAULT_LEAF_MODULE_CLASSES:
                 module.__dict__.pop("_z3_leaf", None)
 
 
-def _warn(found: list[Found], settings: Settings) -> None:
-    """Warn once, on rank 0, of a threshold that does nothing, of what exceeds the budget, and of experts that are
-    fetched one by one."""
+def _warn(found: list[ModuleChoice], settings: Settings) -> None:
+    """Warn on rank 0 if a threshold has no effect, a module exceeds the budget, or experts are fetched one by one."""
     from deepspeed import comm as dist
 
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -146,20 +147,20 @@ def _warn(found: list[Found], settings: Settings) -> None:
     if own and budget:
         first = max(own, key=_own_bytes)
         logger.warning(
-            f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, "
-            f"{type(first.module).__name__} {first.name} for one ({_own_bytes(first):,} bytes, budget {budget:,}): "
-            f"they are fetched at once all the same ({first.why})."
+            f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, for example "
+            f"{type(first.module).__name__} {first.name} ({_own_bytes(first):,} bytes, budget {budget:,}): "
+            f"they are fetched at once anyway ({first.why})."
         )
     split = [one for one in found if one.kind == LeafKind.FINE and experts_of(one.module)]
     if split:
         first = split[0]
         logger.warning(
-            f"deepspeed_ext: {len(split)} module(s) that look like mixtures of experts are not fetched as one, "
-            f"{type(first.module).__name__} {first.name} for one ({first.why}): ranks that use different experts "
+            f"deepspeed_ext: {len(split)} module(s) that look like mixtures of experts are not fetched as one, for "
+            f"example {type(first.module).__name__} {first.name} ({first.why}): ranks that use different experts "
             f"would wait for one another. Raise the budget or the threshold, or set it as a leaf module."
         )
 
 
-def _own_bytes(one: Found) -> int:
-    """Return the bytes of what a module holds itself, as a unit."""
+def _own_bytes(one: ModuleChoice) -> int:
+    """Return the bytes, as a unit, of the parameters that a module holds itself."""
     return unit_bytes(one.module.parameters(recurse=False))

@@ -1,14 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Leaf modules whose parameters are fetched and released as one: one bucket, one entry in DeepSpeed's books.
+"""Leaf modules with parameters that are fetched and released as one: one bucket, one entry in DeepSpeed's records.
 
 Note [Units]
-    DeepSpeed's coordinator fetches the parameters of a leaf module together, but keeps books of each: sets, states,
-    handles, events. A ``Unit`` stands for those that live and die together, which is what the coordinator then sees:
-    ``entries`` takes the place of ``iter_params`` there. Each parameter stays what it was to everybody else. It has
-    its own chunk (checkpoints), its own state (GatheredParameters may gather it alone), and its own data.
+    DeepSpeed's coordinator fetches the parameters of a leaf module together, but keeps records of each: sets, states,
+    handles, events. A ``Unit`` stands for parameters that are always fetched and released together. The coordinator
+    sees units, since ``entries`` replaces ``iter_params`` there. To everybody else, each parameter stays what it was:
+    it has its own chunk (for checkpoints), its own state (GatheredParameters may gather it alone), and its own data.
 
-    A unit is available if all its parameters are. If some are available alone, only the others are gathered.
+    A unit is available if all its parameters are. If some have been gathered alone, only the others are gathered.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -26,12 +26,12 @@ _ENTRIES = "paro_entries"  # attribute of a leaf module: what the coordinator fe
 
 
 class Unit:
-    """Parameters that are fetched and released together, which are one parameter to DeepSpeed's coordinator.
+    """Parameters that are fetched and released together. DeepSpeed's coordinator sees them as one parameter.
 
     Args:
-        params: ZeRO parameters of one dtype, that stay gathered between steps all or none.
+        params: ZeRO parameters of one dtype; either all or none of them stay gathered between steps.
         all_gather_coalesced: gathers parameters and units.
-        released: is told how many elements are gone when the unit is released.
+        released: called with the number of freed elements when the unit is released.
     """
 
     is_external_param = False
@@ -58,19 +58,19 @@ class Unit:
             setattr(param, UNIT, self)
 
     def __deepcopy__(self, memo: object) -> "Unit":
-        return self  # of the engine, as the parameters' methods are
+        return self  # belongs to the engine, as the parameters' methods do
 
     @property
     def ds_tensor(self) -> ZeroChunk:
-        """Return the chunk of one of them: where it lives, all do."""
+        """Return the chunk of the first parameter; the chunks of all of them are on the same device."""
         return self.params[0].ds_tensor
 
     def partition_numel(self) -> int:
-        """Return the number of elements of a rank's chunks."""
+        """Return the number of elements in a rank's chunks of them."""
         return sum(param.partition_numel() for param in self.params)
 
     def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return what messages say of it."""
+        """Return what DeepSpeed prints of a parameter in its messages."""
         return {
             "id": self.ds_id,
             "status": self.ds_status.name,
@@ -80,11 +80,11 @@ class Unit:
         }
 
     def missing(self) -> list[ZeroParameter]:
-        """Return those that are not available."""
+        """Return the parameters that are not available."""
         return [param for param in self.params if param.ds_status == ZeroParamStatus.NOT_AVAILABLE]
 
     def partition(self, *_: Any, **__: Any) -> None:
-        """Release them, except those that a module outside uses alone."""
+        """Release the parameters, except those that a module outside the unit still uses."""
         stream = None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
         seen: set[int] = set()
         gone = 0
@@ -94,6 +94,7 @@ class Unit:
                 continue
             if stream is not None and (storage := param.data.untyped_storage().data_ptr()) not in seen:
                 seen.add(storage)
+                # The gather's stream allocated this storage: its allocator must not reuse it while this one reads it.
                 param.data.record_stream(stream)
             if empty is None:
                 empty = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -105,14 +106,14 @@ class Unit:
 
 
 class Gathering(Protocol):
-    """Parameters on their way."""
+    """Parameters that are being gathered."""
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Make them available."""
+        """Wait until they are available."""
 
 
 class UnitGather:
-    """A unit on its way. ``gather`` is of those that were missing, None if there were none."""
+    """A unit that is being gathered. ``gather`` is the handle of its missing parameters; None if none was missing."""
 
     def __init__(self, unit: Unit, gather: Gathering | None) -> None:
         self._unit: Unit | None = unit
@@ -120,7 +121,11 @@ class UnitGather:
         unit.ds_status = ZeroParamStatus.INFLIGHT
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Make it available. The coordinator waits again for what was gathered with it, when this may be released."""
+        """Wait until the unit is available.
+
+        The coordinator calls this again for others gathered with it, when the unit may be released already; then it
+        does nothing.
+        """
         if self._unit is None:
             return
         if self._gather is not None:
@@ -134,12 +139,12 @@ def make_units(
     kind: Callable[[ZeroParameter], Hashable | None],
     make: Callable[[Sequence[ZeroParameter]], Unit],
 ) -> list[Unit]:
-    """Take the parameters of leaf modules as units.
+    """Combine the parameters of leaf modules into units.
 
     Args:
         leaves: leaf modules.
-        kind: of a parameter; those of one kind may be in one unit. None: this one must not.
-        make: makes a unit.
+        kind: returns the kind of a parameter. Parameters of one kind share a unit; None keeps one out of units.
+        make: makes a unit of parameters.
     """
     units: list[Unit] = []
     for leaf in leaves:
@@ -156,7 +161,7 @@ def make_units(
 
 
 def fetch_nothing(module: nn.Module) -> None:
-    """Make the coordinator fetch no parameters of a leaf module, whose own code does."""
+    """Keep the coordinator from fetching parameters of a leaf module that fetches them itself."""
     module.__dict__[_ENTRIES] = ()
 
 
@@ -170,11 +175,12 @@ def forget_units(leaves: Iterable[nn.Module], units: Iterable[Unit]) -> None:
 
 
 def entries(iter_params: Callable[..., Iterable[Any]], module: Any, recurse: bool = False) -> Iterable[Any]:
-    """Return what the coordinator takes for the parameters of a module: units for those that are in one.
+    """Return what the coordinator sees as a module's parameters: units, and parameters that are in no unit.
 
     Args:
         iter_params: DeepSpeed's function of that name.
-        module, recurse: its arguments; it recurses into leaf modules, and into the whole model to release all.
+        module, recurse: its arguments. The coordinator recurses into leaf modules, and into the whole model to release
+            everything.
     """
     if not recurse:
         return iter_params(module, recurse)

@@ -3,17 +3,18 @@
 """Experts that are packed into 3-D parameters, fetched a window of whole experts at a time.
 
 Note [Windows]
-    A mixture whose experts are packed (transformers 5) is the sum of what its experts give to the tokens that chose
-    them. So a pass of the module is a loop over windows of experts: each runs the module's own forward, whatever
-    implementation is selected, on the tokens of its experts alone, by a substitute of the module whose parameters are
-    those of the window. While a window computes the next one is on its way. Forward goes from the first window to the
-    last, backward from the last to the first, on all ranks, used or not: ranks may use different experts.
+    The output of a mixture with packed experts (transformers 5) is the sum of what each expert computes for the tokens
+    that chose it. So a pass of the module is a loop over windows of experts. For each window, a substitute of the
+    module, with the window's parameters only, runs the module's own forward on the tokens of these experts, whatever
+    implementation is selected. While one window computes, the next is gathered. The forward takes the windows from
+    first to last and the backward from last to first, on all ranks, used or not, since ranks may use different
+    experts.
 
-    To autograd a pass is one node. In it each window has a graph of its own, whose weights have their storage freed
-    until the backward of the window, which fetches them again. So nothing depends on the order in which autograd
-    would run experts. Where a checkpoint without reentry is around the module, what a graph saves would be
-    the checkpoint's to give back, window by window: there the node saves its inputs only, and the backward of a
-    window runs its forward once more.
+    To autograd, a pass is one node. Inside it each window has its own graph. The storage of the window's weights is
+    freed after the forward; the backward of the window fetches them again. So nothing depends on the order in which
+    autograd would run experts. Under a non-reentrant checkpoint, what these graphs save would have to come back from
+    the checkpoint, window by window. There, the node saves its inputs only, and the backward of a window runs its
+    forward again.
 """
 
 import functools
@@ -26,28 +27,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-_WINDOWS = "paro_windows"  # attribute of a module: its windows
+_WINDOWS = "paro_windows"  # attribute of a module: its ``WindowedModule``
 _PARALLEL = "_is_expert_parallel"
 
 
 class Fetch(Protocol):
-    """A window on its way."""
+    """A window that is being gathered."""
 
     def wait(self, weights: Sequence[Tensor]) -> None:
-        """Write it to its parameters, (experts of the window, ...) each."""
+        """Wait until the window has arrived, and write it to these weights, each (experts of the window, ...)."""
 
     def release(self) -> None:
-        """Called when it is not used any more."""
+        """Called when the window is no longer in use."""
 
 
 class _Part:
     """What a pass keeps of a window: its tokens, its weights without their storage, and its graph.
 
     Attributes:
-        tokens: 1D, int64: for each use of an expert the token.
-        places: 1D, int64: the same, in the flattened choices.
-        experts: (uses, 1), int64: number in the window.
-        output: None where no token came, or nothing is kept.
+        tokens: 1D, int64: the token of each use of an expert.
+        places: 1D, int64: the index of each use in the flattened choices.
+        experts: (uses, 1), int64: the expert's number in the window.
+        output: None if no token chose these experts, or nothing is kept.
     """
 
     def __init__(self, tokens: Tensor, places: Tensor, experts: Tensor) -> None:
@@ -70,7 +71,7 @@ class _Context(torch.autograd.function.FunctionCtx):
 
 
 class _Pass(torch.autograd.Function):
-    """A pass of a module with windows; see Note [Windows]."""
+    """One pass of a windowed module; see Note [Windows]."""
 
     @staticmethod
     def forward(
@@ -99,12 +100,12 @@ class _Pass(torch.autograd.Function):
 
 
 class WindowedModule:
-    """A module with packed experts in windows. See Note [Windows].
+    """A module with packed experts that are fetched in windows. See Note [Windows].
 
     Args:
-        module: whose own parameters are the experts', and whose forward takes hidden states (tokens, width), the
-            experts of each token (tokens, k) and their shares (tokens, k).
-        windows: the experts of each, in order; together all of them.
+        module: its own parameters are the packed experts. Its forward takes hidden states (tokens, width), the experts
+            of each token (tokens, k), and their shares (tokens, k).
+        windows: the experts of each window, in order; together all experts.
 
     Attributes:
         params: the packed parameters.
@@ -114,7 +115,7 @@ class WindowedModule:
         self.module = module
         self.windows = [tuple(window) for window in windows]
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
-        # Kept: in a forward ZeRO-3 would gather one that is looked up.
+        # Kept here, since looking a parameter up during a forward would make ZeRO-3 gather it.
         self.params: list[Any] = list(module.parameters(recurse=False))
         self.fetch: Callable[[WindowedModule, int], Fetch]  # set with the parameters
         self.begin: Callable[[WindowedModule], None] = lambda one: None  # of a pass, and its end
@@ -126,17 +127,17 @@ class WindowedModule:
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         experts = sum(len(window) for window in self.windows)
         places = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
-        # Behind the experts: what is of no expert here.
+        # One column per expert, and a last one for choices of no expert of this module.
         self._table = torch.tensor([places.get(e, (len(self.windows), 0)) for e in range(experts + 1)]).T.contiguous()
 
     def __deepcopy__(self, memo: object) -> "WindowedModule":
-        return self  # of the engine, as hooks are
+        return self  # belongs to the engine, as hooks do
 
     def __call__(self, hidden_states: Tensor, index: Tensor, shares: Tensor) -> Tensor:
         """Run the module.
 
         Raises:
-            ValueError: the arguments are not of the shapes that are known.
+            ValueError: an argument has an unexpected shape.
         """
         if hidden_states.dim() != 2 or index.dim() != 2 or index.shape != shares.shape:
             raise ValueError(
@@ -153,7 +154,7 @@ class WindowedModule:
         return cast(Tensor, _Pass.apply(self, anchor, hidden_states, index, shares))
 
     def run(self, hidden: Tensor, index: Tensor, shares: Tensor, keep: bool) -> tuple[Tensor, list[_Part]]:
-        """Return the module's output, and with ``keep`` what its backward needs."""
+        """Return the module's output, and the windows; with ``keep`` these hold what the backward needs."""
         out = torch.zeros_like(hidden, requires_grad=False)
         parts = self._parts(index)
         for _, part in self._in_order(parts, forward=True):
@@ -173,7 +174,7 @@ class WindowedModule:
         parts: list[_Part] | None,
         wanted: tuple[bool, bool],
     ) -> list[Tensor | None]:
-        """Run the windows backward, and hand over their gradients; return those of hidden states and shares."""
+        """Run the windows backward and reduce their gradients; return the gradients of hidden states and shares."""
         self.backward_begins()
         again = parts is None
         parts = self._parts(index) if parts is None else parts
@@ -193,7 +194,7 @@ class WindowedModule:
         return into
 
     def _differentiate(self, part: _Part, gradient: Tensor, into: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of a window's weights, and add those of its inputs."""
+        """Return the gradients of a window's weights; add the gradients of its inputs to ``into``."""
         assert part.output is not None and part.hidden is not None and part.shares is not None
         every = [part.hidden, part.shares, *part.weights]
         wanted = [one for one in every if one.requires_grad]
@@ -218,8 +219,8 @@ class WindowedModule:
         substitute.__dict__["_parameters"] = dict(zip(self.names, part.weights, strict=True))
         substitute.__dict__["num_experts"] = len(part.weights[0])
         if _PARALLEL in substitute.__dict__:
-            substitute.__dict__[_PARALLEL] = False  # what belongs to no expert is gone
-        # What a hook outside would save in the place of a window's tensors does not come back by windows.
+            substitute.__dict__[_PARALLEL] = False  # choices of no expert here have been removed already
+        # Keep outer hooks away: what they save instead of a window's tensors cannot be restored window by window.
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             output: Tensor = type(self.module).forward(substitute, part.hidden, part.experts, part.shares)
         if keep and output.requires_grad:
@@ -227,7 +228,7 @@ class WindowedModule:
         return output
 
     def _in_order(self, parts: Sequence[_Part], forward: bool) -> Any:
-        """Give each window with its weights fetched, the next one on its way."""
+        """Yield each window with its weights fetched; the next one is being gathered meanwhile."""
         numbers = list(range(len(parts)))[:: 1 if forward else -1]
         self.begin(self)
         try:
@@ -244,7 +245,7 @@ class WindowedModule:
             self.end(self)
 
     def _fill(self, part: _Part, number: int) -> None:
-        """Give a window's weights storage."""
+        """Allocate storage for a window's weights."""
         if part.weights:
             for weight in part.weights:
                 weight.untyped_storage().resize_(weight.numel() * weight.element_size())
@@ -260,7 +261,7 @@ class WindowedModule:
             weight.untyped_storage().resize_(0)
 
     def _parts(self, index: Tensor) -> list[_Part]:
-        """Return which tokens go to which window."""
+        """Return the windows, each with the tokens that chose its experts."""
         if self._table.device != index.device:
             self._table = self._table.to(index.device)
         flat = index.reshape(-1).clamp(0, self._table.shape[1] - 1)
@@ -275,13 +276,13 @@ class WindowedModule:
         return parts
 
     def _to_come(self) -> bool:
-        """Whether the backward that runs now will come to the module again."""
+        """Return whether the running backward will enter the module again."""
         nodes = [cast(Node, one) for one in self.passes if not one.over]
         return any(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
 class _Forward:
-    """The forward of a module with windows, called as the module's own. A copy of the module has its own."""
+    """Replaces the forward of a windowed module. In a copy of the module, it becomes the copy's plain forward."""
 
     def __init__(self, windowed: WindowedModule) -> None:
         self._windowed = windowed
@@ -292,12 +293,12 @@ class _Forward:
         return self._windowed(*(given[name] for name in self._names))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Tensor]:
-        copied = memo.get(id(self._windowed.module))  # the attributes of a module are copied after it
+        copied = memo.get(id(self._windowed.module))  # a module's attributes are copied after it is in the memo
         return self if copied is None else functools.partial(type(copied).forward, copied)
 
 
 def experts_in(module: nn.Module) -> int:
-    """Return the number of experts that a module says it has; 0 if it says nothing."""
+    """Return a module's ``num_experts``; 0 if it has none."""
     experts = getattr(module, "num_experts", 0)
     return experts if isinstance(experts, int) else 0
 
@@ -327,7 +328,10 @@ def why_no_windows(module: nn.Module) -> str | None:
 
 
 def windows_of(experts: int, bytes_each: int, budget: int) -> list[list[int]]:
-    """Return windows of experts that fit the budget: strided, so that each is on all ranks; none if none fits."""
+    """Return windows of experts that fit the budget; none if not even one expert does.
+
+    Windows are strided, so that each has experts on all ranks.
+    """
     most = budget // bytes_each
     count = -(-experts // most) if most else 0
     return [list(range(number, experts, count)) for number in range(count)]
@@ -348,5 +352,5 @@ def unset_windows(module: nn.Module) -> bool:
 
 
 def windowed_modules(model: nn.Module) -> list[WindowedModule]:
-    """Return the modules of a model whose experts are fetched in windows, in its order."""
+    """Return the modules of a model with packed experts in windows, in its order."""
     return [module.__dict__[_WINDOWS] for module in model.modules() if _WINDOWS in module.__dict__]

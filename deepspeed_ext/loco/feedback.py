@@ -1,19 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that a rank keeps: what quantization has taken from gradients, until it is sent.
+"""Error feedback: each rank keeps what quantization has taken from gradients until it is sent.
 
 Note [Errors of buckets]
-    An error is kept for each bucket, in the bucket's own layout, so that one pass over memory compensates,
-    quantizes and updates. A bucket is known by its contents. Where the boundary between groups is crossed once a
-    step, and with IGG, its contents are the same in every step. Where buckets cross in every micro-batch otherwise
-    (g = G) they are the same as long as the model uses the same parameters in one order; if not, errors move to the
-    buckets that their elements are in now, which costs a decoding and an encoding.
-    An error that was updated in a step becomes the one that is kept when the step has been applied to the weights;
-    until then both are there. If the step is skipped, or its gradients are dropped, the old one stays.
+    Each bucket has its own error, in the bucket's layout, so that one pass over memory compensates, quantizes and
+    updates. A bucket is identified by its contents. If the boundary between groups is crossed once per step, and under
+    IGG, its contents are the same in every step. If buckets cross in every micro-batch otherwise (g = G), their
+    contents are the same as long as the model uses the same parameters in the same order. If contents change, errors
+    move to the buckets that now have their elements, which costs a decoding and an encoding.
 
-    An error e is a moving average, with weight b of the old one. Over later steps it is added to gradients
-    b^0 + b^1 + ... = 1/(1-b) times, so e/(1-b) is what was not sent yet. That stays the same where errors move to
-    settings with another b.
+    An error that a step has updated replaces the kept one when the step has been applied to the weights; until then
+    both exist. If the step is skipped, or its gradients are dropped, the old one stays.
+
+    An error e is a moving average, with weight b of the old one. In later steps it is added to gradients
+    b^0 + b^1 + ... = 1/(1-b) times, so e/(1-b) is what has not been sent yet. When errors move to settings with
+    another b, it is this amount that stays the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,16 +32,16 @@ from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.loco.span_map import SpanMap
 
-_Placed = list[tuple[ShardSpan, Span]]  # spans, and where they are in a bucket
+_Placed = list[tuple[ShardSpan, Span]]  # spans, each with its place in a bucket
 
 
 def split_rows(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """Return what belongs to the parts of a bucket, as few matrices: one where parts are equal, else one for each.
+    """Return the parts of a bucket as rows of as few matrices as possible: one if all are equal, else one for each.
 
     Args:
-        flat: 1D.
-        splits: elements of the bucket's parts; what is empty is left out.
-        sizes: elements of ``flat`` for each.
+        flat: 1D: the parts, one after the other.
+        splits: elements of the bucket's parts; empty parts are left out.
+        sizes: elements of ``flat`` for each part.
     """
     if len(set(splits)) == 1:
         return [flat.view(len(sizes), sizes[0])] if splits[0] else []
@@ -53,18 +54,18 @@ class _Error:
 
     splits: Sequence[int]  # elements of the bucket's parts, padding included
     kept: Tensor | None = None
-    updated: Tensor | None = None  # in this step, not yet applied
+    updated: Tensor | None = None  # what replaces ``kept`` when the current step is applied
 
 
 class _Waiting(NamedTuple):
-    """Errors of a span that no bucket has, or had, in fp32, so that nothing is lost until one takes them."""
+    """Errors of a span that is in no bucket now, in fp32, so that they are exact until a bucket takes them."""
 
     span: ShardSpan
     kept: Tensor
-    updated: Tensor | None  # as of ``_Error``
+    updated: Tensor | None  # as in ``_Error``
 
     def part(self, span: ShardSpan) -> "_Waiting":
-        """Return the errors of a part of the span."""
+        """Return the errors of a span inside this one."""
         mine = span.elements.shifted(-self.span.start)
         return _Waiting(span, mine.of(self.kept), None if self.updated is None else mine.of(self.updated))
 
@@ -75,13 +76,13 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class ErrorFeedback(ErrorState):
-    """All errors of a rank.
+    """The error feedback of one hop: the errors of all its buckets.
 
     Attributes:
-        settings: how they are kept.
-        device: where they are kept; None: where gradients are.
-        pinned: whether they are kept in pinned memory, if on the host while gradients are not.
-        steps: optimizer steps that were applied, since the start of training.
+        settings: how errors are quantized and averaged.
+        device: where errors are kept; None: where gradients are.
+        pinned: whether errors on the host are in pinned memory, if gradients are on a device.
+        steps: number of applied optimizer steps since the start of training.
         on_step: called at the end of each step.
     """
 
@@ -93,48 +94,49 @@ class ErrorFeedback(ErrorState):
     _errors: dict[Contents, _Error] = field(default_factory=dict)
     _known: SpanMap[Contents] = field(default_factory=SpanMap)  # the buckets of ``_errors``, by their spans
     _waiting: SpanMap[_Waiting] = field(default_factory=SpanMap)
-    _on_the_way: bool = False  # whether something may still be copied to the host
+    _on_the_way: bool = False  # whether a copy to the host may still be running
 
     def buffers(
         self, contents: Contents, splits: Sequence[int], device: str | torch.device
     ) -> tuple[Tensor | None, Tensor]:
-        """Return what is kept of a bucket, and where to write what is to be kept instead, which may be the same.
+        """Return a bucket's error, and the buffer for its new error; both may be the same tensor.
 
         Args:
             contents: of the bucket.
             splits: elements of each part.
-            device: where to have them.
+            device: where both should be.
 
         Returns:
-            1D each; rows of parts by ``sizes``. The first one is None for zeros.
+            Two 1D tensors, each with the parts one after the other, of the ``sizes``. The first is None for zeros.
         """
         error = self._errors.get(contents)
-        if error is None or list(error.splits) != list(splits):  # parts of a checkpoint may have other padding
+        if error is None or list(error.splits) != list(splits):  # loaded from a checkpoint with other padding
             error = self._know(contents, self._collect(contents, splits))
         old = error.kept if error.updated is None else error.updated
         here = torch.device(device)
         elsewhere = self.device is not None and torch.device(self.device).type != here.type
         if error.updated is None:
             error.updated = self._empty(splits, self.device or device, pinned=elsewhere and self.pinned)
-        # All of what is to be kept is written anew.
+        # The kernel writes all of the new error, so its buffer may be empty.
         new = self._empty(splits, device) if elsewhere else error.updated.to(device)
         return None if old is None else old.to(device, non_blocking=elsewhere), new
 
     def keep(self, contents: Contents, updated: Tensor) -> None:
-        """Put what was written to the second one of ``buffers`` where it is kept."""
+        """Store the new error, which has been written to the second tensor of ``buffers``."""
         kept = self._errors[contents].updated
         if kept is not None and kept.data_ptr() != updated.data_ptr():
             kept.copy_(updated, non_blocking=True)
             self._on_the_way = True
 
     def _settle(self) -> None:
-        """Wait for copies to the host, before the host reads them; streams read them in order."""
+        """Wait for copies to the host. Only the host's own reads need it: streams are ordered after the copies."""
         if self._on_the_way:
+            # Without this, the host could read memory that a non-blocking copy is still filling.
             get_accelerator().synchronize()
         self._on_the_way = False
 
     def finish_step(self, applied: bool) -> None:
-        """Settle the errors of a step; every so many steps, reset all at once. See ``ErrorState``."""
+        """Keep the new errors if the step was applied; every ``reset_T`` steps, reset all. See ``ErrorState``."""
         if applied:
             self.steps += 1
         reset = applied and self.steps % self.settings.reset_T == 0
@@ -153,7 +155,7 @@ class ErrorFeedback(ErrorState):
     # Layout ###########################################################################################
 
     def sizes(self, splits: Sequence[int]) -> list[int]:
-        """Return the elements of the tensor that keeps an error, for each part."""
+        """Return how many elements the tensor of an error has for each part."""
         packing = Packing(8, self.settings.block_size)
         size = packing.row_bytes if self.settings.error_bits == 8 else packing.padded
         return [size(split) for split in splits]
@@ -169,7 +171,7 @@ class ErrorFeedback(ErrorState):
             reference.decode_error(rows, width, self.settings.block_size, self.settings.hadamard).reshape(-1)
             for rows, width in zip(
                 split_rows(error, splits, self.sizes(splits)), widths, strict=False
-            )  # one for equal parts
+            )  # a single matrix for all parts if they are equal, so not strict
         ]
         return torch.cat(numbers) if numbers else torch.empty(0, device=error.device)
 
@@ -184,7 +186,7 @@ class ErrorFeedback(ErrorState):
     # Buckets that have changed #######################################################################
 
     def _know(self, contents: Contents, error: _Error) -> _Error:
-        """Keep the error of a bucket that has no element in common with those that are known."""
+        """Keep the error of a bucket that shares no element with known buckets."""
         self._errors[contents] = error
         for part in contents:
             for span in part:
@@ -192,12 +194,12 @@ class ErrorFeedback(ErrorState):
         return error
 
     def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
-        """Return the error of a new bucket, out of those of buckets that had some of its elements."""
+        """Return the error of a new bucket, made of the errors of former buckets with some of its elements."""
         placed = _placed(contents, splits)
-        # By identity: to hash contents takes as long as they have spans.
+        # Unique by identity, since hashing contents takes time for each of their spans.
         for old in {id(old): old for span, _ in placed for _, old in self._known.over(span)}.values():
             self._dissolve(old)
-        taken: list[tuple[Span, _Waiting]] = []  # what was waiting, and where it is in the bucket
+        taken: list[tuple[Span, _Waiting]] = []  # errors that waited, each with its place in the bucket
         for span, place in placed:
             for whole, values in self._waiting.take(span):
                 shared = whole.common(span)
@@ -215,7 +217,7 @@ class ErrorFeedback(ErrorState):
         return _Error(splits, self._encode(kept, splits), None if updated is None else self._encode(updated, splits))
 
     def _dissolve(self, contents: Contents) -> None:
-        """Decode the errors of a bucket that is gone, and keep them until another bucket contains their elements."""
+        """Decode the errors of a bucket that no longer exists, and keep them until another has their elements."""
         error = self._errors.pop(contents)
         placed = _placed(contents, error.splits)
         for span, _ in placed:
@@ -230,7 +232,7 @@ class ErrorFeedback(ErrorState):
 
     @property
     def _share(self) -> float:
-        """Return what part an error is of what was not sent yet; see Note [Errors of buckets]."""
+        """Return the ratio of an error to what has not been sent yet; see Note [Errors of buckets]."""
         return 1 - self.settings.err_beta
 
     # States ###########################################################################################
@@ -241,7 +243,7 @@ class ErrorFeedback(ErrorState):
         return self.settings.error_feedback
 
     def states(self) -> dict[str, Any]:
-        """Return the errors without what was updated in a step that is not over; see ``ErrorState``."""
+        """Return the errors as of the last complete step; see ``ErrorState``."""
         self._settle()
         buckets = [
             (tuple(tuple(tuple(span) for span in part) for part in contents), list(error.splits), error.kept.cpu())
@@ -255,7 +257,7 @@ class ErrorFeedback(ErrorState):
         return {"settings": self.settings.as_dict(), "steps": self.steps, "messages": buckets}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Take errors over, bit for bit where they were kept in the same way; see ``ErrorState``."""
+        """Load errors, bit for bit if they were kept with the same settings; see ``ErrorState``."""
         self.forget()
         if not states.get("settings"):
             return
@@ -276,14 +278,14 @@ class ErrorFeedback(ErrorState):
             self._waiting.add(span, _Waiting(span, self._share * values, None))
 
     def forget(self) -> None:
-        """Set all errors to zero, and the next reset as far away as in the beginning."""
+        """Reset all errors to zero, and the count of steps."""
         self._errors.clear()
         self._known.clear()
         self._waiting.clear()
         self.steps = 0
 
     def offload(self) -> None:
-        """Move errors to the host; what is updated next is on the device again. See ``ErrorState``."""
+        """Move errors to the host; errors that are updated later are on the device again. See ``ErrorState``."""
         for error in self._errors.values():
             error.kept = None if error.kept is None else error.kept.cpu()
 
@@ -294,13 +296,13 @@ class ErrorFeedback(ErrorState):
         saved = ErrorFeedback(LocoSettings(**states["settings"]))
         saved.load_states(states)
         for contents, error in saved._errors.items():
-            assert error.kept is not None  # as it was loaded
+            assert error.kept is not None  # since it was loaded
             numbers = saved._decode(error.kept, error.splits) / saved._share
             for span, place in _placed(contents, error.splits):
                 yield span, place.of(numbers)
 
     def nbytes(self) -> int:
-        """Return the bytes that are kept now."""
+        """Return the bytes that errors take now."""
         tensors = [tensor for error in self._errors.values() for tensor in (error.kept, error.updated)]
         tensors += [tensor for _, values in self._waiting for tensor in (values.kept, values.updated)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
@@ -312,7 +314,7 @@ def _kept_alike(one: LocoSettings, other: LocoSettings) -> bool:
 
 
 def _placed(contents: Contents, splits: Sequence[int]) -> _Placed:
-    """Return each span of a bucket, and where it is in it."""
+    """Return the spans of a bucket, each with its place in the bucket."""
     placed, first = [], 0
     for part, split in zip(contents, splits, strict=True):
         offset = first

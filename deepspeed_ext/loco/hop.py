@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The reduce hop between groups in few bits: one all-to-all, in which payload and scales travel together."""
+"""The reduce hop between groups in few bits: one all-to-all, with payload and scales in the same message."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,14 +28,14 @@ COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
 class LocoHop(ReduceHop):
     """Sums in 4 or 8 bits with error feedback; see Note [Arithmetic of a block] in ``reference.py``.
 
-    A rank's own part is quantized, too, so a sum does not depend on who owns it. An all-reduce is this reduction, and
-    a gather of the sums (``SumsGather``).
+    A rank's own part is quantized, too, so a sum does not depend on who owns it. An all-reduce is this reduction,
+    followed by a gather of the sums (``SumsGather``).
 
     Args:
         group: process group.
-        name: in the records of the comms logger.
-        settings: bits, blocks, feedback.
-        device: where errors are kept; None: where gradients are.
+        name: prefix of its records in the comms logger.
+        settings: bits, blocks, error feedback.
+        device: where the error feedback is kept; None: where gradients are.
         pinned: see ``ErrorFeedback``.
     """
 
@@ -51,7 +51,7 @@ class LocoHop(ReduceHop):
         self.settings = settings
         self.packing = Packing(settings.bits, settings.block_size)
         self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
-        self.keeps_zeros = not settings.hadamard  # a rotation spreads what its neighbors have
+        self.keeps_zeros = not settings.hadamard  # a rotation spreads values over their neighbors
         self.sent = Sampling()
         self.timers: Timers = NoopTimer()
         require_kernels(get_accelerator().device_name(), self.collectives.group, KEY)
@@ -66,7 +66,7 @@ class LocoHop(ReduceHop):
             self._compress(flat, wire, splits, sizes, contents)
         self.timers(COMPRESS_TIMER).stop()
         dtype, width, mine = flat.dtype, splits[self.rank], sizes[self.rank]
-        del flat  # the caller's, which may be freed meanwhile
+        del flat  # it has been packed: let the caller free it while the message travels
         pieces = wire.new_empty(self.size * mine)
         yield self.collectives.all_to_all(pieces, wire, sizes, "loco_reduce_scatter")
         out = torch.empty(width, dtype=dtype, device=pieces.device)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks have the kernels that they need."""
+"""A check that all ranks have the kernels that they need."""
 
 from torch.distributed import ProcessGroup
 
@@ -9,12 +9,12 @@ from deepspeed_ext.loco import ops
 
 
 def require_kernels(device: str, group: ProcessGroup | None, key: str) -> None:
-    """Load the kernels; raise on all ranks of a group, before anything is sent, if one of them would later.
+    """Load the kernels. If they cannot run on one rank's device, raise on all ranks before anything is sent.
 
     Args:
         device: type of the device.
-        group: process group.
-        key: of the configuration, that wants them.
+        group: process group of the ranks that check together.
+        key: the key of the configuration that needs kernels, for the error.
 
     Raises:
         RuntimeError: a rank's kernels are for the CPU only.

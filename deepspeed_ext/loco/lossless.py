@@ -1,38 +1,37 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updates of parameters without loss in plain PyTorch: what kernels must match to the bit.
+"""Lossless updates of parameters in plain PyTorch. Kernels must match it bit for bit.
 
 Note [Lossless updates]
-    Parameters have 16 bits (bfloat16 or float16). Their bits b, as a signed integer, become an integer that grows with
-    the number that they stand for:
+    Parameters have 16 bits (bfloat16 or float16). Their bits b, as a signed integer, are mapped to an integer that
+    grows with the number they stand for:
 
         o(b) = b where the sign is clear, else b ^ 0x7fff               a bijection that is its own inverse
         d = o(updated) - o(held) modulo 2^16, signed
 
     -0 and +0 are two numbers, and so are all NaNs: every bit pattern comes back exactly. A row of ``width`` elements
-    is split into t tiles of 1024, the last one filled up with d = 0. On the wire it is, little-endian,
+    is split into t tiles of 1024, the last one padded with d = 0. On the wire it is, little-endian,
 
-        header      t words of 32 bits: mode << 30 | where the tile's section starts after the header, in units of
+        header      t words of 32 bits: mode << 30 | offset of the tile's section after the header, in steps of
                     2 bytes; so a row has at most 2^30 elements
         sections    one after the other, in the order of tiles
-        padding     zeros up to the end of the wire's row, whose length is even
+        padding     zeros up to the end of the wire's row; its length is even
 
-    Modes, of which a tile has the one with the smallest section, the lowest among equals:
+    A tile has the mode with the smallest section, the lowest among equals:
 
         0 same      nothing: all d = 0
         1 bitmap    a bit for each element: d != 0 (element i: bit i % 8 of byte i / 8); for each of these, in order, a
-                    nibble, filled up with zeros to 2 bytes; for each nibble 15, in order, d in 2 bytes
+                    nibble, padded with zeros to 2 bytes; for each nibble 15, in order, d in 2 bytes
         2 pairs     2 bits for each element (element i: bits 2 (i % 4) of byte i / 4): d & 3 where d is -1, 0 or 1,
                     else 2; for each 2 a nibble, and for each nibble 15 two bytes, as above
         3 plain     the bits of the updated elements, 2 bytes each, of 1024; zeros for those that are missing
 
     Nibble k is in byte k / 2, the lower half first. 1 to 7 is d (in pairs 2 to 7), 8 to 14 is d + 16 (d = -8 to -2),
-    15 is what does not fit. The values that are left stand, in a bitmap, 0 for d = -1; in pairs, 0 for d = 8 and 1
-    for d = 9.
+    15 is any other d. The remaining codes are 0 for d = -1 in a bitmap, and in pairs 0 for d = 8 and 1 for d = 9.
 
-    So a row takes at most 4 bytes for each tile more than the elements themselves, and what fills the last tile.
-    Sizes depend on the numbers, shapes do not: nothing here waits for the device. A tile whose section would end
-    past the wire's row is not written, and not applied: whoever allocates the wire compares sizes first.
+    So a row takes at most the elements themselves, 4 bytes for each tile, and the padding of the last tile. Sizes
+    depend on the numbers, but shapes do not, so nothing here waits for the device. A tile with a section that would
+    end beyond the wire's row is neither written nor applied: whoever allocates the wire compares sizes first.
 """
 
 import torch
@@ -41,7 +40,7 @@ from torch import Tensor
 TILE = 1024  # elements
 MOST_ELEMENTS = 2**30  # of a row: offsets have 30 bits
 SAME, BITMAP, PAIRS, PLAIN = range(4)
-PIECE = 2**20  # elements that are worked on at a time: temporaries are some ten of that many integers of 64 bits
+PIECE = 2**20  # elements processed at a time: temporaries are about ten times as many 64-bit integers
 _SIZE = 2**30 - 1  # the bits of a size or an offset
 _NEVER = 2**20  # a size that is never the smallest
 _BITMAP_UNITS, _PAIRS_UNITS, _PLAIN_UNITS = TILE // 16, TILE // 8, TILE
@@ -49,7 +48,7 @@ _ESCAPE = 15
 
 
 def tiles_of(width: int) -> int:
-    """Return the tiles of a row."""
+    """Return the number of tiles of a row."""
     return -(-width // TILE)
 
 
@@ -84,7 +83,7 @@ def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
         mode, first = (words >> 30) & 3, begin + (words & _SIZE).long()
         sections, sizes = _encode(_differences(updated, held, some), _tiles(updated, some), mode)
         there = (column < sizes) & (first + sizes <= len(units))
-        places = (first + column).clamp(max=len(units) - 1)  # past a section zero is added to what is there
+        places = (first + column).clamp(max=len(units) - 1)  # beyond the section, zeros are added
         units.index_add_(0, places.view(-1), torch.where(there, sections, 0).to(torch.int16).view(-1))
 
 
@@ -110,7 +109,7 @@ def apply(wire: Tensor, held: Tensor) -> None:
 
 
 def _pieces(tiles: int, rows: int) -> list[range]:
-    """Return the tiles of a row in ranges of which all rows together have about ``PIECE`` elements."""
+    """Return ranges of a row's tiles; in all rows together, a range has about ``PIECE`` elements."""
     length = max(1, PIECE // (TILE * rows))
     return [range(first, min(first + length, tiles)) for first in range(0, tiles, length)]
 
@@ -121,13 +120,13 @@ def _elements(numbers: Tensor, some: range) -> Tensor:
 
 
 def _tiles(numbers: Tensor, some: range) -> Tensor:
-    """Return the bits of some tiles, filled up with zeros: (rows * tiles, TILE), int16."""
+    """Return the bits of some tiles, padded with zeros: (rows * tiles, TILE), int16."""
     bits = _elements(numbers, some)
     return torch.nn.functional.pad(bits, (0, len(some) * TILE - bits.shape[1])).reshape(-1, TILE)
 
 
 def _ordinal(bits: Tensor) -> Tensor:
-    """Return the integers that bits of 16 become, or the bits of such integers."""
+    """Map 16-bit patterns to their ordered integers, or such integers to their bits; see Note [Lossless updates]."""
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
@@ -142,7 +141,7 @@ def _count(difference: Tensor, low: int, high: int) -> Tensor:
 
 
 def _section(base: int, nibbles: Tensor, escapes: Tensor) -> Tensor:
-    """Return the size of sections, in units of 2 bytes."""
+    """Return the size of sections, in steps of 2 bytes."""
     return base + (nibbles + 3) // 4 + escapes
 
 
@@ -160,7 +159,7 @@ def _encode(difference: Tensor, plain: Tensor, mode: Tensor) -> tuple[Tensor, Te
     sections[:, :_PAIRS_UNITS] = torch.where(pairs, codes, bitmap)
     base = torch.where(pairs, _PAIRS_UNITS, _BITMAP_UNITS)
     rank = (picked.cumsum(-1) - 1).clamp(min=0)
-    place = (base + rank // 4).clamp(max=TILE - 1)  # beyond only where the mode is another
+    place = (base + rank // 4).clamp(max=TILE - 1)  # exceeded only where another mode is used
     sections.scatter_add_(-1, place, torch.where(picked, nibble << (rank % 4 * 4).int(), 0))
     behind = base + (picked.sum(-1, keepdim=True) + 3) // 4
     place = (behind + escape.cumsum(-1) - 1).clamp(max=TILE - 1)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of LoCo in torch's library: schemas, the reference, and the kernels where there are any."""
+"""LoCo's operators in torch's library: schemas, the reference implementation, and kernels if there are any."""
 
 import functools
 import warnings
@@ -39,7 +39,7 @@ _library.impl("lossless_apply", lossless.apply, "CompositeExplicitAutograd")
 
 
 def _fake(*_: object) -> None:
-    """Return nothing: they write into their arguments only."""
+    """Return nothing: the operators only write into their arguments."""
 
 
 for _name in ("loco_compress", "loco_decompress", "loco_difference", "loco_apply"):
@@ -67,9 +67,9 @@ def compress(
         gradient: (rows, width), fp32, bf16 or fp16; rows without gaps, of any alignment.
         wire: (rows, row bytes of ``packing``), uint8; written.
         packing: bits and block size on the wire.
-        error: what was kept, in units of ``1/unit`` of the gradient: (rows, row bytes of 8 bits), uint8, or (rows,
-            padded width), bf16 or fp32. None: zero.
-        new_error: what is to be kept, of that dtype and shape; written. May be ``error`` itself. None: nothing.
+        error: the kept error, as ``1/unit`` of the gradient's: (rows, row bytes of 8 bits), uint8, or (rows, padded
+            width), bf16 or fp32. None: zero.
+        new_error: the error to keep, of that dtype and shape; written. May be ``error`` itself. None: nothing is kept.
         beta: weight of the old error.
         unit: the loss scale.
         hadamard: whether to rotate each 32 elements.
@@ -87,7 +87,7 @@ def compress(
 
 
 def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0, hadamard: bool = False) -> None:
-    """Write ``factor`` times the sum of the pieces, taken in fp32 and in their order.
+    """Write ``factor`` times the sum of the pieces to ``out``; the sum is taken in fp32, in their order.
 
     Args:
         wire: (pieces, row bytes of ``packing`` for the width of ``out``), uint8.
@@ -104,11 +104,13 @@ def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0,
 
 
 def difference(updated: Tensor, held: Tensor, wire: Tensor, packing: Packing) -> None:
-    """Quantize and pack what receivers lack of updated parameters, in one pass; see Note [Differences].
+    """Quantize and pack the difference of updated parameters to what receivers hold, in one pass.
+
+    See Note [Differences] in ``reference.py``.
 
     Args:
         updated: (rows, width), fp32, bf16 or fp16; rows without gaps, of any alignment.
-        held: what receivers have of them, likewise.
+        held: what receivers hold of them, likewise.
         wire: (rows, row bytes of ``packing``), uint8; written.
         packing: bits and block size.
 
@@ -121,7 +123,7 @@ def difference(updated: Tensor, held: Tensor, wire: Tensor, packing: Packing) ->
 
 
 def apply(wire: Tensor, held: Tensor, packing: Packing) -> None:
-    """Add the differences that have arrived to what is held, in one pass.
+    """Add differences that have arrived to the held parameters, in one pass.
 
     Args:
         wire: (rows, row bytes of ``packing`` for the width of ``held``), uint8.
@@ -136,14 +138,16 @@ def apply(wire: Tensor, held: Tensor, packing: Packing) -> None:
 
 
 def measure(updated: Tensor, held: Tensor) -> Tensor:
-    """Return what each tile of updated parameters takes without loss; see Note [Lossless updates] in ``lossless.py``.
+    """Return how each tile of updated parameters is packed without loss, and its size.
+
+    See Note [Lossless updates] in ``lossless.py``.
 
     Args:
         updated: (1, width), bf16 or fp16; without gaps, of any alignment; at most 2^30 elements.
-        held: what receivers have of them, likewise.
+        held: what receivers hold of them, likewise.
 
     Returns:
-        (tiles,), int32: ``mode << 30 | size in units of 2 bytes``, as bits.
+        (tiles,), int32: ``mode << 30 | size in steps of 2 bytes``, as bits.
 
     Raises:
         TypeError: parameters of another dtype.
@@ -162,14 +166,14 @@ def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
-    """Pack what receivers lack of updated parameters, without loss.
+    """Pack the difference of updated parameters to what receivers hold, without loss.
 
     Args:
         updated: as in ``measure``.
         held: likewise.
-        header: what ``header_of`` makes of their tiles.
-        wire: (1, bytes), uint8, an even number of bytes from an even address on; at least as many as ``header_of``
-            returns: tiles that do not fit are left out. Written up to its end, with zeros after the last tile.
+        header: what ``header_of`` returns for their tiles.
+        wire: (1, bytes), uint8, an even number of bytes at an even address; at least as many as ``header_of`` returns,
+            since tiles that do not fit are left out. Written up to its end, with zeros after the last tile.
 
     Raises:
         TypeError, RuntimeError: as ``measure``.
@@ -180,11 +184,11 @@ def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
 
 
 def apply_lossless(wire: Tensor, held: Tensor) -> None:
-    """Make what is held what was sent, to the bit; rows that were cut off keep what they have of their last tiles.
+    """Update the held parameters to those that were sent, bit for bit. Tiles that did not fit the wire stay.
 
     Args:
         wire: (rows, bytes), uint8, as ``pack`` wrote each row.
-        held: (rows, width), bf16 or fp16, as it was when rows were packed; rows without gaps; written.
+        held: (rows, width), bf16 or fp16, as it was when the rows were packed; rows without gaps; written.
 
     Raises:
         TypeError, RuntimeError: as ``measure``.
@@ -227,28 +231,28 @@ def _kernels(loaded: bool) -> frozenset[str]:
 
 
 _loaded = False
-_failed: list[Exception] = []  # to build is tried once
+_failed: list[Exception] = []  # so that a failed build is not tried again
 
 
 def has_kernels(device: str) -> bool:
-    """Whether there are kernels for ``CPU`` or ``CUDA``; without, the reference runs."""
+    """Return whether there are kernels for ``CPU`` or ``CUDA``; if not, the reference runs."""
     return device in _kernels(_loaded)
 
 
 def lacks_kernels(device: str) -> bool:
-    """Whether kernels were built, but none for this type of device: an oversight, for the reference is slow."""
+    """Return whether kernels were built, but not for this device type: an oversight, since the reference is slow."""
     return device == "cuda" and has_kernels("CPU") and not has_kernels("CUDA")
 
 
 def load_kernels() -> bool:
-    """Load the kernels, or build them, and return whether there are any; warn once where that fails."""
+    """Load the kernels, or build them; return whether there are any. Warn once if both fail."""
     global _loaded
     if not _loaded and not _failed:
         try:
             from deepspeed_ext.op_builder import LocoBuilder
 
             LocoBuilder().load(verbose=False)
-        except Exception as error:  # no compiler, no ninja, no headers: whatever it is, the reference works
+        except Exception as error:  # no compiler, no ninja, no headers: in any case, the reference works
             _failed.append(error)
             _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         else:

@@ -1,18 +1,18 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The one packed format of quantized numbers: on the wire, and of errors that are kept in 8 bits.
+"""The packed format of quantized numbers, both on the wire and for errors that are kept in 8 bits.
 
 Note [Packed blocks]
-    A row of ``width`` elements is split into blocks of ``block_size``, the last one filled up with zeros. Packed it is
+    A row of ``width`` elements is split into blocks of ``block_size``, the last one padded with zeros. Packed, it is
 
         payload   blocks * block_size * bits / 8 bytes
         scales    blocks * 2 bytes: bfloat16, rounded up
         padding   up to a multiple of 16 bytes, zeros
 
-    With 8 bits the payload is a signed byte for each element. With 4 bits each chunk of 32 elements takes 16 bytes, of
-    which byte i holds element i in its lower half and element i + 16 in its upper. A number is q * scale, q an integer
-    of at most 7 or 127 in size. A scale of NaN marks a block in which something was not finite. Little-endian, as all
-    machines are that torch runs on.
+    With 8 bits, the payload is a signed byte for each element. With 4 bits, each 32 elements take 16 bytes; byte i
+    holds element i in its lower half and element i + 16 in its upper half. A number is q * scale, where q is an
+    integer with |q| at most 7 or 127. The scale NaN marks a block with a number that was not finite. Bytes are
+    little-endian, as on all machines that torch runs on.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 32  # elements of which 4-bit payloads and the Hadamard transform are made
+CHUNK = 32  # elements that share bytes of a 4-bit payload, and one Hadamard transform
 ALIGNMENT = 16  # bytes: rows start where the widest loads may
 
 
@@ -33,19 +33,19 @@ class Packing:
 
     @property
     def largest(self) -> int:
-        """Return the largest integer: symmetric, so that nothing is clipped; 16 levels converge worse (SDP4Bit)."""
+        """Return the largest integer. Being symmetric, levels clip nothing; 16 levels converge worse (SDP4Bit)."""
         return 2 ** (self.bits - 1) - 1
 
     def blocks(self, width: int) -> int:
-        """Return the blocks of a row."""
+        """Return the number of blocks of a row."""
         return -(-width // self.block_size)
 
     def padded(self, width: int) -> int:
-        """Return the elements of a row with the zeros after its end."""
+        """Return the number of elements of a row, padding included."""
         return self.blocks(width) * self.block_size
 
     def payload_bytes(self, width: int) -> int:
-        """Return the bytes before the scales."""
+        """Return the bytes of a row's payload, which comes before the scales."""
         return self.padded(width) * self.bits // 8
 
     def row_bytes(self, width: int) -> int:
@@ -66,9 +66,9 @@ class Packing:
         return packed[:, start + 2 * blocks.start : start + 2 * blocks.stop].view(torch.bfloat16)
 
     def padding(self, packed: Tensor, width: int) -> Tensor:
-        """Return what follows the scales of packed rows: (rows, bytes), a view."""
+        """Return the padding after the scales of packed rows: (rows, bytes), a view."""
         return packed[:, self.payload_bytes(width) + 2 * self.blocks(width) :]
 
     def empty(self, rows: int, width: int, like: Tensor) -> Tensor:
-        """Return room for packed rows: (rows, row bytes), uint8, on the device of ``like``."""
+        """Return an uninitialized tensor for packed rows: (rows, row bytes), uint8, on the device of ``like``."""
         return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device=like.device)

@@ -1,14 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO++'s quantized gradients (qgZ, arXiv:2306.10209) for DeepSpeed's own stage 3, with two faults mended.
+"""ZeRO++'s quantized gradients (qgZ, arXiv:2306.10209) for DeepSpeed's own stage 3, with two faults fixed.
 
 DeepSpeed 0.19.8 reduces in 4 bits inside a node and again between nodes, but
 
-- it sums over the ranks of a node and divides by the number of nodes, so gradients of two and more dimensions are as
-  many times too large as a node has ranks, while those of one dimension are right;
-- its kernels take the bits of bfloat16 for float16: 1e-3 is read as 0.81.
+- it sums over the ranks of a node and divides by the number of nodes. So gradients with two or more dimensions are too
+  large by a factor of the ranks per node, while those with one dimension are right;
+- its kernels read the bits of bfloat16 as float16: 1e-3 becomes 0.81.
 
-Here the two hops are those of LoCo, without error feedback: the mean, for any dtype, shape and number of ranks.
+Here, the two hops are LoCo's without error feedback. The result is the mean, for any dtype, shape and number of ranks.
 """
 
 import weakref
@@ -38,12 +38,12 @@ def all_to_all_quant_reduce(tensors: Sequence[Tensor], groups: Mapping[str, Proc
     """Return this rank's part of the mean over all ranks.
 
     Args:
-        tensors: gradients. Those of one dimension are small, and reduced as they are.
+        tensors: gradients. Those with one dimension are small, and reduced unquantized.
         groups: DeepSpeed's: ``local_<node>``, and ``global_<number in the node>``.
 
     Returns:
-        Of each 1D: elements ``[rank * chunk, (rank + 1) * chunk)``, as far as there are any, with ``chunk`` the
-        number of elements over the number of ranks, rounded up.
+        1D tensors, one for each gradient: its elements ``[rank * chunk, (rank + 1) * chunk)``, as far as there are
+        any. ``chunk`` is the number of elements over the number of ranks, rounded up.
     """
     reduced: list[Tensor] = [tensor.new_empty(0) for tensor in tensors]
     exact = [i for i, tensor in enumerate(tensors) if tensor.dim() == 1]

@@ -1,11 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The operators in plain PyTorch: what kernels must match to the bit, and what runs where none was built.
+"""The operators in plain PyTorch. Kernels must match them bit for bit; they run if no kernels were built.
 
 Note [Arithmetic of a block]
-    All in fp32, each operation rounded once (no fused multiply-add), so that every implementation gives the same bits.
-    g: the block's gradients, H: the 32-point Hadamard transform or nothing, e: the error that is kept, in units of
-    1/unit of the gradient (unit: the loss scale), b: err_beta, Q: 7 or 127.
+    Everything is in fp32, and each operation is rounded once (no fused multiply-add), so that all implementations give
+    the same bits. g: the block's gradients. H: the 32-point Hadamard transform, or the identity. e: the kept error,
+    which is 1/unit of the gradient's (unit: the loss scale). b: err_beta. Q: 7 or 127.
 
         h = H g + (unit S_e) q_e                        compensate; e = q_e S_e, in 8 bits
         S = max|h| / Q, rounded up to bfloat16          so that the largest element is not cut off
@@ -13,20 +13,21 @@ Note [Arithmetic of a block]
         r = h - d                                       at most S/2 in size
         e' = (b S_e) q_e + ((1-b)/unit) r               LoCo, arXiv:2407.04480; kept in 8 bits as d is sent
 
-    The error lives after H: the transform is linear, so the receiver undoes it once, of the sum. A block whose
-    scale would be subnormal is sent as zeros (r = h). A block with something that is not finite is sent with the scale
-    NaN, and its error stays what it was.
+    The error is kept transformed. Since H is linear, the receiver undoes it only once, on the sum. A block with a
+    scale that would be subnormal is sent as zeros (r = h). A block with a number that is not finite is sent with the
+    scale NaN, and its error stays as it was.
 
 Note [Differences]
-    Updated parameters travel as what receivers lack of them. p: what all of them hold, u: what their owner has made of
-    its fp32 weights, both in the dtype of the parameters. With S and q of a block as above,
+    Updated parameters travel as their difference to what receivers hold. p: what all receivers hold. u: the fp32
+    weights of the rank that has them, rounded to the parameters' dtype, which is p's, too. With S and q of a block as
+    above,
 
         h = u - p
         d = q S                                         on the wire
-        p' = p + d, rounded to that dtype               by everyone, the owner included
+        p' = p + d, rounded to that dtype               by all ranks, the sender included
 
     No error is kept: what d lacks is in the next h (SDP4Bit, arXiv:2410.15526). As u is a number of that dtype,
-    |p' - u| is at most S; and p' is u where S is below the distance of u's neighbors.
+    |p' - u| is at most S; and p' is u if S is below the distance of u's neighbors.
 """
 
 import torch
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from deepspeed_ext.loco.packing import CHUNK, Packing
 
-PIECE = 2**22  # elements that are worked on at a time: temporaries are some ten of that many fp32 numbers
+PIECE = 2**22  # elements processed at a time: temporaries are about ten times as many fp32 numbers
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _NORMALIZE = 0.17677669529663687  # 1/sqrt(32): H is its own inverse
 _NIBBLE = 16
@@ -118,13 +119,13 @@ def apply(wire: Tensor, held: Tensor, bits: int, block_size: int) -> None:
 
 
 def pieces(blocks: int, size: int) -> list[range]:
-    """Return blocks of ``size`` elements, those of all rows together, in ranges of about ``PIECE`` elements."""
+    """Return ranges of blocks of ``size`` elements; in all rows together, a range has about ``PIECE`` elements."""
     length = max(1, PIECE // size)
     return [range(first, min(first + length, blocks)) for first in range(0, blocks, length)]
 
 
 def transform(h: Tensor) -> Tensor:
-    """Return the normalized 32-point Hadamard transform of each chunk; h: (rows, blocks, block_size), fp32."""
+    """Return the normalized Hadamard transform of each 32 elements; h: (rows, blocks, block_size), fp32."""
     chunks = h.reshape(-1, CHUNK)
     stride = 1
     while stride < CHUNK:
@@ -137,7 +138,7 @@ def transform(h: Tensor) -> Tensor:
 
 def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Return integers (as fp32) and scales (bfloat16) of blocks; h: (rows, blocks, block_size), fp32."""
-    # As the bits of |h| compare, NaN is larger than infinity, and both than what is finite.
+    # Compared as bits of |h|, NaN is larger than infinity, and both are larger than all finite numbers.
     most = (h.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     scale = most.view(torch.float32) / largest
     flushed = scale < _SMALLEST_SCALE
@@ -145,7 +146,7 @@ def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     visible = (most < _INFINITY) & (rounded_up * largest).isfinite()
     scale = torch.where(flushed, 0.0, rounded_up)
     inverse = torch.where(visible & ~flushed, 1.0 / rounded_up, 0.0)
-    q = torch.round(h * inverse.unsqueeze(-1))  # at most ``largest`` and a rounding: no clamp is needed
+    q = torch.round(h * inverse.unsqueeze(-1))  # rounding cannot exceed ``largest``: no clamp is needed
     q = torch.where(visible.unsqueeze(-1), q, 0.0)
     return q, _stored(torch.where(visible, scale, torch.nan))
 
@@ -172,14 +173,14 @@ def unpack(packed: Tensor, width: int, packing: Packing, blocks: range | None = 
 
 
 def decode(packed: Tensor, width: int, packing: Packing, hadamard: bool, blocks: range | None = None) -> Tensor:
-    """Return the numbers of packed rows: (rows, width), fp32; or of some of their blocks, padded."""
+    """Return the numbers of packed rows: (rows, width), fp32; or of some of their blocks, padding included."""
     q, step = unpack(packed, width, packing, blocks)
     numbers = q * step
     return (transform(numbers) if hadamard else numbers).view(packed.shape[0], -1)[:, : None if blocks else width]
 
 
 def decode_error(error: Tensor, width: int, block_size: int, hadamard: bool, blocks: range | None = None) -> Tensor:
-    """Return what is kept as numbers, as ``decode`` does. ``error``: see ``ops.compress``."""
+    """Return a kept error as numbers, in the shape that ``decode`` returns. ``error``: see ``ops.compress``."""
     if error.dtype == torch.uint8:
         return decode(error, width, Packing(_ERROR.bits, block_size), hadamard, blocks)
     numbers = _numbers(error, block_size)
@@ -188,7 +189,7 @@ def decode_error(error: Tensor, width: int, block_size: int, hadamard: bool, blo
 
 
 def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool) -> None:
-    """Keep numbers (rows, width), fp32, that are not the errors of a quantization here and now."""
+    """Write numbers (rows, width), fp32, as an error to keep: errors that have moved, not those of a quantization."""
     width = numbers.shape[1]
     padded = _blocks(numbers, block_size)
     padded = transform(padded) if hadamard else padded
@@ -201,25 +202,25 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
 
 
 def _blocks(numbers: Tensor, block_size: int) -> Tensor:
-    """Return (rows, blocks, block_size) of (rows, width), filled up with zeros."""
+    """Return (rows, width) as (rows, blocks, block_size), padded with zeros."""
     missing = -numbers.shape[1] % block_size
     padded = torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
     return padded.reshape(numbers.shape[0], -1, block_size)
 
 
 def _numbers(error: Tensor, block_size: int) -> Tensor:
-    """Return (rows, blocks, block_size) of errors that are kept as numbers, a view."""
+    """Return errors that are kept as numbers as (rows, blocks, block_size), a view."""
     return error.view(error.shape[0], -1, block_size)
 
 
 def _stored(step: Tensor) -> Tensor:
-    """Return steps as scales are stored; torch has several NaNs, a scale one."""
+    """Return steps as scales are stored: torch has several NaNs, a scale has one."""
     bits = torch.where(step.isnan(), _NOT_FINITE, step.to(torch.bfloat16).view(torch.int16))
     return bits.view(torch.bfloat16)
 
 
 def _read(error: Tensor | None, like: Tensor, width: int, blocks: range) -> tuple[Tensor, Tensor]:
-    """Return what is kept of some blocks, as numbers and steps to multiply; like: (rows, blocks, block_size)."""
+    """Return the kept error of some blocks as numbers and steps to multiply; like: (rows, blocks, block_size)."""
     rows, number, block_size = like.shape
     if error is None:
         return torch.zeros_like(like), like.new_zeros(rows, number, 1)

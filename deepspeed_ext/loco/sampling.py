@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What was sent in few bits, and what that took from it, measured on a sample."""
+"""How many bytes were sent in few bits, and what quantization has lost, measured on a sample."""
 
 from collections.abc import Callable
 
@@ -10,19 +10,20 @@ from torch import Tensor
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
 
-LOOK = 2**20  # elements that are looked at
+LOOK = 2**20  # elements of a sample
 
 
 class Sampling:
-    """What was sent since the last report, and a sample of what quantization has taken: the first ``LOOK`` elements of
-    a step's first message, of what it has for one group.
+    """Bytes sent since the last report, and a sample of what quantization has lost.
+
+    The sample is of a step's first message: the first ``LOOK`` elements of what it has for one group.
 
     Attributes:
-        plain: bytes that it would have had.
-        wire: bytes that were sent instead, to this rank itself included.
-        look: whether to look at what comes next.
-        squares: of what was looked at, two sums, on its device: of what quantization has taken, and of what it was
-            given, errors of earlier messages included; None: nothing was.
+        plain: bytes that would have been sent unquantized.
+        wire: bytes that were sent instead, including those to this rank itself.
+        look: whether to sample the next message.
+        squares: two sums of squares over the sample, on its device: of what quantization has lost, and of its input,
+            errors of earlier messages included. None if nothing was sampled.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class Sampling:
         self.begin()
 
     def begin(self, look: bool = False) -> None:
-        """Begin anew."""
+        """Start a new report; ``look``: whether to sample its first message."""
         self.plain = self.wire = 0
         self.squares: Tensor | None = None
         self.look = look
@@ -41,30 +42,30 @@ class Sampling:
         self.wire += wire
 
     def given(self, width: int, packing: Packing, give: Callable[[range], Tensor]) -> Tensor | None:
-        """Return what is given to quantization, if it is to be looked at.
+        """Return the sample of quantization's input, or None if this message is not sampled.
 
         Args:
-            width: elements that there are.
-            packing: of what will be sent.
-            give: returns those of some blocks, 1D, fp32.
+            width: elements of the message.
+            packing: of the message.
+            give: returns the input of some blocks, 1D, fp32.
         """
         look, self.look = self.look, False
         return give(_blocks(width, packing)) if look and width else None
 
     def note(self, given: Tensor, packed: Tensor, width: int, packing: Packing, hadamard: bool = False) -> None:
-        """Note what of this was sent: ``packed`` is a row, (1, bytes)."""
+        """Record what was sent of the sample: ``packed`` is a row, (1, bytes)."""
         sent = reference.decode(packed, width, packing, hadamard, _blocks(width, packing))
         lost = given - sent[0, : given.numel()]
         self.squares = torch.stack([lost.square().sum(), given.square().sum()])
 
     @property
     def compression(self) -> float:
-        """Return how many times fewer bytes were sent."""
+        """Return the factor by which the bytes were reduced."""
         return self.plain / self.wire if self.wire else 1.0
 
     @property
     def relative_error(self) -> float:
-        """Return what one quantization loses, in the 2-norm; it is sent later. Blocks until it is known."""
+        """Return the loss of one quantization relative to its input, in the 2-norm. Waits for the device."""
         lost, whole = (0.0, 0.0) if self.squares is None else self.squares.tolist()
         return (lost / whole) ** 0.5 if whole else 0.0
 
@@ -72,12 +73,14 @@ class Sampling:
 def compensated(
     rows: Tensor, error: Tensor | None, unit: float, block_size: int, hadamard: bool, blocks: range
 ) -> Tensor:
-    """Return what is quantized of the first row's first blocks, before the error is overwritten: 1D, fp32.
+    """Return the input of quantization, errors included, of the first row's first blocks: 1D, fp32.
+
+    Call it before ``ops.compress``, which overwrites the error.
 
     Args:
         rows: (rows, width).
         error, unit, block_size, hadamard: see ``ops.compress``.
-        blocks: from the first one on.
+        blocks: a range that starts with the first block.
     """
     given = rows[0, : blocks.stop * block_size].float()
     if error is None:

@@ -13,10 +13,10 @@ from deepspeed_ext.values import EXACTLY, made, one_of
 KEY = "zero_optimization.zeropp_loco_param"
 UPDATES_KEY = "zero_optimization.paro_quantized_updates"
 EXACT: Literal["exact"] = "exact"
-# Of differences, and of all that takes 8 bits. Sums of gradients in 4 bits take smaller blocks: with these they end
-# 0.65 % from exact training. Measured by tests/perf/updates_convergence.py.
+# For differences, and for everything in 8 bits. Sums of gradients in 4 bits take smaller blocks: with blocks of 128,
+# training ends 0.65 % from exact training. Measured by tests/perf/updates_convergence.py.
 _BLOCK, _BLOCK_OF_SUMS = 128, 32
-# What a parameter takes without loss at a learning rate of 3e-4; from 1.2 at 1e-5 to 6 at 1e-3. Measured by
+# Bits that a parameter takes without loss at a learning rate of 3e-4; from 1.2 at 1e-5 to 6 at 1e-3. Measured by
 # tests/perf/lossless_updates.py.
 EXACT_BITS = 3.6
 _Own = TypeVar("_Own", bound="_Settings")
@@ -28,13 +28,13 @@ _Flag = Annotated[bool, Field(description="true or false")]
 
 
 class _Settings:
-    """Sub-keys of one key, as a dataclass. ``key``: what they stand under."""
+    """The sub-keys of one key, as a dataclass. ``key``: the key's name."""
 
     key: ClassVar[str]
 
     @classmethod
     def parse(cls: type[_Own], section: object) -> _Own:
-        """Return the settings of what stands under the key; ValueError: see ``made``."""
+        """Return the settings that the key's value gives; ValueError: see ``made``."""
         return made(cls, section, cls.key)
 
     def as_dict(self) -> dict[str, Any]:
@@ -49,9 +49,9 @@ class LocoSettings(_Settings):
     Attributes:
         err_beta: weight of the old error in its moving average, in [0, 1).
         reset_T: optimizer steps after which all errors are set to zero, at least 1.
-        bits: of a gradient on the wire, 4 or 8.
+        bits: bits of a gradient on the wire, 4 or 8.
         block_size: elements that share a scale, a power of two from 32 to 4096.
-        error_bits: of an error that is kept, 8 (with a scale for each block) or 16.
+        error_bits: bits of a kept error, 8 (with a scale for each block) or 16.
         error_feedback: whether errors are kept at all.
         hadamard: whether each 32 elements are rotated first, so that one large element does not cost the others
             their precision.
@@ -69,12 +69,12 @@ class LocoSettings(_Settings):
 
     @property
     def wire_bits(self) -> float:
-        """Return the bits that a gradient takes on the wire: its own, and its part of its block's scale of 16 bits."""
+        """Return the bits that a gradient takes on the wire: its own, and its share of a scale of 16 bits."""
         return self.bits + 16 / self.block_size
 
     @property
     def kept_bits(self) -> float:
-        """Return the bits that are kept of a gradient's error, that of a scale included."""
+        """Return the bits that a gradient's error takes, including its share of a scale."""
         if not self.error_feedback:
             return 0.0
         return self.error_bits + (16 / self.block_size if self.error_bits == 8 else 0)
@@ -82,20 +82,20 @@ class LocoSettings(_Settings):
 
 @dataclass(frozen=True, config=EXACTLY)
 class UpdateSettings(_Settings):
-    """How updated parameters are quantized between groups, or sums of gradients where these come back.
+    """How updated parameters, or sums of gradients that come back, are quantized between groups.
 
     Attributes:
-        bits: of a parameter's difference on the wire, 4 or 8; or "exact": as many as it takes to lose nothing.
-        block_size: elements that share a scale, a power of two from 32 to 4096; None: what suits what is sent.
-        resync_T: optimizer steps after which parameters travel as they are, once, and what sums lack is forgotten; at
-            least 1.
+        bits: bits of a parameter's difference on the wire, 4 or 8; or "exact": as many as it takes to lose nothing.
+        block_size: elements that share a scale, a power of two from 32 to 4096; None: the best for what is sent.
+        resync_T: optimizer steps after which parameters travel unquantized, once, and the errors of sums are dropped;
+            at least 1.
     """
 
     key: ClassVar[str] = UPDATES_KEY
 
     @classmethod
     def parse(cls, section: object) -> "UpdateSettings":
-        """Also refuse blocks where there are none; see ``_Settings``."""
+        """Parse the key, and also refuse ``block_size`` with "exact", which has no blocks; see ``_Settings``."""
         found = super().parse(section)
         if found.bits == EXACT and "block_size" in section:  # type: ignore[operator] # a mapping, or it was refused
             raise ValueError(
@@ -115,10 +115,10 @@ class UpdateSettings(_Settings):
 
     @property
     def sums(self) -> LocoSettings:
-        """Return how sums of gradients are quantized that come back: as LoCo quantizes gradients.
+        """Return how sums of gradients that come back are quantized: as LoCo quantizes gradients.
 
-        With LoCo's average of errors a sum gets 1.1 times the variance of a quantization as noise, where an error that
-        is added as a whole makes it twice that.
+        With LoCo's moving average of errors, the noise of a sum has 1.1 times the variance of a quantization. If
+        errors were added whole, it would have twice that variance.
         """
         assert isinstance(self.bits, int)
         block = self.block_size or (_BLOCK_OF_SUMS if self.bits == 4 else _BLOCK)
@@ -126,8 +126,8 @@ class UpdateSettings(_Settings):
 
     @property
     def wire_bits(self) -> float:
-        """Return the bits that a parameter takes on the wire: its own, and its part of its block's scale.
+        """Return the bits that a parameter takes on the wire: its own, and its share of its block's scale.
 
-        What takes none but those it needs is taken to need ``EXACT_BITS``.
+        For "exact" this is an estimate, ``EXACT_BITS``.
         """
         return EXACT_BITS if isinstance(self.bits, str) else self.bits + 16 / self.difference_block

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Has an engine's optimizer reduce gradients between groups by LoCo, and report about it."""
+"""Makes the hops between groups that an engine's configuration asks for, and reports what they do."""
 
 from collections.abc import Callable
 
@@ -25,13 +25,15 @@ _DENSE = "inter"  # name of the hop between groups for dense parameters; experts
 
 
 def _events(kind: str, name: str) -> str:
-    """Return the label of a hop's events: those of experts have their own."""
+    """Return the label of a hop's events; hops of experts have their own."""
     return kind if name == _DENSE else f"{kind}/{name.removesuffix(f'_{_DENSE}')}"
 
 
 def inter_hop(engine: Engine, strategy: Strategy) -> MakeReduce:
-    """Return what makes the reduction between groups: a LocoHop where the configuration asks for it, else a plain one.
-    Where the optimizer's states are not sharded over all ranks, its sums come back in few bits if that is asked for.
+    """Return a function that makes the reduce hop between groups: a LocoHop if configured, else a plain one.
+
+    If the optimizer's states are not sharded over all ranks, sums of gradients come back; ``paro_quantized_updates``
+    makes them come back in few bits.
     """
     config = engine._config.zero_config
     make = make_reduce if config.zeropp_loco_param is None else _loco_hop(engine)
@@ -66,7 +68,7 @@ def _loco_hop(engine: Engine) -> MakeReduce:
 
 
 def _where_errors_are(engine: Engine) -> tuple[str | None, bool]:
-    """Return the device where errors are kept, None for where gradients are; and whether in pinned memory."""
+    """Return the device of the error feedback, None for that of gradients; and whether it is in pinned memory."""
     offload = engine._config.zero_config.offload_optimizer
     if offload is None or offload.device == "none":
         return None, False
@@ -74,7 +76,7 @@ def _where_errors_are(engine: Engine) -> tuple[str | None, bool]:
 
 
 def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
-    """Return what makes the gather hop between groups: a plain one, unless the configuration asks for differences."""
+    """Return a function that makes the gather hop between groups: differences if configured, else a plain one."""
     section = engine._config.zero_config.paro_quantized_updates
     if section is None or strategy.os != Placement.G:
         return GatherHop
@@ -96,7 +98,7 @@ def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
 
 
 def announce_updates(settings: UpdateSettings, block_size: int, groups: int, what: str, then: str) -> None:
-    """Log one line on rank 0: what is in few bits between groups, and what happens every ``resync_T`` steps."""
+    """Log on rank 0 what crosses between groups in few bits, and what happens every ``resync_T`` steps."""
     how = f"in {settings.bits} bits, blocks of {block_size}"
     if settings.bits == EXACT:
         how = "in as few bits as lose nothing"
@@ -110,7 +112,7 @@ def announce_updates(settings: UpdateSettings, block_size: int, groups: int, wha
 
 
 def announce(settings: LocoSettings, groups: int) -> None:
-    """Log one line on rank 0."""
+    """Log LoCo's settings on rank 0."""
     if groups == 1:
         log_dist(
             f"deepspeed_ext: {KEY}: there is one group, so nothing crosses between groups, and nothing is "
@@ -132,7 +134,7 @@ def announce(settings: LocoSettings, groups: int) -> None:
 
 
 def _reporter(engine: Engine, sent: Sampling, events: str) -> Callable[[], None]:
-    """Return what tells the engine's monitor, whose writers are on rank 0, at the end of a step."""
+    """Return a function that writes a step's sample to the engine's monitor, which writes on rank 0 only."""
     monitored = engine.monitor.enabled and dist.get_rank() == 0
     sent.begin(monitored)
 
@@ -150,7 +152,7 @@ def _reporter(engine: Engine, sent: Sampling, events: str) -> Callable[[], None]
 
 
 def _report_to(engine: Engine, hop: LocoHop, events: str) -> None:
-    """Report to the engine's monitor, and to its timers."""
+    """Report a hop to the engine's monitor and timers at the end of each step."""
     hop.timers = engine.timers if engine.wall_clock_breakdown() else hop.timers
     report = _reporter(engine, hop.sent, events)
 

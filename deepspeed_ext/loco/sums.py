@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of gradients that come back between groups in few bits.
 
-Where no parameters cross, since every group has all of the optimizer's states, sums of gradients do. They are
-quantized; what that takes from a sum its owner keeps, and sends with the next ones (the server's error in 1-bit Adam,
-arXiv:2102.02888, averaged as LoCo averages those of gradients).
+If every group has all optimizer states, no parameters cross between groups, but sums of gradients do. They are
+quantized with error feedback: the rank that has a sum keeps what quantization takes from it, and adds it to the next
+sums. This is the server's error of 1-bit Adam (arXiv:2102.02888), averaged as LoCo averages errors of gradients.
 """
 
 from functools import partial
@@ -25,8 +25,8 @@ class QuantizedSums(SumsGather):
     """Sums of gradients that come back in 4 or 8 bits, with error feedback.
 
     Args:
-        settings: bits, blocks, feedback.
-        device: where errors are kept; None: where gradients are.
+        settings: bits, blocks, error feedback.
+        device: where the error feedback is kept; None: where gradients are.
         pinned: see ``ErrorFeedback``.
     """
 

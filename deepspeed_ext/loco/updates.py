@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updated parameters that cross between groups as what receivers lack: in a few bits, or in as many as it takes."""
+"""Updated parameters that cross between groups as differences to what receivers hold, quantized or without loss."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,14 +20,14 @@ from deepspeed_ext.loco.settings import UPDATES_KEY, UpdateSettings
 
 
 class _Differences:
-    """What both kinds have.
+    """What quantized and lossless differences have in common.
 
     Args:
-        collectives: of the hop that sends them.
+        collectives: those of the hop that sends the differences.
         settings: of the differences.
 
     Attributes:
-        sent: what was sent in a step.
+        sent: counts what was sent in a step.
         on_step: called at the end of each step.
     """
 
@@ -44,7 +44,7 @@ class _Differences:
 
 
 class QuantizedDifferences(_Differences):
-    """Differences in 4 or 8 bits; see Note [Differences] in ``reference.py``. Arguments as of ``_Differences``."""
+    """Differences in 4 or 8 bits; see Note [Differences] in ``reference.py``. For arguments see ``_Differences``."""
 
     def __init__(self, collectives: Collectives, settings: UpdateSettings) -> None:
         super().__init__(collectives, settings)
@@ -58,7 +58,7 @@ class QuantizedDifferences(_Differences):
     def _encode(self, update: Update) -> Tensor:
         updated, held, width = update.updated(), update.held, update.held.numel()
         size = self.packing.row_bytes(update.most)
-        if not width:  # another rank has some
+        if not width:  # another rank has elements, so this one takes part with zeros
             return torch.zeros(size, dtype=torch.uint8, device=held.device)
         wire = self.packing.empty(1, width, held)
         self.sent.count(held.nbytes, wire.nbytes)
@@ -84,8 +84,8 @@ def _difference(updated: Tensor, held: Tensor, block_size: int, blocks: range) -
 class LosslessDifferences(_Differences):
     """Differences in as many bits as they need; see Note [Lossless updates] in ``lossless.py``.
 
-    All updates of a step are measured first; ranks agree on lengths, for which the host waits for the device, once.
-    Arguments as of ``_Differences``.
+    All updates of a step are measured first. Then ranks agree on the lengths; for this, the host waits for the device
+    once per step. For arguments see ``_Differences``.
     """
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
@@ -94,7 +94,7 @@ class LosslessDifferences(_Differences):
             return []
         with self.collectives.labeled("loco_difference"):
             headers, lengths = zip(*map(self._measure, updates), strict=True)
-        found: list[int] = agree(torch.stack(lengths)).tolist()
+        found: list[int] = agree(torch.stack(lengths)).tolist()  # the one wait of the host: it allocates by lengths
         with self.collectives.labeled("loco_difference"):
             return [
                 self._pack(update, header, fill_up(length, self.collectives.multiple))
@@ -108,7 +108,7 @@ class LosslessDifferences(_Differences):
 
     def _pack(self, update: Update, header: Tensor, length: int) -> Tensor:
         held = update.held
-        if not held.numel():  # another rank has some
+        if not held.numel():  # another rank has elements, so this one takes part with zeros
             return torch.zeros(length, dtype=torch.uint8, device=held.device)
         wire = torch.empty(1, length, dtype=torch.uint8, device=held.device)
         self.sent.count(held.nbytes, wire.nbytes)

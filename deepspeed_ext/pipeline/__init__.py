@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline parallelism with gradients and parameters that are sharded."""
+"""Pipeline parallelism with sharded gradients and parameters."""

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the stages of a pipeline must have alike."""
+"""Checks that the stages of a pipeline have the same settings."""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def device_of(module: PipelineModule) -> str:
 
 
 def settings_of(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str, Any]:
-    """Return what all stages must have alike, by the key to change."""
+    """Return the settings that all stages must have in common, by key."""
     zero = config.zero_config
     return {
         f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,
@@ -41,7 +41,7 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str,
 
 
 def require_agreement(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
-    """Raise on all ranks where one has a problem, or a strategy is used and stages differ. Collective.
+    """Raise on all ranks if one has a problem, or if a strategy is used and stages differ. Collective.
 
     Raises:
         ValueError: with the settings that differ, or the problem of the first rank that has one.
@@ -51,7 +51,7 @@ def require_agreement(module: PipelineModule, settings: dict[str, Any], problem:
         if found:
             raise ValueError(problem or f"rank {rank}: {found}")
     if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in everybody):
-        return  # DeepSpeed's affair
+        return  # without a strategy, differences are left to DeepSpeed
     different = {
         key: values for key in settings if len(set(map(str, values := [other[key] for _, other in everybody]))) > 1
     }
@@ -68,7 +68,7 @@ def _by_rank(values: Iterable[Any]) -> str:
 
 
 def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: bool) -> None:
-    """Refuse groups of different sizes where stages exchange what ranks of a group hold. Collective over all ranks.
+    """Refuse groups of different sizes if stages with shared weights exchange shards of a group. Collective.
 
     Raises:
         ValueError: the launcher's node size makes groups of different sizes on different stages.
@@ -82,5 +82,5 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
 
 
 def _gather(module: PipelineModule, text: str) -> list[Any]:
-    """Return what each rank has said, in JSON."""
+    """Gather a text of JSON from each rank, and return the parsed values. Collective."""
     return [json.loads(said) for said in all_gather_texts(text, device_of(module))]

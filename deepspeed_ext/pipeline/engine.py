@@ -1,16 +1,17 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's pipeline engine with gradients, and parameters, that are sharded.
+"""DeepSpeed's pipeline engine with sharded gradients and parameters.
 
 Note [What runs when, in a pipeline]
-    The accumulation boundary is the flush of the pipeline. In each backward of a micro-batch gradients move N -> g as
-    the strategy says, inside the group where g = I; the hop between groups runs once, at the flush, and the step after
-    it. Reductions are started in the order of the schedule, the same on all ranks of a stage, and with
-    ``overlap_comm`` they go on under the instructions that follow. With stages 2 and 3 the hop between groups begins
-    under the backward of the last micro-batch; what is left goes at the flush. Nothing else of the schedule changes.
+    The accumulation boundary is the flush of the pipeline. In the backward of each micro-batch, gradients move N -> g
+    as the strategy says; with g = I, this is inside the group. The hop between groups runs once, at the flush, and the
+    optimizer's step runs after it. Reductions are started in the order of the pipeline's schedule, which is the same
+    on all ranks of a stage. With ``overlap_comm``, they continue under the instructions that follow. With stages 2 and
+    3, the hop between groups begins under the backward of the last micro-batch, and the rest is sent at the flush.
+    Nothing else of the schedule changes.
 
-    DeepSpeed runs no reduction between micro-batches here: it ends a backward of a stage before the last one without
-    the steps that ZeRO takes at the end of a backward. They are what is added.
+    DeepSpeed itself runs no reduction between micro-batches: except on the last stage, its pipeline leaves out the
+    steps that ZeRO takes at the end of a backward. These steps are added here.
 """
 
 import contextlib
@@ -35,11 +36,11 @@ from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
-NOTHING_TO_TRAIN = "nothing_to_train"  # a parameter of stages that have no other
+NOTHING_TO_TRAIN = "nothing_to_train"  # name of the parameter that a stage with nothing to train gets
 
 
 class _Outputs:
-    """The outputs of a stage: one backward through all of them, so that a parameter's gradient is ready once."""
+    """The outputs of a stage. One backward goes through all of them, so that each gradient is ready only once."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -55,16 +56,16 @@ class _Outputs:
 class ShardedPipelineEngine(PipelineEngine):
     """A pipeline engine with a strategy. See Note [What runs when, in a pipeline].
 
-    It is made of a ``PipelineEngine`` by ``setup.initialize``.
+    ``setup.initialize`` turns a ``PipelineEngine`` into one.
     """
 
-    _backwards = 0  # of this accumulation
+    _backwards = 0  # number of backwards in this accumulation
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
-        """Explain why I means N here: nobody has chosen a group size, and a node has one rank of each stage.
+        """Explain why I means N here, if a node has only one rank of each stage and no group size is set.
 
         Returns:
-            A clause that follows what the strategy comes down to; empty elsewhere.
+            A clause to append to the log line that names the strategy's effect; empty in all other cases.
         """
         sizes, axes = topology.sizes, self.module.topology()
         chosen = self._config.zero_config.paro_group_size is not None
@@ -84,8 +85,8 @@ class ShardedPipelineEngine(PipelineEngine):
         )
 
     def connect(self) -> None:
-        """Take the pipeline's part in our optimizer, once the parent is initialized. Collective over all ranks."""
-        self.enable_backward_allreduce = True  # at the end of each backward, as without a pipeline
+        """Connect the pipeline to our optimizer. Called once the parent is initialized. Collective over all ranks."""
+        self.enable_backward_allreduce = True  # reduce at the end of each backward, as without a pipeline
         self._trains = any(
             param.requires_grad
             for name, param in self.module.named_parameters()
@@ -94,16 +95,16 @@ class ShardedPipelineEngine(PipelineEngine):
         strategy = active_strategy(self._config)
         self._shards_parameters = strategy is not None and strategy.p != Placement.N
         self._use_checkpointing_that_stops_early()
-        if isinstance(self.optimizer, ParoOptimizer):  # there is none where nothing is trained
+        if isinstance(self.optimizer, ParoOptimizer):  # a stage with nothing to train has none
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
             self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
             self.optimizer.overlaps_micro_steps = True
 
     def _use_checkpointing_that_stops_early(self) -> None:
-        """Where parameters are sharded, have torch recompute where DeepSpeed's non-reentrant checkpointing would.
+        """With sharded parameters, use torch's non-reentrant checkpointing instead of DeepSpeed's.
 
-        DeepSpeed's runs all of a segment again, to the end of its last module, which releases the parameters whose
-        backward has just begun: it fails in ZeRO-3, without a pipeline as well. torch's stops before that.
+        DeepSpeed's recomputes a segment up to the end of its last module. The end of that forward releases parameters
+        that the backward is about to use, so it fails with ZeRO-3, even without a pipeline. torch's stops earlier.
         """
         module = self.module
         if not self._shards_parameters:
@@ -121,7 +122,7 @@ class ShardedPipelineEngine(PipelineEngine):
     @override
     def train_batch(self, data_iter: Any = None) -> Any:
         """Train on a batch, as DeepSpeed does."""
-        self._backwards = 0  # the one before may have ended by an exception
+        self._backwards = 0  # an exception may have ended the previous batch early
         return super().train_batch(data_iter)
 
     # Instructions of the schedule #####################################################################
@@ -139,15 +140,15 @@ class ShardedPipelineEngine(PipelineEngine):
         if self.is_last_stage():
             super()._exec_backward_pass(buffer_id)
         elif self._has_gradient(buffer_id):
-            # The parent starts timers that the hooks of its outputs start as well, which ends in an assertion.
+            # The parent starts timers that hooks on its outputs start, too; starting one twice is an assertion error.
             with mock.patch.object(self, "wall_clock_breakdown", lambda: False):
                 super()._exec_backward_pass(buffer_id)
             self._backward_epilogue()
-        # One backward is one micro-step of the optimizer, whatever forwards stand between them.
+        # One backward is one micro-step of the optimizer, however many forwards run in between.
         self.optimizer.clear_backward_seen_flag()
 
     def _has_gradient(self, buffer_id: int) -> bool:
-        """Whether a micro-batch has something to do in backward here: not in a first stage that is frozen."""
+        """Return whether a micro-batch has a backward on this stage; a frozen first stage has none."""
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if self.is_pipe_partitioned:
             return True
@@ -160,11 +161,11 @@ class ShardedPipelineEngine(PipelineEngine):
 
     @override
     def _exec_reduce_tied_grads(self) -> None:
-        """Do nothing yet: tied gradients are summed when they are where the optimizer's states are."""
+        """Do nothing yet: tied gradients are summed later, when they are sharded as the optimizer's states are."""
 
     @override
     def _exec_reduce_grads(self) -> None:
-        """Flush: g -> os, and the sum over stages for tied weights."""
+        """Flush the pipeline: move gradients g -> os, and sum those of tied weights over stages."""
         self._force_grad_boundary = True
         try:
             if self.zero_optimization_partition_gradients():
@@ -185,13 +186,13 @@ class ShardedPipelineEngine(PipelineEngine):
 
     @override
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
-        """Save with the parameters of one layer gathered at a time. Collective where they are sharded."""
+        """Save the layers, gathering one layer's parameters at a time. Collective if parameters are sharded."""
         for _ in self._layers(modify=False):
             super().module_state_dict(exclude_frozen_parameters)
 
     @override
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Load in the same way, after which all stages have the tied weights of the first."""
+        """Load the layers in the same way; then copy the tied weights of the first stage to all others."""
         for _ in self._layers(modify=True):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
         tied = list(self.module.tied_modules.parameters())
@@ -200,9 +201,9 @@ class ShardedPipelineEngine(PipelineEngine):
                 self.module._synchronize_tied_weights()
 
     def _layers(self, modify: bool) -> Iterator[None]:
-        """Have DeepSpeed see one layer after the other where parameters are sharded; otherwise all of them, once.
+        """Show DeepSpeed one layer at a time if parameters are sharded; otherwise all of them at once.
 
-        All ranks of a stage visit all layers, in one order, whoever writes them.
+        All ranks of a stage visit all layers, in the same order, whichever rank writes them.
         """
         if not self._shards_parameters:
             yield
@@ -213,7 +214,7 @@ class ShardedPipelineEngine(PipelineEngine):
             with contextlib.ExitStack() as stack:
                 stack.enter_context(mock.patch.object(module, "forward_funcs", [layer]))
                 stack.enter_context(mock.patch.object(module, "_local_start", first + index))
-                # For all layers at once, at the end: stages have different numbers of them.
+                # Tied weights are synchronized once, at the end, since stages have different numbers of layers.
                 stack.enter_context(mock.patch.object(module, "_synchronize_tied_weights", lambda: None))
                 if parameters:
                     whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)

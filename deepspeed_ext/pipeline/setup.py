@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a pipeline's stages get our optimizers, and what must hold before they do."""
+"""Gives a pipeline's stages our optimizers, and checks beforehand what they require."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from deepspeed_ext.pipeline.engine import NOTHING_TO_TRAIN, ShardedPipelineEngin
 from deepspeed_ext.pipeline.tied import tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
 
-# What cannot work with the schedule, of the engine and the PipelineModule.
+# Engines and PipelineModules that cannot work with the pipeline's schedule.
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, module: type(engine) is not PipelineEngine and type(engine).__name__,
@@ -45,18 +45,18 @@ def initialize(
     require: Callable[[], None] = lambda: None,
     **kwargs: Any,
 ) -> None:
-    """Initialize a ``PipelineEngine``, which becomes ours with a strategy, or with ZeRO-2 or 3, which mean one.
+    """Initialize a ``PipelineEngine``. With a strategy, or with ZeRO-2 or 3, it becomes ours.
 
-    Collective over all ranks, those without a strategy included: a stage may have been configured otherwise.
+    Collective over all ranks, including those without a strategy, since stages may be configured differently.
 
     Args:
         init: DeepSpeed's.
-        engine: to initialize. The others are DeepSpeed's.
-        require: raises if this DeepSpeed is not one that we know. Plain ZeRO-2 and 3 have no key of ours, and need us
-            in a pipeline all the same.
+        engine: the engine to initialize. All other arguments are DeepSpeed's.
+        require: raises if this version of DeepSpeed is unknown. Plain ZeRO-2 and ZeRO-3 have no key of ours, but a
+            pipeline needs our code for them, too.
 
     Raises:
-        ValueError: on all ranks, if stages are configured differently; or what only the model can tell.
+        ValueError: on all ranks, if stages are configured differently; also if the model cannot be trained this way.
     """
     config, module = kwargs.get("config_class"), kwargs.get("model")
     strategy = None
@@ -74,7 +74,7 @@ def initialize(
     _refuse_differences_of_tied_weights(config, strategy, module)
     engine.__class__ = ShardedPipelineEngine
     _fill_groups(module, kwargs)
-    # The parent's only refusal of ZeRO-2 and 3, an assertion that looks nothing else up under this name.
+    # The parent refuses ZeRO-2 and 3 in one assertion, the only place where it uses this name.
     no_limit = SimpleNamespace(gradients=float("inf"))
     with mock.patch.object(deepspeed.runtime.pipe.engine, "ZeroStageEnum", no_limit):
         init(engine, *args, **kwargs)
@@ -82,7 +82,7 @@ def initialize(
 
 
 def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strategy, module: PipelineModule) -> None:
-    """Refuse what would let copies of a weight differ: stages cut it into blocks of their own.
+    """Refuse quantized updates of tied weights: each stage divides a weight into other blocks, so copies would differ.
 
     Raises:
         ValueError: updates are to cross as differences, and stages share weights.
@@ -90,17 +90,17 @@ def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strat
     tied = [key for keys in tied_stages(module).values() for key in keys]
     if tied and strategy.os == Placement.G and config.zero_config.paro_quantized_updates is not None:
         raise ValueError(
-            f"{SECTION}.{QUANTIZED_UPDATES} cannot stand beside tied layers ({', '.join(tied)}) in a pipeline with "
-            f"{STRATEGY} {strategy.name}: the copies of their weights on several stages would differ by what was not "
-            f"sent yet. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
+            f"{SECTION}.{QUANTIZED_UPDATES} cannot be combined with tied layers ({', '.join(tied)}) in a pipeline "
+            f"with {STRATEGY} {strategy.name}: the copies of their weights on several stages would differ by what was "
+            f"not sent yet. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
         )
 
 
 def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable[[], None]) -> Strategy | None:
     if undecided(config):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {FASTEST} does not know pipelines, whose stages have different models. Set one of "
-            f"the strategies; `python -m deepspeed_ext plan` compares them."
+            f"{SECTION}.{STRATEGY} {FASTEST} does not support pipelines, since their stages have different models. "
+            f"Set one of the strategies; `python -m deepspeed_ext plan` compares them."
         )
     if active_strategy(config) is None and config.zero_config.stage > 1:
         require()
@@ -109,11 +109,11 @@ def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable
 
 
 def partition_layers(partition: Callable[..., None], module: PipelineModule, *args: Any, **kwargs: Any) -> None:
-    """Give each stage its layers by DeepSpeed's ``partition``, unless parameters would be sharded as they are made.
+    """Give each stage its layers with DeepSpeed's ``partition``, unless it is called under ``deepspeed.zero.Init``.
 
     Raises:
-        ValueError: it is built under ``deepspeed.zero.Init``, which shards them over all ranks, those of other stages
-            included, and waits for these.
+        ValueError: it is built there. ``zero.Init`` shards parameters over all ranks, including those of other stages,
+            and would wait for them.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -127,11 +127,11 @@ def partition_layers(partition: Callable[..., None], module: PipelineModule, *ar
 
 
 def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
-    """Give each of the optimizer's parameter groups that has nothing to train on this stage a parameter that stays 0.
+    """Add a parameter that stays 0 to each of the optimizer's parameter groups with nothing to train on this stage.
 
     Args:
         module: the pipeline.
-        arguments: the engine's, of which optimizer and model_parameters are looked at and changed.
+        arguments: of the engine; its ``optimizer`` or ``model_parameters`` are changed.
     """
     optimizer = arguments.get("optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of weights that several pipeline stages share, such as those of embedding and head.
 
-Each stage reduces its own part of such a gradient like any other. Once it is where the optimizer's states are, ranks
-of the stages exchange what they hold of it, so no rank ever has it whole, and what was compressed on its way is the
-same in all stages. With p = N a weight lies elsewhere in each stage's flat buffer, and so is sharded elsewhere: a rank
-sends each other one the elements that both of them hold. With d elements of the weight's gradient on a rank and t
-stages it sends and receives (t-1)*d elements a step, where DeepSpeed's all-reduce of whole gradients takes 2*(t-1)/t
-times all of it.
+Each stage reduces its own gradient of such a weight like any other. Once gradients are sharded as the optimizer's
+states are, ranks of these stages exchange their shards. So no rank ever holds the whole gradient, and even a
+compressed gradient is the same on all stages. With p = N, a weight is at another place in each stage's flat buffer,
+and so its shards have other elements: a rank sends each of the others the elements that both hold. If a rank holds d
+elements of the weight's gradient, and there are t stages, it sends and receives (t-1)*d elements per step. DeepSpeed's
+all-reduce of whole gradients takes 2*(t-1)/t times the whole weight.
 """
 
 import functools
@@ -31,11 +31,11 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 class TiedGradients:
     """The tied weights of this rank's stage that have a gradient.
 
-    Collective over all ranks.
+    Making one is collective over all ranks.
 
     Args:
         module: the pipeline.
-        optimizer: one of ours, of this rank's stage.
+        optimizer: this stage's, which must be one of ours.
     """
 
     def __init__(self, module: PipelineModule, optimizer: ParoOptimizer) -> None:
@@ -46,19 +46,19 @@ class TiedGradients:
         ]
 
     def sum(self) -> None:
-        """Add the gradients of all stages, in the order of the stages; the same bits in each of them. Collective."""
+        """Sum the gradients of all stages in the order of the stages, so that all get the same bits. Collective."""
         for exchange in self._exchanges:
             exchange.run()
 
 
 class _Exchange:
-    """The exchange of weights that are on the same stages.
+    """The exchange of gradients of weights that are on the same stages.
 
     Args:
         optimizer: of this rank.
         weights: parameters of this rank's stage.
-        group: ranks that hold the weights together, of all these stages.
-        stages: of each of its ranks.
+        group: the ranks, of all these stages, that together hold each stage's shards once.
+        stages: the stage of each rank in the group.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class _Exchange:
 
     def run(self) -> None:
         device = get_accelerator().current_device_name()
-        owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # of an offloaded one on the host
+        owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # on the host if offloaded
         held = [part.to(device) for part in owned]
         sent = [self._part(held, rank) for rank in range(len(self._stages))]
         splits = [part.numel() for part in sent]
@@ -88,7 +88,7 @@ class _Exchange:
             part.copy_(functools.reduce(torch.add, (totals[stage][number] for stage in sorted(totals))))
 
     def _common(self, rank: int) -> Iterable[tuple[int, Span]]:
-        """Return (number of the weight, elements of this rank's part of it) that another stage's rank holds, too."""
+        """Yield (number of the weight, elements of this rank's shard of it) that another stage's rank holds, too."""
         if self._stages[rank] == self._stages[self._rank]:
             return
         for number, (mine, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
@@ -97,11 +97,11 @@ class _Exchange:
                 yield number, both.shifted(-mine.start)
 
     def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
-        """Return what goes to another rank, 1D."""
+        """Return what this rank sends to another one, 1D."""
         return torch.cat([held[0][:0], *(span.of(held[number]) for number, span in self._common(rank))])
 
     def _put(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
-        """Put what came from another rank where it belongs."""
+        """Copy what came from another rank to its elements."""
         common = list(self._common(rank))
         for (number, span), part in zip(common, split_as(content, [span for _, span in common]), strict=True):
             span.of(parts[number]).copy_(part)
@@ -110,7 +110,7 @@ class _Exchange:
 def _make_groups(
     module: PipelineModule, optimizer: ParoOptimizer
 ) -> list[tuple[list[int], ProcessGroup, list[nn.Parameter]]]:
-    """Return (ranks, process group, weights) of this rank's tied weights. All ranks take part."""
+    """Return (ranks, process group, weights) of this rank's tied weights. Collective over all ranks."""
     grid, made = module._grid, []
     for stages, keys in tied_stages(module).items():
         weights = [
@@ -136,7 +136,7 @@ def _make_groups(
 
 
 def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
-    """Return the keys of tied layers by the stages that they are on; those on one stage only are like others."""
+    """Return the keys of tied layers by their stages, without those on one stage only, which exchange nothing."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
@@ -149,7 +149,7 @@ def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
 
 
 def _replicas(optimizer: ParoOptimizer) -> list[range]:
-    """Return the sets of data-parallel ranks that hold a stage's optimizer states once."""
+    """Return the sets of data-parallel ranks that each hold all of a stage's optimizer states."""
     sizes = optimizer.topology.sizes
     size = {Placement.N: 1, Placement.I: sizes.group_size, Placement.G: sizes.ranks}[optimizer.strategy.os]
     return [range(first, first + size) for first in range(0, sizes.ranks, size)]

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which strategy to use, and why. Pure."""
+"""Chooses a strategy, and gives the reason. Pure."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from deepspeed_ext.planner.cost import Model, Prediction, predict, predict_plain
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
-# Predictions that are closer than this are the same: then the one that needs less memory is better.
+# Predictions within this of each other count as equally fast; then the one with less memory is better.
 TIE = 0.03
 T = TypeVar("T")
 
@@ -21,13 +21,12 @@ class Plan:
     """All strategies for one model and cluster, fastest first.
 
     Attributes:
-        sizes, model, rates: what was given.
-        budget: bytes that a rank has for model states and what a step holds besides; None for no limit.
-        predictions: the fastest first.
-        choice: the one to use; None if none fits.
+        sizes, model, rates: the input.
+        budget: bytes that a rank has for model states and for what else a step holds; None for no limit.
+        predictions: of all strategies, the fastest first.
+        choice: the strategy to use; None if none fits.
         plain: DDP and the plain stages, for comparison.
-        overlapped: the best one with p = N if its updated parameters came under the next forward, which is a key; None
-            if that is on, or none fits.
+        overlapped: the best strategy with p = N if ``paro_overlap_updates`` were true; None if it is, or if none fits.
     """
 
     sizes: GroupSizes
@@ -44,7 +43,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """Return one sentence for the choice; without a choice, what is missing."""
+        """Return one line on why this is the choice; without a choice, on what is missing."""
         least = min(self.predictions, key=lambda one: one.total_memory)
         limit = "" if self.budget is None else f" of {self.budget / 1e9:.3g}"
         if self.choice is None:
@@ -55,8 +54,8 @@ class Plan:
         chosen = self.choice
         compute, within, between = (chosen.seconds[part] for part in ("compute", "within", "between"))
         said = (
-            f"{chosen.name}: {chosen.total_seconds:.3g} s a step by prediction, of which {compute:.3g} s compute, and "
-            f"exposed {within:.3g} s within groups and {between:.3g} s between; "
+            f"{chosen.name}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and exposed "
+            f"{within:.3g} s within groups and {between:.3g} s between; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
         close = [one for one in self.predictions if self.fits(one) and self._ties(one) and self._larger(one)]
@@ -72,7 +71,7 @@ class Plan:
         return said + self._compared()
 
     def _compared(self) -> str:
-        """Return what to say of the smallest plain stage that is as fast as the choice, or faster, if there is one."""
+        """Return a clause about the smallest plain stage that is at least as fast as the choice; empty if none is."""
         assert self.choice is not None
         rivals = [one for one in self.plain if self.fits(one) and (self._ties(one) or self._is_faster(one))]
         if not rivals:
@@ -122,18 +121,18 @@ def plan(
     sent: Iterable[Compression] = (AS_IT_IS,),
     allowed: Callable[[Strategy], bool] = lambda _: True,
 ) -> Plan:
-    """Predict all strategies, and choose the fastest that fits; among those as fast, the smallest.
+    """Predict all strategies, and choose the fastest that fits; among equally fast ones, the smallest.
 
     Args:
         sizes: ranks and groups.
         model: what is trained.
         rates: of the hops.
         budget: bytes on each rank; None for no limit.
-        sent: in each of these forms, where a strategy may. The choice is made among them all.
-        allowed: which strategies to look at.
+        sent: the forms to predict each strategy in, if it allows them. The choice is made among all.
+        allowed: returns whether to consider a strategy.
 
     Raises:
-        ValueError: none is allowed.
+        ValueError: no strategy is allowed.
     """
     forms = tuple(sent)
     rows = [row for row in STRATEGIES.values() if allowed(row)]
@@ -157,7 +156,7 @@ def _best_within(budget: float | None, some: Sequence[Prediction]) -> Prediction
 
 
 def best(some: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:
-    """Return the smallest of those that are as fast as the fastest; of equally small ones the fastest."""
+    """Return the smallest of those within ``TIE`` of the fastest; of equally small ones, the fastest."""
     quickest = min(map(seconds, some))
     close = [one for one in some if seconds(one) <= (1 + TIE) * quickest]
     return min(close, key=lambda one: (memory(one), seconds(one)))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster, as a file describes it. Pure."""
+"""A cluster that a file describes. Pure."""
 
 import json
 from pathlib import Path
@@ -21,16 +21,16 @@ _LATENCY = Field(ge=0, allow_inf_nan=False, description="a finite number of at l
 
 @dataclass(frozen=True, config=EXACTLY)
 class Cluster:
-    """Nodes of the same kind, and what joins them.
+    """Nodes of the same kind, and the links between them.
 
     Attributes:
         ranks_per_node: GPUs of a node.
         intra_gbps: Gbit/s that a rank receives from others of its node.
         inter_gbps: Gbit/s that a node receives from others; its ranks share it.
-        nodes: None where the file says nothing of it.
-        latency_us: microseconds of one step of a ring between nodes; a collective over k nodes takes k - 1 of them.
+        nodes: number of nodes; None if the file does not say.
+        latency_us: microseconds of one step of a ring between nodes; a collective over k nodes takes k - 1 steps.
         memory_gb: 10^9 bytes of a rank for model states; None for no limit.
-        memory_gbps: 10^9 bytes/s of a rank's memory, which an optimizer step is bound by; None to count none for it.
+        memory_gbps: 10^9 bytes/s of a rank's memory, which bounds an optimizer step; None: the step takes no time.
         tflops: 10^12 floating-point operations/s that a rank reaches in training; None if unknown.
     """
 
@@ -52,7 +52,7 @@ class Cluster:
 
     @property
     def budget(self) -> float | None:
-        """Bytes of a rank for model states."""
+        """Return the bytes of a rank for model states."""
         return None if self.memory_gb is None else self.memory_gb * _GIGA
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""In what form things cross between groups, as far as it tells in bytes. Pure."""
+"""How many bytes gradients, updates and sums take between groups, quantized or not. Pure."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ BITS = 8
 
 @dataclass(frozen=True)
 class Compression:
-    """What crosses in few bits.
+    """What crosses between groups in few bits.
 
     Attributes:
-        loco: gradients do; None: as they are.
-        updates: updated parameters do, or sums that come back; None: as they are.
+        loco: how gradients are quantized; None: they are not.
+        updates: how updated parameters, or sums that come back, are quantized; None: they are not.
     """
 
     loco: LocoSettings | None = None
@@ -28,9 +28,9 @@ class Compression:
         return label(self.loco is not None, self.updates is not None)
 
     def allows(self, strategy: Strategy) -> bool:
-        """Whether a strategy may have it.
+        """Return whether a strategy can be combined with it.
 
-        Where parameters are released, nobody holds what updates differ from. Sums do not come back without loss.
+        With p = G no rank holds parameters that an update could differ from. Sums cannot be sent without loss.
         """
         if self.updates is None:
             return True
@@ -39,13 +39,13 @@ class Compression:
     def volume(self, phase: Phase, gradient_bytes: float, parameter_bytes: float) -> Volume:
         """Return the bytes that a rank receives in a phase of a step.
 
-        Reductions shrink between groups. So do sums that come back. Updated parameters that cross are decoded where
-        they are held: with p = N they go through the hop inside the group in that form as well. One update of
-        ``resync_T`` travels as it is.
+        Reductions, and sums that come back, shrink between groups. Updated parameters that cross are decoded on the
+        ranks that hold them, so with p = N they shrink inside the group as well. One update in ``resync_T`` travels
+        unquantized.
 
         Args:
-            phase: one of a strategy's.
-            gradient_bytes, parameter_bytes: of an element.
+            phase: one of a strategy's phases.
+            gradient_bytes, parameter_bytes: bytes of an element.
         """
         intra, inter = phase.volume.intra, phase.volume.inter
         if phase.kind == Direction.REDUCE and self.loco is not None:
@@ -59,7 +59,7 @@ class Compression:
         return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
 
     def kept_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
-        """Return the bytes of errors that a rank keeps, before and after a step."""
+        """Return the bytes of error feedback that a rank holds during a step: the errors before and after it."""
         kept = 0.0 if self.loco is None else self.loco.kept_bits / BITS * trainable / sizes.shards(Placement.I)
         if self.updates is not None and strategy.os != Placement.G:
             kept += self.updates.sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
@@ -67,7 +67,7 @@ class Compression:
 
 
 def label(loco: bool, updates: bool) -> str:
-    """Return what follows the name of a strategy with LoCo, and with updates in few bits."""
+    """Return what follows a strategy's name with LoCo, and with updates in few bits."""
     return (" + LoCo" if loco else "") + (" + updates" if updates else "")
 
 

@@ -3,25 +3,26 @@
 """What a step costs under a strategy. Pure.
 
 Note [Cost model]
-    A step is a timeline of compute, the link inside groups and the link between groups (Note [Timeline of a step]),
-    fed by the strategy's phases: each takes messages * latency + bytes / bandwidth over each hop, and goes in units.
+    A step is a timeline of compute, the link inside groups and the link between groups (Note [Timeline of a step]).
+    Its input are the strategy's phases: each takes messages * latency + bytes / bandwidth over each hop, and is sent
+    in buckets.
 
-    Sharded parameters, and what an optimizer step has changed of them, move layer by layer; gradients, and updated
-    parameters that are whole on each rank, by bucket. Parameters are kept between forward and backward or not, as a
-    whole; what is small and stays, and modules that are fetched together, are not known here.
+    Sharded parameters, and their updates, move layer by layer. Gradients, and updates of parameters that each rank
+    holds whole, move bucket by bucket. Between forward and backward, either all parameters are kept or none; small
+    parameters that persist, and modules that are fetched together, are not modeled.
 
-    ``Prediction.seconds`` is what each part adds to the step, so what of the links nothing hides; ``Prediction.busy``
-    is how long each part works. The model ranks strategies; it does not promise their times.
+    ``Prediction.seconds`` is what each part adds to the step, so for the links it is only what nothing hides.
+    ``Prediction.busy`` is how long each part works. The model ranks strategies; it does not promise their times.
 
-    An Adam update reads and writes its 12 bytes a parameter (master copy and two moments in fp32), reads the gradient
-    and writes the parameter: 2.5 times the bytes of its states, in the rank's memory.
+    An Adam update reads and writes its 12 bytes per parameter (master copy and two moments in fp32), reads the
+    gradient and writes the parameter. In the rank's memory, this is 2.5 times the bytes of its states.
 
 Note [Plain ZeRO]
-    What DDP and the plain stages would take, with as few bytes as they can be configured for (reductions to owners, no
-    all-reduces; whole gradients reduced at the boundary only), and with ``overlap_comm``: collectives over all ranks,
-    whose hops run at the same time; gradients under the backward; ZeRO-1 and ZeRO-2 wait for updated parameters, and
-    ZeRO-3 prefetches. On a host, DeepSpeed's stages wait for each reduction, and DDP alone hides them. None are
-    predicted with Muon, for which DeepSpeed's stages move much besides.
+    DDP and the plain stages are predicted as if configured for the fewest bytes (reductions to one rank instead of
+    all-reduces; whole gradients reduced at the boundary only), and with ``overlap_comm``. Collectives are over all
+    ranks, and both of their hops run at the same time. Gradients move under the backward. ZeRO-1 and ZeRO-2 wait for
+    updated parameters, and ZeRO-3 prefetches. On a host, DeepSpeed's stages wait for each reduction, and only DDP
+    hides them. With Muon there is no such prediction, since DeepSpeed's stages move much more for it.
 """
 
 from collections.abc import Iterable
@@ -46,17 +47,18 @@ from deepspeed_ext.strategy import (
 
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
-PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}  # what a strategy is without groups
+# The strategies that plain stages run, without groups.
+PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The experts of one expert-parallel size: a family of parameters with fewer ranks, of which each has a part.
+    """The experts of one expert-parallel size: a family with fewer data-parallel ranks. Each rank has some experts.
 
     Attributes:
-        size: expert-parallel size: so many neighboring ranks have all experts together.
-        states, held, fetches: as of ``Model``, of the experts that one rank has.
+        size: expert-parallel size: the number of neighboring ranks that together have all experts.
+        states, held, fetches: as in ``Model``, for the experts that one rank has.
     """
 
     size: int
@@ -70,23 +72,23 @@ class Model:
     """What is trained.
 
     Attributes:
-        states: bytes of the whole, as they are moved; of dense parameters.
-        gradient_bytes: of one gradient, as it is moved.
-        accumulation: micro-steps of a step.
+        states: bytes of all dense parameters, gradients and states, as they are moved.
+        gradient_bytes: bytes of one gradient, as it is moved.
+        accumulation: micro-steps per step.
         compute: seconds of forward and backward of a micro-step.
-        fetches: messages in which all parameters are gathered: modules that have some.
-        largest_layer: bytes of parameters that a module has by itself, the most that is gathered at once for it.
-        bucket: elements that are reduced at once, and so a unit of gradients.
-        held: bytes of the whole, as they are held on the device, if that differs: nothing of what is offloaded,
-            gradients that are summed in another dtype.
-        regathered: whether sharded parameters are gathered for forward and again for backward, or kept between.
+        fetches: messages that gather all parameters: one for each module that has some.
+        largest_layer: bytes of the parameters that one module holds itself, the most that is gathered at a time.
+        bucket: elements of a bucket of gradients.
+        held: bytes as they are held on the device, if they differ from ``states``: what is offloaded takes none, and
+            gradients may be summed in another dtype.
+        regathered: whether sharded parameters are gathered again for backward, rather than kept since forward.
         streams: whether transfers run beside compute on streams of their own; on a host, hops inside a group are
             copies by the cores that compute.
-        overlap: ``overlap_comm``; None for its default, which is true but for p = N on a host.
+        overlap: ``overlap_comm``; None for its default, which is true except for p = N on a host.
         overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters come under the next forward.
-        matrices: bytes of what the optimizer's step needs whole, as it is moved: Muon's matrices.
-        orthogonalizing: seconds that one rank would take to orthogonalize all of these.
-        experts: of expert parallelism.
+        matrices: bytes of the matrices that the step needs whole, as they are moved: those of Muon.
+        orthogonalizing: seconds that one rank would take to orthogonalize all of them.
+        experts: experts of expert parallelism.
     """
 
     states: ModelStates
@@ -106,7 +108,7 @@ class Model:
     experts: tuple[Experts, ...] = ()
 
     def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
-        """Return each family of parameters as a model, and the sizes of its ranks; dense ones first."""
+        """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""
         alone = [
             (
                 sizes.of_experts(one.size),
@@ -126,13 +128,13 @@ class Model:
 
     @property
     def updated_bytes(self) -> float:
-        """Bytes of an element of what a step changes."""
+        """Return the bytes of one updated parameter."""
         elements = self.states.gradients / self.gradient_bytes
         return self.states.updated / elements if elements else 1.0
 
     @property
     def layers(self) -> int:
-        """Return into how many layers timelines cut the model."""
+        """Return the number of layers that a timeline has for the model."""
         return max(1, min(self.fetches, LAYERS))
 
     @property
@@ -164,15 +166,15 @@ class Prediction:
     Attributes:
         strategy: the three letters.
         loco: whether gradients cross between groups in few bits.
-        updates: whether updated parameters do, or sums that come back.
+        updates: whether updated parameters, or sums that come back, cross in few bits.
         memory: bytes of model states.
         transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, or before that
-            Muon's momentum until the step is decided, the largest layer gathered, LoCo's errors, before and after
-            (Note [Errors of buckets]). No activations, no buckets.
-        host: bytes of what is offloaded.
+            Muon's momentum until the step is decided; the largest gathered layer; the error feedback before and after
+            the step (Note [Errors of buckets]). Activations and buckets are not included.
+        host: bytes that are offloaded.
         volume: bytes received in a step.
-        seconds: that a step takes, by part: compute, what is exposed of the hops within groups and of those between,
-            update.
+        seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and of those
+            between, and the update.
         busy: seconds for which each part works in a step, exposed or not.
         plain: whether this is a plain stage instead; see Note [Plain ZeRO].
     """
@@ -223,10 +225,10 @@ def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Predict
 
 
 def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates) -> Prediction:
-    """Predict what one plain stage costs, by the three letters that it has in ``PLAIN``; see Note [Plain ZeRO]."""
+    """Predict what one plain stage costs; ``name``: its three letters in ``PLAIN``. See Note [Plain ZeRO]."""
     strategy, ddp = STRATEGIES[name], name == "NNN"
     bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if ddp else model.bucket
-    # DDP has no updates to wait for.
+    # DDP gathers no updates, so nothing waits for any.
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True)
     one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap)
     return replace(one, plain=True)
@@ -285,7 +287,7 @@ def _prediction(
 
 
 def _sum_of(parts: Iterable[StateBytes]) -> StateBytes:
-    """Return what one rank holds of several families."""
+    """Return what one rank holds of all families together."""
     listed = list(parts)
     return StateBytes(
         *(sum(getattr(one, name) for one in listed) for name in ("parameters", "gradients", "optimizer"))
@@ -296,7 +298,7 @@ def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compre
     trainable = model.states.gradients / model.gradient_bytes
     held = model.held or model.states
     total = 0.0
-    if held.optimizer:  # Muon's momentum of this step is kept, or dropped, before gradients are taken in fp32
+    if held.optimizer:  # not both: Muon's new momentum is kept or dropped before gradients are cast to fp32
         elements = trainable if held.gradients < 4 * trainable else model.matrices / model.gradient_bytes
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where ``"paro_strategy": "fastest"`` keeps what it has decided: a JSON file, an entry for each kind of run."""
+"""The file in which ``"paro_strategy": "fastest"`` keeps its decisions: JSON, with an entry for each kind of run."""
 
 import contextlib
 import datetime
@@ -19,18 +19,18 @@ _KEYS = ("strategy", "date", "version", "inputs", "plan")
 
 
 def say(message: str) -> None:
-    """Log at level WARNING, which DeepSpeed shows: a strategy was chosen on the user's behalf."""
+    """Log at level WARNING, which DeepSpeed shows by default, since a strategy was chosen on the user's behalf."""
     log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
 
 
 class Decisions:
-    """The decisions in a file, for one rank to read and write. A wrong file is reported, and stops no run."""
+    """The decisions in a file, which one rank reads and writes. A damaged file is reported, but stops no run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def find(self, inputs: dict[str, Any]) -> str | None:
-        """Return the strategy that was decided on for the same inputs; None if there is none."""
+        """Return the strategy that was chosen for the same inputs; None if there is none."""
         entries = self._read()
         for entry in entries:
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
@@ -42,7 +42,7 @@ class Decisions:
         return None
 
     def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
-        """Write the file anew, with this entry first."""
+        """Rewrite the file, with this entry first."""
         entry = {
             "strategy": strategy,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -62,10 +62,10 @@ class Decisions:
                 aside.unlink()
 
     def _read(self, quietly: bool = False) -> list[dict[str, Any]]:
-        """Return all entries; none if the file is not there, or is not ours."""
+        """Return all entries; none if there is no file, or it is not ours."""
         try:
             entries = json.loads(self.path.read_text())["decisions"]
-            # Each is complete, or the file is not ours.
+            # Every entry must be complete; otherwise the file is not ours.
             return [{key: entry[key] for key in _KEYS} for entry in entries]
         except FileNotFoundError:
             return []

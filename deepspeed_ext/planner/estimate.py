@@ -1,10 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Memory estimates in the manner of DeepSpeed's ``estimate_zero{2,3}_model_states_mem_needs``: same arguments, same
-table, with a row for each strategy. NGG without offload has the figures of ZeRO-2 there, and GGG those of ZeRO-3.
+"""Memory estimates like DeepSpeed's ``estimate_zero{2,3}_model_states_mem_needs``: same arguments, same table.
 
-DeepSpeed counts, in bytes for each parameter, 2 of a 16-bit parameter, 2 of its gradient, and of the optimizer 12
-(fp32 parameter and two moments) and the fp32 gradient that it updates from: 4 at stage 2, and 2 at stage 3.
+There is a row for each strategy. NGG without offload has DeepSpeed's figures for ZeRO-2, and GGG those for ZeRO-3.
+
+DeepSpeed counts, in bytes per parameter, 2 for the 16-bit parameter, 2 for its gradient, 12 for the optimizer (fp32
+parameter and two moments), and for the fp32 gradient that it updates from 4 at stage 2 and 2 at stage 3.
 """
 
 from typing import Any
@@ -27,14 +28,15 @@ def estimate_paro_model_states_mem_needs(
 
     Args:
         strategy: one of the table.
-        total_params: of the model.
-        largest_layer_params: of the module that has most by itself.
-        num_gpus_per_node, num_nodes: of the cluster.
+        total_params: parameters of the model.
+        largest_layer_params: parameters of the module that holds the most itself.
+        num_gpus_per_node, num_nodes: size of the cluster.
         group_size: ranks in a group; by default the GPUs of a node.
-        additional_buffer_factor: DeepSpeed's, for host memory.
+        additional_buffer_factor: DeepSpeed's factor for host memory.
 
     Returns:
-        Bytes of a node's host memory, of a GPU's, and of those of the GPU the largest layer gathered (0 with p = N).
+        Bytes of a node's host memory, bytes of a GPU's memory, and how many of the latter are for the largest gathered
+        layer (0 with p = N).
 
     Raises:
         ValueError: the group size does not divide the number of GPUs.
@@ -43,10 +45,10 @@ def estimate_paro_model_states_mem_needs(
     sharded = strategy.p != Placement.N
     states = ModelStates.of(total_params, optimizer_bytes=12 + _UPDATED_FROM[sharded])
     largest = 4 * largest_layer_params if sharded else 0
-    # What the host holds while the model is made: as under zero.Init where parameters are sharded.
+    # Host memory while the model is made; with sharded parameters, as under zero.Init.
     host = (largest_layer_params if sharded else total_params) * 4 * num_gpus_per_node * additional_buffer_factor
     memory = strategy.memory(sizes, states)
-    # In DeepSpeed's order of rounding: what is whole, and the sharded rest rounded down.
+    # Rounded as DeepSpeed does: whole states exactly, and the sharded rest rounded down.
     whole = memory.parameters if strategy.p == Placement.N else 0.0
     return int(host), int(largest + whole) + int(memory.total - whole), int(largest)
 

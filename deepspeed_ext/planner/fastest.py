@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``"paro_strategy": "fastest"``: measure the links, and decide; once, and the same on all ranks.
+"""``"paro_strategy": "fastest"``: measures the links and decides, once, and the same on all ranks.
 
-What was decided is kept in a file, with what it was decided for. A run that finds it there, for the same, keeps to it:
-so a run that is resumed has the strategy that its checkpoint was saved under.
+The decision is kept in a file, together with its inputs. A run with the same inputs takes the decision from the file,
+so a resumed run has the strategy that its checkpoint was saved with.
 """
 
 from dataclasses import asdict, astuple, replace
@@ -38,13 +38,13 @@ STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations a
 
 
 def decide_for(engine: Engine, model: nn.Module) -> None:
-    """Give an engine the configuration of the strategy that is the fastest for this model.
+    """Set an engine's configuration to the fastest strategy for this model.
 
     Collective over all ranks.
 
     Args:
-        engine: a DeepSpeedEngine whose groups are known, and whose model is not placed yet.
-        model: what it will train.
+        engine: a DeepSpeedEngine that knows its groups, but has not moved its model to a device yet.
+        model: the model that it will train.
 
     Raises:
         ValueError: on all ranks, if no strategy is possible, or none fits.
@@ -81,7 +81,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
 
 
 def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
-    """Return the strategies that the configuration, the engine and the model leave."""
+    """Return the strategies that the configuration, the engine and the model allow."""
     possible = possible_strategies(engine._config)
     reasons = []
     if any(is_partitioned(parameter) for parameter in model.parameters()):
@@ -107,7 +107,7 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
 
 
 def _described(engine: Engine, model: nn.Module) -> Model:
-    """Return the model as it is moved and as it is held on the device."""
+    """Return the planner's description of the model: its bytes as they are moved, and as the device holds them."""
     config = engine._config
     zero = config.zero_config
     model_dtype, _ = engine.get_data_types()
@@ -132,16 +132,16 @@ def _described(engine: Engine, model: nn.Module) -> Model:
 
 
 def _flops(config: Config, model: nn.Module) -> float:
-    """Return the FLOPs of a micro-step on the rank that has most."""
+    """Return the FLOPs of a micro-step on the rank with the most."""
     samples = micro_step_flops(model, config.train_micro_batch_size_per_gpu)
     (most,) = _reduced([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
     return most
 
 
 def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype) -> tuple[Model, str]:
-    """Return the model with the seconds of a micro-step, which the user knows, or the device gives; and which it was.
+    """Return the model with the seconds of a micro-step, and their source: the user's figure, or an estimate.
 
-    Before training starts nobody knows the data: so what is measured is how fast this device multiplies matrices.
+    Since no data is known before training starts, the estimate uses the rate at which this device multiplies matrices.
     """
     given = config.zero_config.paro_micro_step_seconds
     if given is not None:
@@ -152,15 +152,16 @@ def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype
 
 
 def _orthogonalizing(config: Config, model: nn.Module) -> float:
-    """Return the seconds that a rank would take to orthogonalize all of Muon's matrices: estimated, as compute is."""
-    from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype  # compiles kernels when it is imported
+    """Estimate the seconds that a rank would take to orthogonalize all of Muon's matrices, in the same way."""
+    # Imported only with Muon, since the import compiles kernels.
+    from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
     method = (config.optimizer_params or {}).get("ns_method", "gram")
     return orthogonalizing_flops(model, method) / probe.flops(ns_compute_dtype(method))
 
 
 def _same_everywhere(model: Model) -> Model:
-    """Return the most of all ranks: with tensor parallelism they may hold different models."""
+    """Return the maximum over all ranks, since with tensor parallelism they may hold different models."""
     pairs = [(model.states, model.held), *((one.states, one.held) for one in model.experts)]
     held = [states for pair in pairs for states in pair if states is not None]
     numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
@@ -183,7 +184,7 @@ def _same_everywhere(model: Model) -> Model:
 
 
 def _reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
-    """Return whole numbers, reduced over all ranks."""
+    """Reduce integers over all ranks, and return the result."""
     found = all_reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in found.tolist()]
 
@@ -201,7 +202,7 @@ def _measured_plan(config: Config, topology: Topology, model: Model, allowed: li
 
 
 def _budget(config: Config, model: nn.Module) -> float:
-    """Return the bytes that the rank with the least memory has for model states."""
+    """Return the bytes for model states on the rank with the least memory."""
     given = config.zero_config.paro_memory_gb
     if given is not None:
         return float(given) * 1e9
@@ -209,14 +210,14 @@ def _budget(config: Config, model: nn.Module) -> float:
     free, kind = accelerator.available_memory(), accelerator.device_name().partition(":")[0]
     if kind == "cpu":
         free /= ranks_per_node() or 1
-    here = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # they are states already
+    here = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # they are model states already
     free += sum(p.nbytes for p in here if p.device.type == kind)
     (least,) = _reduced([STATES_SHARE * free], dist.ReduceOp.MIN)
     return least
 
 
 def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Strategy]) -> dict[str, Any]:
-    """Return what a decision is for: with other values it is made anew."""
+    """Return the inputs of a decision; with other values, it is made again."""
     assert model.held is not None
     zero = config.zero_config
     return {
@@ -235,6 +236,6 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "overlap_comm": model.overlap,
         "paro_overlap_updates": model.overlap_updates,
         MICRO_STEP: zero.paro_micro_step_seconds,
-        **({"matrices": model.matrices} if model.matrices else {}),  # older decisions have none
+        **({"matrices": model.matrices} if model.matrices else {}),  # older decisions do not have this key
         **({"experts": [asdict(one) for one in model.experts]} if model.experts else {}),
     }

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what the planner must know of a model."""
+"""Counts what the planner must know about a model."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from deepspeed_ext.planner.cost import BUCKET, Experts, Model
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
 
-TOKENS = 2048  # of a sample, at most: contexts of most models are longer than what they are trained on
+TOKENS = 2048  # most tokens of a sample: most models have longer contexts than they are trained on
 
 
 def describe(
@@ -25,15 +25,15 @@ def describe(
     compute: float = 0.0,
     bucket: int = BUCKET,
 ) -> Model:
-    """Count a model, on any device, meta included, and sharded by ``zero.Init`` or not.
+    """Count the bytes of a model, which may be on any device, even meta, and may be sharded by ``zero.Init``.
 
     Args:
-        model: what is trained.
-        parameter_bytes: of a parameter in forward and backward; by default those it has.
-        gradient_bytes: of a gradient; by default as the parameter.
-        accumulation: micro-steps of a step.
+        model: the model to train.
+        parameter_bytes: bytes of a parameter in forward and backward; by default those that it has.
+        gradient_bytes: bytes of a gradient; by default as many as of a parameter.
+        accumulation: micro-steps per step.
         compute: seconds of forward and backward of a micro-step.
-        bucket: elements that are reduced at once at most; see ``full_bucket``.
+        bucket: most elements of a bucket of gradients; see ``full_bucket``.
 
     Raises:
         ValueError: the model has no parameters.
@@ -63,14 +63,14 @@ def describe(
 
 
 def mark_matrices(model: nn.Module) -> None:
-    """Mark what Muon trains (``use_muon``), as ``deepspeed.initialize`` does it where Muon is configured."""
+    """Mark the parameters that Muon trains (``use_muon``), as ``deepspeed.initialize`` does if Muon is configured."""
     import deepspeed
 
     deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
 
 
 def orthogonalizing_flops(model: nn.Module, method: str) -> float:
-    """Return the FLOPs of orthogonalizing all matrices that Muon trains, once, by an ``ns_method``."""
+    """Return the FLOPs of orthogonalizing all of Muon's matrices once, with an ``ns_method``."""
     return sum(
         found.flops
         for param in matrices(model.parameters())
@@ -81,11 +81,11 @@ def orthogonalizing_flops(model: nn.Module, method: str) -> float:
 
 
 def micro_step_flops(model: nn.Module, samples: int) -> float:
-    """Estimate the FLOPs of forward and backward of a micro-step, rather too low than too high.
+    """Estimate the FLOPs of forward and backward of a micro-step; the estimate tends to be too low.
 
-    For each token 2 for each parameter in forward and in backward, and 2 for each trained one, embeddings left out;
-    of experts as many as a token is sent to. Neither attention nor recomputation is counted. What is no language model
-    of ``transformers`` has one token a sample.
+    For each token and parameter it counts 2 in forward and 2 in backward, and 2 more if the parameter is trained.
+    Embeddings are left out, and only the experts that a token is sent to are counted. Attention and recomputation are
+    not counted. Models other than language models of ``transformers`` have one token per sample.
     """
     named = _language_model(model)
     share = _experts_used(named)
@@ -94,7 +94,7 @@ def micro_step_flops(model: nn.Module, samples: int) -> float:
     for name, module in model.named_modules():
         for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
             if id(parameter) not in seen:
-                # Of expert parallelism a rank has a part of the experts, and the tokens of as many ranks.
+                # With expert parallelism over E ranks, a rank has 1/E of the experts, but the tokens of E ranks.
                 of_experts = share * ranks.get(id(parameter), 1) if "experts" in name.split(".") else 1.0
                 used = numel_of(parameter) * of_experts
                 found += used * (6 if parameter.requires_grad else 4)
@@ -103,7 +103,7 @@ def micro_step_flops(model: nn.Module, samples: int) -> float:
 
 
 def _language_model(model: nn.Module) -> Any:
-    """Return the configuration that a model of ``transformers`` has for its text; None if it has none."""
+    """Return the text configuration of a model of ``transformers``; None for other models."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else None
 
@@ -122,13 +122,13 @@ def _experts_used(config: Any) -> float:
 
 
 def _layers_with(model: nn.Module, some: list[nn.Parameter]) -> Iterator[nn.Module]:
-    """Return the modules that have one of these parameters by themselves."""
+    """Return the modules that hold one of these parameters themselves."""
     wanted = set(map(id, some))
     return (module for module in model.modules() if any(id(p) in wanted for p in module.parameters(recurse=False)))
 
 
 def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Return the parameters of each module that has any by itself: what ZeRO-3 gathers for it."""
+    """Return the parameters of each module that holds some itself: what ZeRO-3 gathers for it."""
     for module in model.modules():
         own = list(module.parameters(recurse=False))
         if own:

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the rates of the hops that redistributions will use, over the process groups that they will use.
 
-All ranks run the same hop at the same time, as they do in training, so that a rate has in it what ranks of a node
-share, and what the backend makes of a collective. Every time is that of the slowest rank: all get the same rates.
+All ranks run the same hop at the same time, as in training, so that a rate accounts for what the ranks of a node
+share, and for how the backend runs a collective. Every time is that of the slowest rank, so all ranks get the same
+rates.
 """
 
 import statistics
@@ -24,21 +25,21 @@ from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
-LONG = 0.25  # seconds of a message, after which no larger one is sent
+LONG = 0.25  # seconds; after a message that takes so long, no larger one is sent
 REPEATS = 3
-IN_A_ROW = 10  # runs of which one sample is made: training queues hops, too, and does not wait for each
-ENOUGH = 0.02  # seconds of a run, from which on what starting and waiting cost is in the noise, so one is enough
-FREE = Rate(0.0, float("inf"))  # of a hop over one rank
-MEMORY_BYTES = 64 * MIB  # of the buffer whose rate is taken
-MATRIX = 512  # rows and columns of the matrices that are multiplied
-DEVICE_MATRIX = 4096  # on a device, which is busy with them for as long as it takes to start
-DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device where there is room: its caches hold 64 MiB
+IN_A_ROW = 10  # runs in one sample: training queues hops, too, and does not wait for each
+ENOUGH = 0.02  # seconds; if a run takes this long, the cost of starting and waiting is negligible, so one is enough
+FREE = Rate(0.0, float("inf"))  # the rate of a hop over one rank
+MEMORY_BYTES = 64 * MIB  # size of the buffer that is read and written
+MATRIX = 512  # rows and columns of the multiplied matrices
+DEVICE_MATRIX = 4096  # on a device, where smaller products would take less time than starting them
+DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device, if it has room, since its caches hold 64 MiB
 
 
 def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatter: bool = True) -> Rates:
     """Measure the rates of this topology's hops. Collective over all ranks.
 
-    Takes some seconds: at 100 Mbit/s between groups about ten.
+    It takes a few seconds; at 100 Mbit/s between groups, about ten.
 
     Args:
         topology: the groups.
@@ -52,7 +53,7 @@ def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatt
 
 
 def flops(dtype: torch.dtype) -> float:
-    """Measure the FLOPs per second of a product of matrices on the slowest rank. Collective over all ranks."""
+    """Measure the FLOPs per second of a matrix product on the slowest rank. Collective over all ranks."""
     device = get_accelerator()
     size = MATRIX if device.is_synchronized_device() else DEVICE_MATRIX
     matrix = torch.ones(size, size, dtype=dtype, device=device.current_device_name())
@@ -62,7 +63,7 @@ def flops(dtype: torch.dtype) -> float:
 
 
 def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
-    """Measure one hop; messages grow until they take long enough."""
+    """Measure one hop, with messages that grow until they take long enough."""
     if hop.size == 1:
         return FREE
     samples: list[tuple[float, float]] = []
@@ -78,7 +79,7 @@ def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
 
 
 def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Return what runs a hop in which this rank receives ``share`` elements from each other rank of the group."""
+    """Return a function that runs a hop in which this rank receives ``share`` elements from each other rank."""
     device = get_accelerator().current_device_name()
     if isinstance(hop, GatherHop):
         shard = torch.zeros(share, dtype=dtype, device=device)
@@ -89,7 +90,7 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """Return the seconds of one run of many in a row; the same on all ranks."""
+    """Return the seconds of one run, of many in a row; the same on all ranks."""
     once = _slowest([_timed(run)])
     if once > ENOUGH:
         return _slowest([once, *(_timed(run) for _ in range(REPEATS - 1))])
@@ -106,12 +107,12 @@ def _timed(run: Callable[[], Tensor], times: int = 1) -> float:
 
 
 def _slowest(seconds: list[float]) -> float:
-    """Return the median of what the slowest rank took each time; the same on all ranks."""
+    """Return the median of the slowest rank's times; the same on all ranks."""
     return statistics.median(all_reduce_max(torch.tensor(seconds, dtype=torch.float32)).tolist())
 
 
 def _memory() -> float:
-    """Return the bytes that a rank reads and writes per second in its memory while all others do."""
+    """Return the bytes per second that a rank reads and writes in its memory while all others do the same."""
     device, nbytes = get_accelerator(), MEMORY_BYTES
     if not device.is_synchronized_device():
         nbytes = max(nbytes, min(DEVICE_MEMORY_BYTES, device.available_memory() // 8))

@@ -1,15 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the hops of a redistribution are: from the links' figures, or fitted to what was measured. Pure.
+"""How fast the hops of a redistribution are: computed from the links' figures, or fitted to measurements. Pure.
 
 Note [Rates]
     A *rate* says how long a hop takes when all ranks run it at once: latency + bytes / bandwidth, where bytes are what
-    one rank receives. So it has in it that ranks of a node share the node's link, which the links' figures have not.
+    one rank receives. So, unlike the figures of links, a rate accounts for ranks of a node sharing the node's link.
 
-    By figures: of a flat ring over a group that reaches over several nodes one flow enters each node; of the rings
-    between groups as many as the node has numbers (the position of a rank in its group), at most the ranks of a node.
-    A flow that shares a node's link of B bytes/s with f-1 others has B/f. Where a group reaches over each border of a
-    node, and not the same one, two rings enter it.
+    Rates from figures: If a group spans several nodes, one flow of its flat ring enters each node. Of the rings
+    between groups, there is one for each number (a rank's position in its group), so as many enter a node as it has
+    numbers, at most the ranks of a node. A flow that shares a node's link of B bytes/s with f-1 others has B/f. If
+    different groups span the two borders of a node, two rings enter it.
 """
 
 from collections.abc import Sequence
@@ -45,19 +45,19 @@ class Rate:
             )
 
     def seconds(self, nbytes: float, messages: int = 1) -> float:
-        """Return the seconds for that many bytes, in that many messages; 0 for no bytes."""
+        """Return the seconds for these bytes in so many messages; 0 for no bytes."""
         return messages * self.latency + nbytes / self.bandwidth if nbytes else 0.0
 
 
 @dataclass(frozen=True)
 class HopRates:
-    """The rates of both hops of a redistribution in one direction: within the group, and between groups."""
+    """The rates of the two hops of a redistribution in one direction: within the group, and between groups."""
 
     intra: Rate
     inter: Rate
 
     def seconds(self, volume: Volume, messages: int = 1) -> float:
-        """Return the seconds of one after the other."""
+        """Return the seconds of both hops, one after the other."""
         return self.intra.seconds(volume.intra, messages) + self.inter.seconds(volume.inter, messages)
 
 
@@ -86,18 +86,18 @@ class Rates:
         latency: float = 0.0,
         memory: float = float("inf"),
     ) -> "Rates":
-        """Return the rates by the links' figures.
+        """Return the rates for the links' figures.
 
         Args:
             sizes: groups of any size, of consecutive ranks.
-            ranks_per_node: consecutive, too.
+            ranks_per_node: number of ranks of a node, which are consecutive, too.
             intra_gbps: Gbit/s that one rank receives from ranks of its node.
             inter_gbps: Gbit/s that one node receives from others, in each direction; its ranks share it.
-            latency: seconds of a message between groups; one within is free.
+            latency: seconds of a message between groups; a message within a group has none.
             memory: see the class.
 
         Raises:
-            ValueError: a figure that is not positive.
+            ValueError: a figure is not positive.
         """
         for name, value in (
             ("intra_gbps", intra_gbps),
@@ -121,7 +121,7 @@ class Rates:
         return self.gather if kind == Direction.GATHER else self.reduce
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values; None for what is infinite, which JSON does not know."""
+        """Return plain values; None for infinity, which JSON does not have."""
         hops = {kind: asdict(getattr(self, kind)) for kind in ("gather", "reduce")}
         for rate in (rate for kind in hops.values() for rate in kind.values()):
             rate["bandwidth"] = _finite(rate["bandwidth"])
@@ -129,7 +129,7 @@ class Rates:
 
 
 def _rings(sizes: GroupSizes, ranks_per_node: int) -> int:
-    """Return how many groups that reach over several nodes the node with the most of these has; at least 1."""
+    """Return the most groups on one node that span several nodes; at least 1."""
     m, most = sizes.group_size, 1
     for first in range(0, sizes.ranks, ranks_per_node):
         borders = (first, min(first + ranks_per_node, sizes.ranks))
@@ -144,13 +144,14 @@ def _finite(value: float) -> float | None:
 def fit(samples: Sequence[tuple[float, float]]) -> Rate:
     """Fit a rate to messages of several sizes.
 
-    The bandwidth is the slope between the two largest sizes: there what a link lets pass at once (the burst of a
-    traffic shaper, the buffers of a socket) cancels. It is no flatter than the one over all sizes, which is the same
-    for latency + bytes / bandwidth, and less for a burst: so it does not vanish where the larger message is lucky, or
-    the smaller one was disturbed. The latency is what the smallest takes beyond its bytes.
+    The bandwidth is from the slope between the two largest sizes, since bytes that a link lets pass at once (the burst
+    of a traffic shaper, the buffers of a socket) cancel there. The slope is at least the one over all sizes. For
+    latency + bytes / bandwidth both are the same, and a burst only makes the latter smaller. So the slope cannot
+    vanish because a larger message was lucky or a smaller one was disturbed. The latency is the time of the smallest
+    message beyond that of its bytes.
 
     Args:
-        samples: (bytes, seconds), each size once.
+        samples: (bytes, seconds), once for each size.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -160,6 +161,6 @@ def fit(samples: Sequence[tuple[float, float]]) -> Rate:
         raise ValueError(f"a rate is fitted to messages of at least 2 sizes, got {list(samples)}.")
     (small, quickest), (less, sooner), (most, latest) = ordered[0], ordered[-2], ordered[-1]
     slope = max((latest - sooner) / (most - less), (latest - quickest) / (most - small))
-    if slope <= 0:  # the largest took less than the smallest: then what it took says all that is known
+    if slope <= 0:  # the largest message took less time than the smallest: its own rate is all that is known
         slope = latest / most
     return Rate(max(0.0, quickest - small * slope), 1 / slope)

@@ -30,11 +30,13 @@ _COLUMNS = (
 
 
 def table(plans: Sequence[Plan]) -> str:
-    """Return the strategies of all plans and the plain stages, fastest first: what each rank holds and receives in a
-    step, the seconds that each part adds to it, and for how long the links are busy.
+    """Return a table of the strategies of all plans and the plain stages, fastest first.
+
+    A row has what each rank holds, what it receives in a step, the seconds that each part adds to a step, and for how
+    long the links are busy.
 
     Args:
-        plans: of the same model and cluster.
+        plans: plans for the same model and cluster.
     """
     first = plans[0]
     rows = [(one, plan) for plan in plans for one in plan.predictions] + [(one, first) for one in first.plain]
@@ -55,7 +57,7 @@ def table(plans: Sequence[Plan]) -> str:
 
 
 def _form(plan: Plan) -> str:
-    """Return in what form things cross."""
+    """Return a clause that says what crosses in few bits."""
     one = plan.predictions[0]
     few_bits = [name for name, on in (("LoCo", one.loco), ("updates in few bits", one.updates)) if on]
     return f"with {' and '.join(few_bits)}" if few_bits else EXACT
@@ -64,7 +66,7 @@ def _form(plan: Plan) -> str:
 def _hidden(plan: Plan) -> list[str]:
     if plan.model.compute:
         return []
-    return ["compute is taken as 0 s, so hides no communication: give --micro-step-seconds"]
+    return ["compute is taken as 0 s, so it hides no communication: give --micro-step-seconds"]
 
 
 def rates(plan: Plan) -> list[str]:
@@ -125,7 +127,7 @@ def picture(plans: Sequence[Plan], path: Path) -> None:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other beats in one coordinate and equals in the other, by the first one."""
+    """Return the points of the Pareto front (no other point is at most as large in both), sorted by x."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(set(points)):
         if not front or y < front[-1][1]:

@@ -3,24 +3,26 @@
 """The timeline of a step: what each move waits for, and what runs beside it. Pure.
 
 Note [Timeline of a step]
-    A step begins when parameters have been updated, and ends with the next update. Nothing is on the wire then: an
-    update waits for all reductions, since it needs their norm, and the forward before it has waited for all that the
-    last one updated. So the step's end is its period.
+    A step begins when parameters have been updated, and ends with the next update. Nothing is on the wire at that
+    time: an update waits for all reductions, since it needs their norm, and the forward before it has waited for all
+    parameters of the previous update. So steps do not overlap, and the time of one step is the period.
 
-    Layers have the same size, and take the same time: forward a third of a micro-step's compute, backward the rest.
+    Layers have the same size and take the same time. Forward is a third of a micro-step's compute, backward the rest.
 
-    - Updated parameters come in the order of the forward. A layer waits for its own, or the first one for all of them;
-      then, where gradients do not overlap either, they come over one hop after the other.
-    - Sharded parameters are gathered a layer ahead: a layer's when the layer before could begin if its own were there;
-      on a host, which waits for those first, when it does begin.
-    - Gradients are reduced by unit, the model's last first: a unit leaves when the backward of its layers is over. In
-      each micro-step (g = I, G) the next one waits for them. What crosses at the boundary (g = I, N) leaves in the
-      backward of the last micro-step, after what its unit has had reduced there; sums that come back follow theirs.
-    - Where gradients do not overlap, a unit is reduced, over one hop after the other, before compute goes on, and
-      what crosses at the boundary does so when the backward is over.
-    - What the step needs whole, as Muon does, goes to its owners in rounds when all reductions are over: a round is
-      orthogonalized when it is there, and its updates go back while the next one is.
-    - A gather's hop within the group follows the one between groups, a reduction's comes first.
+    - Updated parameters come in the order of the forward. Either each layer waits for its own, or the first layer
+      waits for all of them; in the latter case, if gradients do not overlap either, the two hops run one after the
+      other.
+    - Sharded parameters are gathered a layer ahead. A layer's gather starts when the previous layer could begin if its
+      own parameters were there; on a host, which waits for these first, when the previous layer does begin.
+    - Gradients are reduced by bucket, starting with the model's end. A bucket leaves when the backward of its layers
+      is over. In each micro-step (g = I, G), the next micro-step waits for them. What crosses at the boundary
+      (g = I, N) leaves during the last backward, after its bucket has been reduced in that micro-step. Sums that come
+      back follow the reduction of their bucket.
+    - If gradients do not overlap, compute waits while a bucket is reduced, over one hop after the other. What crosses
+      at the boundary does so after the backward.
+    - Matrices that the step needs whole (Muon's) go to their owners in rounds after all reductions. A round is
+      orthogonalized when it has arrived, and its updates go back while the next round is orthogonalized.
+    - In a gather, the hop between groups comes first; in a reduction, the hop within the group.
 """
 
 import math
@@ -30,16 +32,16 @@ from dataclasses import dataclass
 from deepspeed_ext.planner.timeline import Resource, Timeline, Usage
 from deepspeed_ext.strategy import Direction
 
-LAYERS = 32  # at most: models of more layers are cut into so many parts
+LAYERS = 32  # most layers of a timeline: larger models are divided into this many parts
 FORWARD = 1 / 3  # of a micro-step's compute
 COMPUTE, UPDATE = Resource.COMPUTE.value, "update"
 PARTS = (COMPUTE, Resource.WITHIN.value, Resource.BETWEEN.value, UPDATE)
-_SIMULATED = 4  # micro-steps: of more, those in the middle are alike
+_SIMULATED = 4  # micro-steps that are run: if there are more, those in the middle are alike
 
 
 @dataclass(frozen=True)
 class Move:
-    """A move of a whole state: seconds over each hop, and in how many units it goes."""
+    """A move of a whole state: seconds over each hop, and the number of its buckets (``units``)."""
 
     direction: Direction
     within: float
@@ -52,11 +54,11 @@ class Moves:
     """The moves of a step, as ``Strategy.phases`` has them.
 
     Attributes:
-        use: parameters for forward and backward.
-        reduce: gradients in a micro-step.
-        cross, back: gradients at the boundary, and their sums.
-        updates: what an optimizer step has changed.
-        exchange: matrices to their owners, and back; see ``Strategy.exchange``.
+        use: gather parameters for forward and backward.
+        reduce: reduce gradients in a micro-step.
+        cross, back: reduce gradients at the boundary, and gather their sums.
+        updates: gather updated parameters.
+        exchange: send matrices to their owners, and back; see ``Strategy.exchange``.
     """
 
     use: Move
@@ -73,9 +75,9 @@ class Overlap:
 
     Attributes:
         gradients: whether reductions do.
-        updates: whether updated parameters do.
-        within: whether hops inside groups do; where they do not, they take what computes.
-        at_once: whether both hops of a message run at the same time, as those of a collective over all ranks do.
+        updates: whether gathers of updated parameters do.
+        within: whether hops inside groups do; if not, the cores that compute run them.
+        at_once: whether both hops of a message run at the same time, as in a collective over all ranks.
     """
 
     gradients: bool = True
@@ -86,13 +88,13 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of which the usage is asked.
+    """What is known of a step before its timeline is run.
 
     Attributes:
         moves: what is moved.
-        layers: of the model.
-        gathers: how often parameters are gathered in a micro-step: twice, or once and kept for the backward.
-        accumulation: micro-steps.
+        layers: number of layers of the model.
+        gathers: how often parameters are gathered in a micro-step: twice, or once if they are kept for the backward.
+        accumulation: number of micro-steps.
         compute: seconds of a micro-step.
         update: seconds of the optimizer's step.
         overlap: what runs under compute.
@@ -109,7 +111,7 @@ class Step:
     orthogonalize: float = 0.0
 
     def usage(self) -> Usage:
-        """Return what the step takes."""
+        """Run the timeline, and return the seconds that each part adds to the step."""
         found = _Tasks(self, min(self.accumulation, _SIMULATED)).usage()
         if self.accumulation <= _SIMULATED:
             return found
@@ -117,7 +119,10 @@ class Step:
 
 
 class _Tasks:
-    """The tasks of a step of some micro-steps. What returns or takes a list of numbers means tasks that end before."""
+    """The tasks of a step with a number of micro-steps.
+
+    Methods return numbers of tasks that whatever comes next must wait for, and take such numbers as ``after``.
+    """
 
     def __init__(self, step: Step, micro_steps: int) -> None:
         self._step, self._moves, self._overlap = step, step.moves, step.overlap
@@ -137,7 +142,7 @@ class _Tasks:
         return self._line.usage()
 
     def _exchange(self, before: list[int]) -> list[int]:
-        """Orthogonalize matrices, round by round; return after what all updates are back."""
+        """Add the rounds of Muon's matrices; return the tasks after which all updates are back."""
         move, ends = self._moves.exchange, list(before)
         if not (move.within or move.between or self._step.orthogonalize):
             return before
@@ -148,7 +153,7 @@ class _Tasks:
         return ends
 
     def _round(self, after: list[int]) -> list[int]:
-        """Add one way of a round, to ranks of the group and to others at the same time."""
+        """Add one direction of a round, to ranks inside the group and to others at the same time."""
         move, ends = self._moves.exchange, []
         hops = ((self._within, Resource.WITHIN, move.within), (Resource.BETWEEN, Resource.BETWEEN, move.between))
         for resource, part, seconds in hops:
@@ -157,7 +162,7 @@ class _Tasks:
         return ends or after
 
     def _updates(self) -> list[list[int]]:
-        """Gather what was updated; return, for each layer, after what its parameters are there."""
+        """Add gathers of updated parameters; return, for each layer, the tasks after which it has its own."""
         move, layers = self._moves.updates, self._layers
         one_by_one = not (self._overlap.updates or self._overlap.gradients)
         ends: list[list[int]] = []
@@ -191,26 +196,26 @@ class _Tasks:
         return [*before, *reduced]
 
     def _due(self, layers: int) -> int:
-        """Return how many units may leave when the backward of so many layers is over."""
+        """Return how many buckets may leave after the backward of so many layers."""
         return layers * self._moves.reduce.units // self._layers
 
     def _cross(self, after: list[int]) -> list[int]:
-        """Take a unit over the boundary, and what comes back."""
+        """Add what a bucket sends at the boundary, and the sums that come back."""
         return self._unit(self._moves.back, self._unit(self._moves.cross, after))
 
     def _gather(self, place: int, after: list[int]) -> list[int]:
-        """Gather a layer's parameters, for forward and then for backward, one place for each."""
+        """Add a gather of a layer's parameters; ``place`` counts layers in forward order, then in backward order."""
         move = self._moves.use
         needed = (move.within or move.between) and place < self._step.gathers * self._layers
         return self._unit(move, after) if needed else []
 
     def _unit(self, move: Move, after: list[int]) -> list[int]:
-        """Add the hops of a unit of a move; return what it has arrived after."""
+        """Add the hops of one bucket of a move; return the tasks after which it has arrived."""
         hops = [(self._within, Resource.WITHIN, move.within), (Resource.BETWEEN, Resource.BETWEEN, move.between)]
         if move.direction == Direction.GATHER:
             hops.reverse()
         ends = [] if self._overlap.at_once else after
-        yields = move.direction == Direction.REDUCE  # to what a layer waits for
+        yields = move.direction == Direction.REDUCE  # reductions yield to gathers that a layer waits for
         for resource, part, seconds in hops:
             if not seconds:
                 continue

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs at the same time on compute, on the link inside groups and on the link between them. Pure.
+"""A timeline of compute, the link inside groups and the link between groups, which work at the same time. Pure.
 
 A task occupies one resource for some seconds, after the tasks that it needs. A resource serves one task at a time, in
-the order in which they became ready. So the seconds of a timeline are what compute takes, and what it waits for: tasks
-of the links, one after the other, of which the part that falls into the wait is *exposed*.
+the order in which they became ready. So the time of a timeline is the time of compute, plus the time for which compute
+waits for tasks of the links. The part of these tasks that falls into a wait is *exposed*.
 """
 
 import heapq
@@ -23,10 +23,10 @@ class Resource(Enum):
 
 @dataclass(frozen=True)
 class Usage:
-    """What a timeline takes, by part. Parts are the labels of what runs on compute, and the names of the links.
+    """The seconds of a timeline, by part. Parts are the labels of tasks on compute, and the names of the links.
 
     Attributes:
-        exposed: seconds of each part that nothing hides; they add up to the whole.
+        exposed: seconds of each part that nothing hides; their sum is the time of the timeline.
         busy: seconds that tasks of each part take.
     """
 
@@ -34,7 +34,7 @@ class Usage:
     busy: dict[str, float]
 
     def further(self, before: "Usage", times: int) -> "Usage":
-        """Return the usage after ``times`` more of what came on top of ``before``."""
+        """Return this usage plus ``times`` times its difference to ``before``."""
 
         def extended(now: dict[str, float], then: dict[str, float]) -> dict[str, float]:
             return {part: now[part] + times * (now[part] - then[part]) for part in now}
@@ -46,13 +46,13 @@ class Timeline:
     """Tasks, and when they run.
 
     Args:
-        parts: all labels, in the order in which usages list them.
+        parts: all parts, in the order in which usages list them.
     """
 
     def __init__(self, parts: Iterable[str]) -> None:
         self._parts = tuple(parts)
         self._tasks: list[tuple[Resource, str, float, bool]] = []
-        self._needs: list[int] = []  # how many
+        self._needs: list[int] = []  # number of tasks that each one needs
         self._then: list[list[int]] = []
 
     def add(
@@ -66,11 +66,11 @@ class Timeline:
         """Add a task, and return its number.
 
         Args:
-            resource: what it occupies.
-            seconds: how long.
-            after: numbers of tasks that end before it begins.
-            part: what it counts as; by default the name of the resource.
-            yields: whether others that became ready at the same time go first.
+            resource: the resource that it occupies.
+            seconds: its duration.
+            after: numbers of tasks that must end before it begins.
+            part: the part that it counts as; by default, the name of the resource.
+            yields: whether tasks that become ready at the same time go first.
         """
         number, needs = len(self._tasks), set(after)
         self._tasks.append((resource, part or resource.value, seconds, yields))
@@ -81,13 +81,13 @@ class Timeline:
         return number
 
     def usage(self) -> Usage:
-        """Run all tasks."""
+        """Run all tasks, and return the seconds of each part."""
         count = len(self._tasks)
-        waits, ready, last = list(self._needs), [0.0] * count, [-1] * count  # last: what made a task ready
-        ends, causes = [0.0] * count, [-1] * count  # causes: what a task began after, at the latest
+        waits, ready, last = list(self._needs), [0.0] * count, [-1] * count  # last: the task that made each one ready
+        ends, causes = [0.0] * count, [-1] * count  # causes: the last task that each one waited for
         served: dict[Resource, int] = dict.fromkeys(Resource, -1)
         busy, exposed = dict.fromkeys(self._parts, 0.0), dict.fromkeys(self._parts, 0.0)
-        # What a task makes ready is not ready before the task was: so tasks leave in the order of their readiness.
+        # A task is never ready before the tasks that it needs were, so tasks are taken in the order of readiness.
         queue = [(0.0, self._tasks[number][-1], number) for number in range(count) if not waits[number]]
         heapq.heapify(queue)
         while queue:
@@ -113,7 +113,7 @@ class Timeline:
     def _expose(
         self, exposed: dict[str, float], causes: list[int], ends: list[float], waiting: int, since: float
     ) -> None:
-        """Account for the seconds that a task of compute waited: what it waited for began when another one ended."""
+        """Charge the seconds that a task of compute waited to the tasks that it waited for, going back in time."""
         number = causes[waiting]
         while number >= 0 and ends[number] > since:
             _, part, seconds, _ = self._tasks[number]

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks on this machine: started, ended, and with networks of a limited rate between them."""
+"""Starts and ends several ranks on this machine, with networks of a limited rate between them."""

@@ -4,16 +4,16 @@
 
     scripts/cluster --nodes 2 --ranks-per-node 2 --rate 100 script.py arguments...
 
-Each node is a network namespace, see ``network.py``, in which the launcher is started as it would be on a node of a
-real cluster: ``torchrun``, or what the ``deepspeed`` runner starts on each of its hosts. Ranks of one node talk
-through its loopback, without a limit. At the end it prints the bytes between nodes, by the counters of their
-interfaces: all of them, those with which ranks meet included.
+Each node is a network namespace (see ``network.py``). In it, the launcher is started as on a node of a real cluster:
+``torchrun``, or what the ``deepspeed`` runner starts on each of its hosts. Ranks of one node communicate through its
+loopback, without a limit. At the end it prints the bytes between nodes, from the counters of their interfaces; these
+include the messages by which ranks meet.
 
-A script that is to change the rate or to read the counters uses ``network.Link``.
+A script can change the rate and read the counters through ``network.Link``.
 
-There is no name server in a node; where torch warns that it cannot retrieve a hostname, it goes on with the address.
+There is no name server in a node. If torch warns that it cannot retrieve a hostname, it continues with the address.
 
-Exit status: that of the first node that failed, 128 and the signal's number where a signal ended it or this script;
+Exit status: that of the first node that failed; 128 plus the signal's number if a signal ended it or this script;
 2 if it could not run.
 
 The benchmarks on emulated networks use ``collect``. Imports neither torch nor DeepSpeed.
@@ -37,7 +37,7 @@ from scripts.emulation.launching import environment, exit_on_signals, split_outp
 from scripts.emulation.network import ENDING, MAX_NODES, PORT, Network, Traffic, address, missing, undisturbed
 
 LAUNCHERS = ("torchrun", "deepspeed", "none")
-_GRACE_SECONDS = 3  # that processes get to end by themselves when another one has failed
+_GRACE_SECONDS = 3  # that processes have to end by themselves when another one has failed
 _POLL_SECONDS = 0.05
 
 
@@ -46,7 +46,7 @@ class NodeJob(NamedTuple):
 
     node: int
     command: list[str]
-    variables: dict[str, str]  # of its environment, beside ours
+    variables: dict[str, str]  # of its environment, in addition to ours
 
 
 class Failure(NamedTuple):
@@ -71,7 +71,7 @@ def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[No
 
 
 def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeJob]:
-    """Return a launcher for each node; with ``none`` its ranks, which begin seconds earlier."""
+    """Return a launcher for each node; with ``none``, its ranks themselves, which start seconds earlier."""
     if launcher == "none":
         return rank_jobs(nodes, ranks_per_node, script)
     if launcher == "torchrun":
@@ -89,7 +89,7 @@ def launcher_jobs(launcher: str, nodes: int, ranks_per_node: int, script: Sequen
 
 
 class Processes:
-    """Processes in the nodes of a network, as a context: when it ends none is left, nor any that they have started."""
+    """Processes in the nodes of a network, as a context. At its end, none is left, nor any that they have started."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -102,27 +102,27 @@ class Processes:
     def __exit__(self, *_: object) -> None:
         with undisturbed():
             for _, process in self._started:
-                process.terminate()  # does nothing where it has ended
+                process.terminate()  # does nothing if it has ended
             deadline = time.monotonic() + _GRACE_SECONDS
             for _, process in self._started:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0, deadline - time.monotonic()))
             self._network.kill()
             for _, process in self._started:
-                process.kill()  # one that was yet to enter its namespace
+                process.kill()  # one that had not entered its namespace yet
                 process.wait()
             for reader in self._readers:
-                reader.join(_GRACE_SECONDS)  # all that could write has ended
+                reader.join(_GRACE_SECONDS)  # every process that could write has ended
 
     def start(self, job: NodeJob, output: IO[bytes] | None, read: Callable[[IO[bytes]], None] | None = None) -> None:
-        """Start a process with this output, by default ours; or have another thread read its output."""
+        """Start a process with this output, by default ours; or let another thread read its output."""
         process = subprocess.Popen(
             ["ip", "netns", "exec", self._network.names[job.node], *job.command],
             env=environment() | self._network.environment(job.node) | job.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if read else output,
             stderr=subprocess.STDOUT if read or output else None,
-            start_new_session=True,  # Ctrl-C is for this script, which then ends them
+            start_new_session=True,  # Ctrl-C is for this script, which then ends the processes
         )
         self._started.append((job.node, process))
         if read:
@@ -130,7 +130,7 @@ class Processes:
             self._readers[-1].start()
 
     def forget(self, node: int) -> None:
-        """Take what has become of a node's processes for no failure: they were to be killed."""
+        """Do not count the end of a node's processes as a failure, since they were to be killed."""
         self._started = [(of, process) for of, process in self._started if of != node]
 
     def wait(self, timeout: float = math.inf) -> Failure | None:
@@ -152,22 +152,22 @@ class Processes:
         return None
 
 
-# For scripts whose ranks take part in the emulation ################################################
+# For scripts with ranks that take part in the emulation ############################################
 
 
 def require_emulation() -> None:
-    """Exits with status 2, and says what is missing, where this machine cannot emulate a network."""
+    """Exit with status 2 if this machine cannot emulate a network, and print what is missing."""
     if lacks := missing():
         print("this emulates a network, which needs:\n  " + "\n  ".join(lacks), file=sys.stderr)
         sys.exit(2)
 
 
 def collect(nodes: int, ranks_per_node: int, module: str, log: Path, timeout: float, more: Sequence[str] = ()) -> Any:
-    """Run the ranks of this program in a network, with its own arguments, and more.
+    """Run the ranks of this program in a network, with its own arguments and further ones.
 
     Returns what the first rank has written, from JSON.
 
-    A rank is told where to write by ``--worker``. Exits with status 2 if a rank fails, or this machine cannot emulate.
+    ``--worker`` tells a rank where to write. Exits with status 2 if a rank fails, or this machine cannot emulate.
     """
     require_emulation()
     exit_on_signals()
@@ -184,10 +184,10 @@ def collect(nodes: int, ranks_per_node: int, module: str, log: Path, timeout: fl
 
 
 def _run_logged(network: Network, jobs: list[NodeJob], log: Path, timeout: float) -> None:
-    """Run the jobs until all have ended; the first one's bar is for the terminal, all else for the log.
+    """Run the jobs until all have ended. The first one's progress bar goes to the terminal, all else to the log.
 
     Raises:
-        RuntimeError: one failed, or they did not end in time. None is left.
+        RuntimeError: one failed, or they did not end in time. None of them is left running.
     """
     with log.open("wb", buffering=0) as file:
         try:
@@ -204,7 +204,7 @@ def _run_logged(network: Network, jobs: list[NodeJob], log: Path, timeout: float
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the launchers, wait for them, and print what was sent; the exit status."""
+    """Start the launchers, wait for them, and print what was sent; return the exit status."""
     jobs = launcher_jobs(args.launcher, args.nodes, args.ranks_per_node, [args.script, *args.arguments])
     with _output_of_others(args.log) as output, Network(args.nodes, args.rate) as network:
         with Processes(network) as processes:
@@ -227,7 +227,7 @@ def traffic_table(traffic: list[Traffic]) -> str:
 
 @contextlib.contextmanager
 def _output_of_others(log: Path | None) -> Iterator[IO[bytes]]:
-    """Open where nodes other than the first print."""
+    """Open the file that nodes other than the first print to."""
     if log is None:
         yield sys.stdout.buffer
     else:
@@ -236,7 +236,7 @@ def _output_of_others(log: Path | None) -> Iterator[IO[bytes]]:
 
 
 def _reader(node: int, output: IO[bytes]) -> Callable[[IO[bytes]], None]:
-    """Return what passes on a node's output, a line at a time: nodes must not cut one another's lines."""
+    """Return a function that passes on a node's output line by line, since nodes must not cut one another's lines."""
 
     def read(stream: IO[bytes]) -> None:
         for line in stream:
@@ -288,7 +288,7 @@ def _rate(text: str) -> float | None:
 def main() -> int:
     args = parse_arguments()
     require_emulation()
-    # SIGINT, too: a shell that starts this in the background would have it ignored, and then end without it.
+    # SIGINT, too: a shell that starts this in the background would make it ignored.
     exit_on_signals(ENDING)
     try:
         return run(args)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Start CPU ranks on this machine under the stock launcher, and see that all of them end.
+"""Start CPU ranks on this machine under the stock launcher, and make sure that all of them end.
 
 A program that starts its own ranks is started again for each of them, with ``--worker``. Imports neither torch nor
 DeepSpeed by itself.
@@ -52,9 +52,9 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def exit_on_signals(numbers: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> None:
-    """Turn signals that end Python on the spot, so that the ranks would live on, into an exception.
+    """Turn signals that would end Python at once, and leave the ranks running, into an exception.
 
-    But what ``nohup`` has had ignored stays ignored.
+    Signals that ``nohup`` has made ignored stay ignored.
     """
     for number in numbers:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -62,14 +62,14 @@ def exit_on_signals(numbers: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) ->
 
 
 def environment() -> dict[str, str]:
-    """Return the caller's environment, made fit for several CPU ranks on one machine."""
+    """Return the caller's environment, adapted to several CPU ranks on one machine."""
     env = dict(os.environ)
     env["OMP_NUM_THREADS"] = "1"  # more threads than cores make every rank wait for the others
     env["DS_ACCELERATOR"] = "cpu"
-    # DeepSpeed's default folder for compiled operators is shared by all environments of a user, which then rebuild
-    # one another's files, and wait forever for a lock that a killed build left behind.
+    # All environments of a user share DeepSpeed's default folder for compiled operators. They would rebuild
+    # one another's files, and wait forever for the lock of a killed build.
     env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-    # The launcher and ninja lie beside this Python, also where the environment was not activated.
+    # The launcher and ninja are beside this Python, even if the environment was not activated.
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
     # Ranks are started in any folder, and import modules of scripts and tests by their names.
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
@@ -77,7 +77,7 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago, so that two runs side by side do not meet."""
+    """Return a port that was free a moment ago, so that two runs at the same time do not meet."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -101,7 +101,7 @@ def launch(module: str, arguments: Sequence[str], ranks: int, log: Path, timeout
 
 
 def launch_workers(module: str, worker: Path, args: argparse.Namespace, ranks: int, more: Sequence[str] = ()) -> None:
-    """Run so many ranks of a program with ``add_options``; exits with status 2 if that fails."""
+    """Run this many ranks of a program with ``add_options``; exit with status 2 if that fails."""
     try:
         launch(module, ["--worker", str(worker), *more], ranks, args.log, args.timeout)
     except RunFailed as failure:
@@ -121,10 +121,10 @@ def collect(module: str, args: argparse.Namespace) -> Any:
 
 
 def start_rank() -> bool:
-    """Join the other ranks; whether this is the first one."""
+    """Join the other ranks; return whether this is the first one."""
     import deepspeed
 
-    # A shared-memory all-reduce for inference, which would be compiled now, and leave 66 MB a rank in /dev/shm.
+    # A shared-memory all-reduce for inference would be compiled now, and leave 66 MB per rank in /dev/shm.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     return deepspeed.comm.get_rank() == 0
@@ -152,7 +152,7 @@ def _run(command: list[str], log_path: Path, timeout: float) -> None:
     """Run the command in a process group of its own, so that no rank outlives a time-out or an interrupt."""
     env = environment()
     expired = threading.Event()
-    with log_path.open("wb", buffering=0) as log:  # whoever follows the log sees each line at once
+    with log_path.open("wb", buffering=0) as log:  # so that each line is in the log at once
         process = subprocess.Popen(
             command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -183,6 +183,6 @@ def _run(command: list[str], log_path: Path, timeout: float) -> None:
 
 
 def _remove_shared_memory(port: int) -> None:
-    """Free what DeepSpeed's shared-memory operator leaves behind: 66 MiB a rank, which nothing else unlinks."""
+    """Free the memory that DeepSpeed's shared-memory operator leaves: 66 MiB per rank, which nothing else unlinks."""
     for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         buffer.unlink(missing_ok=True)

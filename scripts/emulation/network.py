@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A network on one Linux machine: a network namespace for each node, and links of a limited rate between them.
 
-A veth pair connects each node with a bridge, in a namespace of its own, as a cable would with a switch; ``tc`` limits
-the rate at both ends of it, so in both directions. What ranks of one node send one another goes through its own
+A veth pair connects each node with a bridge in a namespace of its own, like a cable to a switch. ``tc`` limits the
+rate at both ends of the pair, and so in both directions. Messages between ranks of one node go through its own
 loopback, without a limit. No traffic leaves the machine.
 
-The namespaces are removed at the end of the context, with every process in them; also on SIGTERM and SIGHUP where the
-script turns these into an exception (``launching.exit_on_signals``). What a killed script has left is removed by the
-next one.
+The namespaces are removed at the end of the context, with every process in them; also on SIGTERM and SIGHUP if the
+script turns these into an exception (``launching.exit_on_signals``). If a script was killed, the next one removes what
+it has left.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. Imports neither torch nor DeepSpeed.
 """
@@ -30,14 +30,14 @@ LINK = "internode"  # each node's end of its link
 PORT = 29500  # where ranks meet: a namespace has all ports to itself
 MAX_NODES = 250  # addresses end in one byte
 _OURS = re.compile(r"emulated-([1-9]\d*)-(switch|node\d+)")  # names carry the pid of the script that made them
-_BURST = "128kb"  # what passes at once: more than the 64 KiB of an offloaded segment, little against a message
-_LATENCY = "30ms"  # of the queue, beyond which packets are dropped: a long one keeps acknowledgments waiting
-# What every kernel has. BBR, which may be the host's default, sends at the rate that it remembers of a link, whose
+_BURST = "128kb"  # bytes that pass at once: more than an offloaded segment of 64 KiB, few compared with a message
+_LATENCY = "30ms"  # of the queue, beyond which packets are dropped; in a long queue, acknowledgments wait
+# Every kernel has this one. BBR, which may be the host's default, sends at the rate that it remembers of a link, whose
 # limit may have changed since.
 _CONGESTION_CONTROL, _CONTROL_FILE = "reno", "/proc/sys/net/ipv4/tcp_congestion_control"
 _SWITCH, _NODE = "EMULATED_SWITCH", "EMULATED_NODE"  # environment of a rank: the switch's namespace, its number
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # from a shell, a supervisor, and a terminal that closes
-_KILL_SECONDS = 5  # after which processes that do not even die of SIGKILL are left alone
+_KILL_SECONDS = 5  # after which processes that even SIGKILL does not end are left alone
 
 
 class Traffic(NamedTuple):
@@ -55,7 +55,7 @@ class Traffic(NamedTuple):
 
 
 def missing() -> list[str]:
-    """Return what this needs and this machine does not give."""
+    """Return what this needs but this machine does not have."""
     found = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
     return found + [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
 
@@ -82,7 +82,7 @@ class Network:
                 _ip("netns", "add", name)
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("netns", "exec", name, "sh", "-c", f"echo {_CONGESTION_CONTROL} > {_CONTROL_FILE}")
-            # Neither snooping nor IPv6 addresses, which announce themselves: an idle link counts nothing.
+            # No snooping and no IPv6 addresses, which announce themselves, so that an idle link counts nothing.
             _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge", "mcast_snooping", "0")
             _ip("-n", self.switch, "link", "set", "bridge", "addrgenmode", "none")
             _ip("-n", self.switch, "link", "set", "bridge", "up")
@@ -112,24 +112,23 @@ class Network:
         return [_traffic(name) for name in self.names]
 
     def cut(self, node: int) -> None:
-        """Cut a node's link: others are not told, as when a machine loses its power."""
+        """Cut a node's link without notice to others, as in a power failure."""
         _ip("-n", self.switch, "link", "set", _port(node), "down")
 
     def kill(self, nodes: Sequence[int] | None = None) -> None:
-        """Kill all processes in these nodes, by default in all, also those that have a session of their own, as a
-        launcher's ranks do."""
+        """Kill all processes in these nodes, by default in all, including ranks in sessions of their own."""
         _kill([name for node, name in enumerate(self.names) if nodes is None or node in nodes])
 
 
 class Link:
-    """A rank's view of its node's link. The ranks change the rate themselves: so one launch measures all rates."""
+    """A rank's view of its node's link. Ranks change the rate themselves, so one launch measures all rates."""
 
     def __init__(self) -> None:
         self._first = int(os.environ["LOCAL_RANK"]) == 0
         self._node, self._switch = int(os.environ[_NODE]), os.environ[_SWITCH]
 
     def limit(self, mbit: float | None) -> None:
-        """Limit both directions, in Mbit/s; ``None`` for no limit. To be followed by a barrier."""
+        """Limit both directions, in Mbit/s; ``None`` for no limit. Call a barrier afterwards."""
         if self._first:
             for command in _limits("", self._switch, self._node, mbit):
                 _run(command)
@@ -139,12 +138,12 @@ class Link:
         return _traffic("").sent if self._first else 0
 
     def received(self) -> int:
-        """Return the bytes that others have sent it, likewise."""
+        """Return the bytes that others have sent to this node, likewise."""
         return _traffic("").received if self._first else 0
 
 
 def address(node: int) -> str:
-    """Return a node's own on the link."""
+    """Return a node's own address on the link."""
     return f"10.213.0.{node + 1}"
 
 

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Training scripts to copy: nothing in them knows of deepspeed_ext, which their configuration files ask for."""
+"""Training scripts to copy. None of them imports deepspeed_ext; their configuration files ask for it."""

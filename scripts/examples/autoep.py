@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""AutoEP: DeepSpeed spreads the experts of a model of transformers over the ranks of a node.
+"""AutoEP: DeepSpeed distributes the experts of a transformers model over the ranks of a node.
 
 pip install "transformers>=5"
 deepspeed --num_accelerators 4 scripts/examples/autoep.py
@@ -11,7 +11,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.utils import output_capturing
 
-# DeepSpeed 0.19.8 gives a default here, which transformers 5.23 does not take; other releases do not need this line.
+# DeepSpeed 0.19.8 passes a default here, which transformers 5.23 does not accept; other releases do not need this.
 output_capturing._CanRecordRegistry.get = lambda self, key, other=None: dict.get(self, str(type(key))) or other or {}
 shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the same model twice, with stock ZeRO-3 and with a PaRO strategy, and show what differs.
 
-Both runs use the stock ``deepspeed`` launcher, the same script and the same data; only the configuration file is
-another. The losses must agree, and the bytes that cross between groups must be those of the formula. All ranks are
-CPU processes on this machine, which count as ``ranks / group size`` groups: the bytes are exact (they are read from
-the kernel's counters), the seconds say nothing about a cluster, whose links between groups are slow.
+Both runs use the stock ``deepspeed`` launcher, the same script and the same data; only the configuration file differs.
+The losses must agree, and the bytes that cross between groups must be those of the formula. All ranks are CPU
+processes on this machine, which count as ``ranks / group size`` groups. The bytes are exact (they are read from the
+kernel's counters), but the seconds say nothing about a cluster with slow links between groups.
 
 Exit status 0 if every check passes, 1 if one fails, 2 if there was nothing to check.
 """
@@ -39,7 +39,7 @@ _STAGES = {1: "NNG", 2: "NGG", 3: "GGG"}
 
 @dataclass
 class TrainingRun:
-    """A finished run: its configuration, what ``measured_training`` reported, and how long all of it took."""
+    """A finished run: its configuration, the report of ``measured_training``, and how long all of it took."""
 
     config: dict[str, Any]
     report: dict[str, Any]
@@ -160,7 +160,7 @@ def print_costs(runs: tuple[TrainingRun, TrainingRun]) -> None:
 
 
 def checks_of(a: TrainingRun, b: TrainingRun) -> list[Check]:
-    """Return what must hold: the same training; B's traffic between groups and optimizer state as the formulas say."""
+    """Return the checks: the same training; B's traffic between groups and its optimizer state match the formulas."""
     loss = max(abs(left - right) for left, right in zip(a.losses, b.losses, strict=True))
     deviation = abs(b.measured.inter / b.formula.inter - 1)
     held = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
@@ -211,7 +211,7 @@ def draw_seconds(axes: Axes, runs: tuple[TrainingRun, TrainingRun]) -> None:
     for index, run in enumerate(runs):
         seconds = [step["seconds"] for step in run.report["steps"][1:]]
         median = run.report["summary"]["seconds_median"]
-        # The points are spread sideways in the order of the steps, so that none hides another.
+        # Points are spread sideways in the order of steps, so that none hides another.
         places = [index - 0.2 + 0.4 * position / max(len(seconds) - 1, 1) for position in range(len(seconds))]
         axes.scatter(places, seconds, s=14, color=COLORS[index], alpha=0.8, linewidths=0)
         axes.hlines(median, index - 0.3, index + 0.3, color="black", linewidth=1.5, label="median" if index else None)
@@ -242,7 +242,7 @@ def draw(path: Path, a: TrainingRun, b: TrainingRun, checks: list[Check]) -> Non
 
 
 def write_rows(path: Path, runs: tuple[TrainingRun, TrainingRun], checks: list[Check]) -> None:
-    """Write all numbers behind the table and the picture."""
+    """Write all numbers of the table and the picture."""
     rows = {
         "runs": [
             {

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model and the data of the examples: a byte-level GPT, whole or as a pipeline, and source text of Python.
 
-The model and every batch follow from the seed, so two configurations that differ only in where the states are kept
+The model and every batch depend on the seed only, so two configurations that differ only in where states are kept
 must show the same losses.
 """
 
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def initialize(module: nn.Module) -> None:
-    """Give a layer small weights: they start the loss near ln 256, the loss of knowing nothing."""
+    """Give a layer small weights, so that the loss starts near ln 256, that of random guessing."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
 
@@ -51,7 +51,7 @@ def initialize(module: nn.Module) -> None:
 class ByteGPT(nn.Module):
     """A GPT over bytes that returns its own loss, as DeepSpeed's examples do.
 
-    DeepSpeed leaves to Adam what is named after ``embed`` or ``lm_head``, where Muon trains the other matrices.
+    With Muon, DeepSpeed trains parameters named ``embed`` or ``lm_head`` by Adam, and all other matrices by Muon.
     """
 
     def __init__(self, dim: int, layers: int, heads: int, sequence_length: int) -> None:
@@ -92,7 +92,7 @@ class PipelineEmbedding(nn.Module):
 
     @staticmethod
     def head(embedding: "PipelineEmbedding", x: Tensor) -> Tensor:
-        """Turn vectors to scores, by the same weight."""
+        """Turn vectors into scores, with the same weight."""
         return functional.linear(x, embedding.token.weight)
 
 
@@ -105,7 +105,7 @@ class PipelineBlock(Block):
 
 
 def pipeline(dim: int, count: int, heads: int, sequence_length: int, stages: int, seed: int) -> PipelineModule:
-    """Return the model cut into stages. Each layer's weights follow from the seed and its number.
+    """Return the model split into stages. Each layer's weights depend on the seed and its number only.
 
     The embedding and the head share their weight, which is on the first and on the last stage.
     """
@@ -126,12 +126,12 @@ def pipeline(dim: int, count: int, heads: int, sequence_length: int, stages: int
 
 
 def read_corpus(budget: int = CORPUS_BYTES) -> Tensor:
-    """Return the first ``budget`` bytes of the standard library's sources, in an order that all machines agree on."""
+    """Return the first ``budget`` bytes of the standard library's sources, in the same order on all machines."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     text = bytearray()
     for name in files:
-        # Packages that somebody installed are not the standard library, and differ from machine to machine.
+        # Installed packages are not the standard library, and differ between machines.
         if name.startswith(("site-packages/", "dist-packages/")):
             continue
         text += (root / name).read_bytes()
@@ -161,7 +161,7 @@ class Batches:
         return rows[:, :-1], rows[:, 1:]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Draw micro-batch after micro-batch, without end."""
+        """Yield micro-batches without end."""
         micro_step = 0
         while True:
             yield self.draw(micro_step)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the model of the examples, and report what each step cost.
 
-The training is that of ``examples/train.py``: nothing of ours is imported before the engine is there. Written down are
+The training is that of ``examples/train.py``: nothing of ours is imported before the engine is made. The report has
 the loss and the seconds of each step, on gloo the bytes that the ranks received from one another, and the bytes of
 optimizer states that a rank holds::
 
@@ -29,7 +29,7 @@ from tqdm import tqdm
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
 from scripts.examples.steps import TimedStep, record
 
-REST_SECONDS = 0.2  # the wire is at rest when so long nothing has arrived
+REST_SECONDS = 0.2  # seconds without arrivals after which the wire counts as idle
 WARM_UP_STEPS = 1  # ZeRO-3 records its trace and gloo opens its connections in the first step
 
 
@@ -48,14 +48,14 @@ class ByteCounter:
             print(f"bytes are not counted: that needs the backend gloo, this is {dist.get_backend()}", flush=True)
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         if self._meter is not None:
             self._wait_for_rest()
             self._meter.start()
-            dist.barrier()  # nobody sends before everybody has read the counters
+            dist.barrier()  # no rank sends before all ranks have read their counters
 
     def stop(self) -> dict[str, float | None]:
-        """End; return bytes by origin, means over the ranks, or None where nothing counts them."""
+        """Stop counting; return bytes by origin, means over the ranks, or None if nothing counts them."""
         if self._meter is None:
             return {"intra_bytes": None, "inter_bytes": None}
         self._wait_for_rest()
@@ -65,7 +65,7 @@ class ByteCounter:
 
     @staticmethod
     def _wait_for_rest() -> None:
-        """Wait until nothing arrives: what a step has started may be under way when it returns."""
+        """Wait until nothing arrives any more, since a step may return while its messages are under way."""
         from scripts.emulation.traffic import received_bytes
 
         before, now = None, received_bytes()
@@ -87,13 +87,13 @@ def summarize(steps: list[TimedStep], received: dict[str, float | None]) -> dict
 
 
 def optimizer_bytes(engine: DeepSpeedEngine) -> int:
-    """Return the bytes of optimizer states, master weights included, on the rank that holds most."""
+    """Return the bytes of optimizer states, master weights included, on the rank that holds the most."""
     states = engine.optimizer.optimizer.state  # by master weight
     held = sum(
         tensor.nbytes
         for master, state in states.items()
         for tensor in (master, *state.values())
-        if isinstance(tensor, Tensor) and tensor.dim()  # a count of steps is none
+        if isinstance(tensor, Tensor) and tensor.dim()  # a count of steps is no state
     )
     most = torch.tensor(held, device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -101,7 +101,7 @@ def optimizer_bytes(engine: DeepSpeedEngine) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what the numbers depend on; None where a package is not installed as a distribution."""
+    """Return the versions that the numbers depend on; None for a package that is not installed as a distribution."""
     found: dict[str, str | None] = {}
     for name in ("torch", "deepspeed", "deepspeed_ext"):
         try:
@@ -138,7 +138,7 @@ def build_report(
     steps: list[TimedStep],
     summary: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return all that is needed to compare this run with another."""
+    """Return everything that is needed to compare this run with another."""
     dtype, _ = engine.get_data_types()
     return {
         "versions": versions(),
@@ -160,7 +160,7 @@ def main() -> None:
     args = parse_arguments()
     torch.manual_seed(args.seed)
     model = ByteGPT(args.dim, args.layers, args.heads, args.sequence_length)
-    count = sum(parameter.numel() for parameter in model.parameters())  # before ZeRO-3 takes them apart
+    count = sum(parameter.numel() for parameter in model.parameters())  # before ZeRO-3 shards them
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
 
     batches = Batches(read_corpus(), engine, args.sequence_length, args.seed)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's MoE layers: experts are spread over two ranks each, and have groups of their own.
+"""DeepSpeed's MoE layers: two ranks together have all experts, and experts have groups of their own.
 
 deepspeed --num_accelerators 4 scripts/examples/moe_layers.py
 """
@@ -23,7 +23,7 @@ class Model(torch.nn.Module):  # your model
 
 
 model = Model()
-groups = [{"params": list(model.parameters()), "name": "all"}]  # DeepSpeed puts experts into groups beside it
+groups = [{"params": list(model.parameters()), "name": "all"}]  # DeepSpeed adds groups of experts to it
 optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 zero = {"paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed; any strategy with p = N
 config = {"train_micro_batch_size_per_gpu": 8, "optimizer": optimizer, "zero_optimization": zero}

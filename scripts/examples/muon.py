@@ -4,7 +4,7 @@
 
 TORCH_COMPILE_DISABLE=1 deepspeed --num_accelerators 4 scripts/examples/muon.py
 
-DeepSpeed compiles Muon's iterations; on a CPU that takes minutes, which the variable saves.
+DeepSpeed compiles Muon's iterations. On a CPU this takes minutes; the variable avoids it.
 """
 
 import deepspeed

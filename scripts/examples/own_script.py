@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest script that trains under a strategy: its configuration names one, and nothing else is special.
+"""The smallest script that trains under a strategy: its configuration names one, and all else is plain DeepSpeed.
 
 deepspeed --num_accelerators 4 scripts/examples/own_script.py
 """

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Packed experts in windows: of a layer's experts, as many are gathered at a time as fit a budget of bytes.
+"""Packed experts in windows: only as many of a layer's experts are gathered at a time as fit a budget of bytes.
 
 pip install "transformers>=5"
 deepspeed --num_accelerators 4 scripts/examples/packed_experts.py
@@ -14,7 +14,7 @@ shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hid
 shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
 model = MixtralForCausalLM(MixtralConfig(**shape))  # your model
 optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-# The only line that is not plain DeepSpeed: with its gradient an expert takes 221 kB here, so two are a window.
+# The only line that is not plain DeepSpeed. With its gradient, an expert takes 221 kB here, so a window has two.
 zero = {"paro_strategy": "IIG", "stage3_leaf_bytes": 500_000}
 config = {"train_micro_batch_size_per_gpu": 8, "optimizer": optimizer, "zero_optimization": zero}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

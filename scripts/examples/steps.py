@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps of DeepSpeed engines: as any script takes them, and timed."""
+"""Optimizer steps of DeepSpeed engines, as any script takes them, with their times."""
 
 import time
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def train_step(engine: DeepSpeedEngine, micro_batches: list[tuple[Tensor, Tensor
 
 
 def average(losses: Tensor) -> float:
-    """Return the mean over micro-batches and ranks, in double precision: averaging adds no rounding of its own."""
+    """Return the mean over micro-batches and ranks, in double precision, so that averaging adds no rounding."""
     total = losses.double().mean()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

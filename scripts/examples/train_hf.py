@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a small GPT-2 over bytes with the Trainer of transformers.
 
-An ordinary script: the Trainer hands the configuration file to DeepSpeed, and its ``zero_optimization`` section alone
-decides where model states are kept. What it calls "auto" follows from the Trainer's arguments::
+An ordinary script: the Trainer passes the configuration file to DeepSpeed, and its ``zero_optimization`` section alone
+decides where model states are kept. Its values "auto" are set from the Trainer's arguments::
 
     deepspeed --num_accelerators 4 scripts/examples/train_hf.py --config scripts/examples/configs/nig_hf.json
 """
@@ -20,7 +20,7 @@ SEQUENCE_LENGTH = 128
 
 
 class ByteRows(Dataset[dict[str, Tensor]]):
-    """The corpus in rows of as many bytes as the model takes; the model shifts the labels itself."""
+    """The corpus, in rows of as many bytes as the model takes; the model itself shifts the labels."""
 
     def __init__(self, corpus: Tensor) -> None:
         self._rows = corpus[: len(corpus) // SEQUENCE_LENGTH * SEQUENCE_LENGTH].view(-1, SEQUENCE_LENGTH)

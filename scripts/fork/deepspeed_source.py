@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed that the series is made for: fetched by pip, verified, unpacked as a git repository."""
+"""The DeepSpeed that the series is for: fetched by pip, verified, and unpacked as a git repository."""
 
 import hashlib
 import os
@@ -30,11 +30,11 @@ class Requirement(NamedTuple):
 
 
 class Failed(Exception):
-    """Something that a user must be told, without a traceback."""
+    """An error to show to the user without a traceback."""
 
 
 def requirement() -> Requirement:
-    """Return what ``patches/BASE`` says, which pip reads as well."""
+    """Return the base version in ``patches/BASE``, which pip reads as well."""
     found = re.search(
         r"^deepspeed==(\S+) --hash=sha256:([0-9a-f]{64})$", BASE.read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -77,7 +77,7 @@ def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) 
     """Run git in a tree, whatever the user has configured; return what it prints."""
     name, email = _IDENTITY
     environment = {
-        # Of a hook, those of the repository that it belongs to.
+        # Inside a git hook, these variables name the hook's repository.
         **{key: value for key, value in os.environ.items() if not key.startswith("GIT_")},
         "GIT_CONFIG_GLOBAL": os.devnull,
         "GIT_CONFIG_NOSYSTEM": "1",
@@ -90,7 +90,7 @@ def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) 
 
 
 def _extract(content: tarfile.TarFile, folder: str) -> None:
-    """Extract all of an archive whose hash is known, for whoever runs this."""
+    """Extract all of an archive with a known hash, owned by whoever runs this."""
     if hasattr(tarfile, "data_filter"):
         content.extractall(folder, filter="data")
         return

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A tree of DeepSpeed with patches of the series, a commit for each; and what is seen there."""
+"""A tree of DeepSpeed with patches of the series, a commit for each; and checks of it."""
 
 import ast
 import multiprocessing
@@ -18,7 +18,7 @@ from scripts.fork.translated_sources import MENDED, PACKAGE, UPSTREAM, is_ours, 
 
 README = PATCHES / "README.md"
 _TABLE = re.compile(r"(?<=<!-- table: scripts/patches refresh -->\n).*?(?=<!-- end -->)", re.DOTALL)
-# Lines of seam that put one of our functions in the place of DeepSpeed's: a decorator, or an assignment.
+# Lines that replace a function of DeepSpeed by ours: a decorator, or an assignment.
 _OURS = r'(?P<ours>\w+\.\w+|seams\.lazily\("[\w.]+:\w+"\))'
 _DECORATED = re.compile(rf"^\+ *@{_OURS}\n(?:[ +] *@.*\n)*[ +] *def (?P<theirs>\w+)", re.MULTILINE)
 _ASSIGNED = re.compile(rf"^\+(?P<theirs>\w+) = {_OURS}\((?P=theirs)\)$", re.MULTILINE)
@@ -26,8 +26,7 @@ _LAZILY = re.compile(r'seams\.lazily\("(?:\w+\.)*(\w+):(\w+)"\)')
 
 
 def apply(tree: Path, mail: Mail, but: Iterable[str] = ()) -> None:
-    """Commit a patch, but for what it does to some files. git knows no fuzz: the context of each change must be as the
-    patch has it.
+    """Commit a patch, except its changes to some files. git allows no fuzz: the context of each change must match.
 
     Raises:
         Failed: it does not apply.
@@ -45,7 +44,7 @@ def applied(folder: Path) -> Path:
 
 
 def regenerate(tree: Path, mail: Mail) -> None:
-    """Have the last commit, which is that of this patch, bring our files as they are now."""
+    """Amend the last commit, which is this patch's, with our files as they are now."""
     names = targets(mail)
     added = git(tree, "show", "--format=", "--name-only", "--diff-filter=A", "HEAD").split()
     for name in set(filter(is_ours, added)) - set(names):
@@ -156,7 +155,7 @@ class PatchRow(NamedTuple):
         mail: its header.
         generated: files that come from ours.
         lines: written by hand: added or removed in all other files, those of tests not counted.
-        symbols: functions of ours, ``module.name``, each with the name of that of DeepSpeed's in whose place it is.
+        symbols: functions of ours, ``module.name``, each with the name of the function of DeepSpeed that it replaces.
     """
 
     name: str

@@ -28,7 +28,7 @@ STAYS = frozenset(
         "integration/symbols",
     )
 )
-MENDED = "deepspeed_ext.integration.seams.upstream_fixes"  # whose functions have a fix of the series for a twin
+MENDED = "deepspeed_ext.integration.seams.upstream_fixes"  # each function has a counterpart among the series' fixes
 # Seams of the series without a twin: they change numbers without a key of ours, which is DeepSpeed's to decide.
 UPSTREAM = frozenset({("qgz.reduce_to_the_mean", "all_to_all_quant_reduce")})
 # Of a fork's package, what has no twin.

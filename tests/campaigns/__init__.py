@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Long runs that look for faults: programs that one starts, each of which also is a test by what it finds."""
+"""Long runs that search for faults: programs to start by hand, which fail, as tests do, if they find one."""

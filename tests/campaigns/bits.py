@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what everything trains, so that two commits can be compared to the bit; and their checkpoints.
+"""Digests of trained weights with every option, so that two commits can be compared bit by bit; and their checkpoints.
 
     python -m tests.campaigns.bits --write FILE --save FOLDER        at one commit
     python -m tests.campaigns.bits --compare FILE --load FOLDER      at another one
 
 Trains every strategy with each set of options of the checker of stream order: LoCo, updates in few bits and without
-loss, Muon, experts, offload, overlap, pipelines; and goes on from checkpoints. Exit status 1 if a digest differs, or a
-case has appeared or is gone. Another machine may have other digests.
+loss, Muon, experts, offload, overlap, pipelines; and resumes from checkpoints. Exit status 1 if a digest differs, or
+if a case is new or missing. Another machine may have other digests.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 WORLD = 4
-SAVED = ("defaults", "LoCo", "in few bits", "Muon", "experts")  # sets of options whose checkpoints are gone on from
+SAVED = ("defaults", "LoCo", "in few bits", "Muon", "experts")  # sets of options with checkpoints to resume from
 
 
 def trained(options: str, names: Sequence[str]) -> dict[str, str]:
@@ -78,7 +78,7 @@ def cases(only: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def quietly(pool: Any, case: Any, *arguments: Any) -> list[dict[str, str]]:
-    """Run a case on all ranks, whose logs the pool prints."""
+    """Run a case on all ranks; the pool prints their logs."""
     with contextlib.redirect_stdout(io.StringIO()):
         answers: list[dict[str, str]] = pool(WORLD).run(case, *arguments, timeout=600.0)
     return answers

@@ -1,15 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Kill a node in the middle of a step: the run must go on with the other, on its own, and lose only steps.
+"""Kill a node in the middle of a step: the run must continue with the other node, by itself, and lose only steps.
 
 Two emulated nodes of two ranks train under torchrun's elastic launcher, with one command that does not change. All
 processes of the second node are killed: in a forward, in the reductions of a backward, before an optimizer step, while
-it saves, and without a word, as when it loses its power: then the others wait for their collectives' timeout. The
-launcher of the first node starts its ranks again, which choose a strategy for half as many ranks, convert the last
-checkpoint and go on with the same global batch. Each loss from there on is compared with that of a run that nothing
-has disturbed.
+it saves, and without closing connections, as in a power failure: then the others wait for their collectives' timeout.
+The launcher of the first node starts its ranks again. They choose a strategy for half as many ranks, convert the last
+checkpoint, and continue with the same global batch. From there on, each loss is compared with that of an undisturbed
+run.
 
-Exit status 0 if all went on as they had to, 1 if one did not, 2 if a run could not be made.
+Exit status 0 if all runs continued as they must, 1 if one did not, 2 if a run could not be made.
 """
 
 import argparse
@@ -132,7 +132,7 @@ class Run:
         return whole and moment == self._plan.moment and step == KILLED_IN
 
     def _ask(self, moment: str, step: int) -> None:
-        """Ask to be killed, if that is the moment; a save goes on until it happens."""
+        """Ask to be killed, if that is the moment; a save continues until it happens."""
         if self._asks(moment, step) and dist.get_rank() == self._ranks - 1:
             (self._folder / "kill").write_text(moment)
             if moment != "saving":

@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of options, and the few rows of them in which all values of two options, or of more, meet.
+"""Tables of options, and few rows that together have every pair of values of two options, or each combination of more.
 
-An option has values by name, of which the first is the default. A row has a value of each option. What cannot stand
-together is named, with the reason. Pure: a table is read where tests are collected.
+An option has named values; the first one is the default. A row has one value of each option. Values that cannot be
+combined are listed with the reason. Pure: tables are read when tests are collected.
 """
 
 import itertools

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with each feature on four ranks, and prints the weights' digests: ``python -m tests.harness.digests``.
 
-Run by two interpreters, one with the extension and one with the fork; both must print the same. ``save FOLDER`` trains
-and saves on the way, ``resume FOLDER`` goes on from there: both must end at the same weights.
+Two interpreters run it, one with the extension and one with the fork; both must print the same. ``save FOLDER`` trains
+and saves on the way, and ``resume FOLDER`` continues from there; both must end at the same weights.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def digest_case() -> dict[str, str]:
 
 
 def resumed_case(folder: str, resume: bool) -> str:
-    """A digest of the weights after four steps, of which two come before a checkpoint."""
+    """A digest of the weights after four steps; two of them come before a checkpoint."""
     from tests.harness import training
     from tests.harness.training import Job, placed
 

@@ -41,7 +41,7 @@ class Page:
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
     def rows(self, first: str) -> list[list[str]]:
-        """Return the rows of the table whose header begins with this cell, header left out."""
+        """Return the rows of the table with a header that begins with this cell, without the header."""
         lines = self.text.splitlines()
         at = next(i for i, line in enumerate(lines) if line[:1] == "|" and line.split("|")[1].strip() == first)
         found = []

@@ -50,8 +50,8 @@ class SmallMixtral(nn.Module):
 
 
 def _mend_registry() -> None:
-    """Have transformers' registry of outputs take a default, as any dictionary does: DeepSpeed 0.19.8 gives one, and
-    transformers 5.23 takes none."""
+    """Let transformers' registry of outputs accept a default, as a dictionary does: DeepSpeed 0.19.8 passes one, and
+    transformers 5.23 does not accept it."""
     from transformers.utils import output_capturing
 
     def get(self: Any, model: Any, default: Any = None) -> Any:

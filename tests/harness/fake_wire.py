@@ -3,19 +3,19 @@
 """Collectives whose results arrive late, with ranks that are not there; for the CPU and for one GPU.
 
 Note [How the wire works]
-    One process is a rank of a world whose other ranks are virtual: torch's "fake" backend makes its process groups,
-    and a ``Wire`` takes the place of their collectives. The others send what this rank sends: an all-gather brings
-    its shard several times, a sum is a multiple of its part. Such training learns nothing, but it is the real
+    One process is a rank of a world in which all other ranks are virtual: torch's "fake" backend makes its process
+    groups, and a ``Wire`` replaces their collectives. The others send what this rank sends: an all-gather brings its
+    shard several times, a sum is a multiple of its part. Such training learns nothing, but it runs the real
     optimizers, and its bits are the same each time.
 
-    Until a collective arrives its output holds bytes 0xFF: NaN in every floating-point type.
+    Until a collective arrives, its output holds bytes 0xFF: NaN in every floating-point type.
 
-    - On the CPU it arrives when somebody waits for it, and reads its input only then. Who reads the result before,
-      in the order of the program, gets NaN; who overwrites the input before sends something else.
-    - On a GPU it runs behind the current stream, on a stream of its group's own, which first sleeps for a while.
-      ``wait`` has the current stream wait, as NCCL's. Who reads on another stream, or before, gets NaN.
+    - On the CPU, it arrives when somebody waits for it, and reads its input only then. Code that reads the result
+      before that gets NaN; code that overwrites the input before that sends something else.
+    - On a GPU, it runs after the current stream, on a stream of its group, which first sleeps for a while. ``wait``
+      makes the current stream wait, as with NCCL. Code that reads on another stream, or before that, gets NaN.
 
-    A *prompt* wire does the same arithmetic at once, with a synchronized device: its bits are what must come out.
+    A *prompt* wire does the same arithmetic at once, with a synchronized device. Its bits are the expected ones.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ JOB = Job(
     steps=2,
     zero={**SMALL, **FEW_AT_A_TIME},
 )
-_PACKAGES = ("/deepspeed_ext/", "/deepspeed/")  # of code whose waits are told apart
+_PACKAGES = ("/deepspeed_ext/", "/deepspeed/")  # of code with waits that are counted by place
 _PASSED_OVER = ("/comm/comm.py", "/comm/transfer_queue.py", "/comm/pairwise.py")  # they wait for others
 
 
@@ -88,16 +88,16 @@ class Late:
 
 @dataclass
 class Wire:
-    """What collectives go over. See Note [How the wire works].
+    """Carries the collectives. See Note [How the wire works].
 
     Attributes:
         device: "cpu" or "cuda".
         prompt: whether results arrive at once.
         delay: shortest and longest time in milliseconds that a collective takes, on a GPU.
-        ignored: a place, as in ``waits``, whose waits do nothing.
-        keep: whether to keep all that was sent, for a look at its times.
-        waits: how often each place has waited, "folder/file.py:function"; of ours and DeepSpeed's.
-        sent: in the order in which they have begun.
+        ignored: a place, as in ``waits``; its waits do nothing.
+        keep: whether to keep everything that was sent, to inspect its times.
+        waits: how often each place of our code and DeepSpeed's has waited, by "folder/file.py:function".
+        sent: messages, in the order in which they have begun.
     """
 
     device: str = "cpu"
@@ -289,7 +289,7 @@ _COLLECTIVES: dict[str, Callable[..., Plan]] = {
 
 
 def enter_virtual_world(ranks: int, rank: int = 0) -> None:
-    """Make this process a rank of a world whose other ranks are virtual, and of no other world."""
+    """Make this process a rank of a world in which all other ranks are virtual."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if torch.distributed.is_initialized():

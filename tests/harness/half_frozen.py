@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A model of which a part is frozen; this runs inside rank processes."""
+"""A partly frozen model; this runs inside rank processes."""
 
 from typing import Any
 

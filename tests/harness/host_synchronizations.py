@@ -47,7 +47,7 @@ def host_synchronizations(name: str, more: dict[str, Any], **changed: Any) -> Ho
         engine, model = training.make_engine(job, placed(name, **more))
         data = training.batches(job)
         batches = [next(data) for _ in range(LAST)]
-        gc.collect()  # an engine before this one, whose end would have the host wait
+        gc.collect()  # an earlier engine; if it ended now, the host would wait
         with order.watch(), asking(order):
             for number, batch in enumerate(batches):
                 before = order.synchronizations.copy()

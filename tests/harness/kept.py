@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Results of runs that rank processes keep over cases: what stock DeepSpeed does is the same beside each strategy.
+"""Results of runs that rank processes keep over cases, since stock DeepSpeed's are the same beside each strategy.
 
-A result is kept if all its inputs have names: what a case patches is none of them, so a case that patches DeepSpeed
-itself trains by hand. It is kept pickled: live tensors would count where a case counts memory. A rank that is started
-anew has none, and one that raised may lack what others have; so all ranks of a case use a kept result, or none does.
+A result is kept if all its inputs have names. Patches are no inputs, so a case that patches DeepSpeed must train by
+itself. Results are kept pickled, since live tensors would distort cases that count memory. A new rank has no results,
+and one that raised may lack some; so either all ranks of a case use a kept result, or none does.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ _KEPT: dict[str, bytes] = {}
 
 
 class _Unnamed(Exception):
-    """An input that is not its own name's only value."""
+    """An input without a name that identifies its value."""
 
 
 def key(*inputs: Any) -> str | None:
-    """Return a string that only equal inputs have, on as many ranks; None if one of them has no name."""
+    """Return a string that only equal inputs on as many ranks have; None if an input has no name."""
     try:
         return json.dumps([dist.get_world_size(), *inputs], sort_keys=True, default=_named)
     except _Unnamed:
@@ -47,7 +47,7 @@ def _named(value: Any) -> Any:
 
 
 def kept(inputs: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """Return what ``make`` returns, or has returned for these inputs; all ranks call this together."""
+    """Return what ``make`` returns, or has returned before for these inputs; all ranks call this together."""
     name = key(*inputs)
     have = torch.tensor(float(name in _KEPT))
     dist.all_reduce(have, op=dist.ReduceOp.MIN)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of layers with experts, and what makes it hard to take modules of them as one unit.
+"""Networks of layers with experts, with difficulties for fetching modules as one unit.
 
 All are called like ``training.Network``; the subclasses each have one difficulty.
 """
@@ -33,7 +33,7 @@ class Expert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts, all of which are used; or, ``routed``, those that a rank's data chooses."""
+    """Experts. All of them are used or, if ``routed``, those that a rank's data chooses."""
 
     def __init__(self, width: int, experts: int, routed: bool = False) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class PackedExperts(nn.Module):
 
 
 class PackedMixture(nn.Module):
-    """A router, which has each token go to two experts, and packed experts."""
+    """A router, which sends each token to two experts, and packed experts."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Networks with what makes gathering parameters hard: shared weights, weights of others, paths that ranks choose.
+"""Networks with difficulties for gathering parameters: shared weights, borrowed weights, paths that ranks choose.
 
 All are called like ``training.Network``; layers 1 to the last but one must be equally wide.
 """
@@ -61,7 +61,7 @@ class External(Network):
 
 
 class Experts(nn.Module):
-    """Three experts, of which each rank uses one or two, others in each call."""
+    """Three experts. Each rank uses one or two of them, and different ones in each call."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Experts(nn.Module):
 
 
 class Mixture(Network):
-    """Experts behind layer 1, in a leaf module."""
+    """Experts after layer 1, in a leaf module."""
 
     def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
         super().__init__(sizes, *args, **kwargs)
@@ -197,7 +197,7 @@ class ReorderingMixtures(Reordering):
 
 
 class Routed(Network):
-    """DeepSpeed's layer of four experts, of which each rank has some, behind layer 0; nothing is sent to the last one.
+    """DeepSpeed's layer of four experts after layer 0. Each rank has some experts; nothing is sent to the last one.
 
     Subclasses say how many ranks hold four experts together.
     """
@@ -220,7 +220,7 @@ class Routed(Network):
                     param.mul_(1 + number / 3 + (dist.get_rank() % self.ep_size) / 7)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers, with the experts behind the first one."""
+        """Apply the layers, with the experts after the first one."""
         x = torch.tanh(self.layers[0](x)).abs() + 0.1
         if 1 not in skipped:
             x = x + self.mixture(x)[0]
@@ -253,7 +253,7 @@ class Matrices(Network):
         self.back = nn.Linear(7 + 12 + 4, width)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers, with the others behind the first one."""
+        """Apply the layers, with the others after the first one."""
         x = torch.tanh(self.layers[0](x))
         image = x[:, :12].reshape(-1, 3, 2, 2)
         convolved = nn.functional.conv2d(image, self.kernel).flatten(1)

@@ -16,7 +16,7 @@ from tests.harness.training import Difference, Job
 
 @contextlib.contextmanager
 def nan_until_written(backend: str = "nccl") -> Iterator[None]:
-    """Have messages and collectives as on a backend, and memory that is NaN until it is written."""
+    """Within this context, messages and collectives are as on a backend, and memory is NaN until it is written."""
     torch.use_deterministic_algorithms(True)  # fills it
     try:
         with mock.patch.object(collectives, "backend_of", lambda group: backend):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What parity with stock DeepSpeed is tested with: the options, what excludes what, and the rows that are run.
+"""The table of parity with stock DeepSpeed: the options, the values that exclude each other, and the rows that run.
 
 A value of an option changes fields of a ``training.Job``; of ``zero`` and ``config`` it changes keys. A row runs with
 all strategies of its kind beside one stock run, on ``world`` ranks in groups of ``group``.
@@ -31,7 +31,7 @@ FEW = {"norms": 2e-2}  # of few elements, rounding does not average out: stages 
 
 
 def key(name: str, why: str, default: str, **values: dict[str, Any]) -> Option:
-    """Return an option whose default changes nothing, and whose other values change keys of zero_optimization."""
+    """Return an option with a default that changes nothing, and other values that change keys of zero_optimization."""
     return Option(name, why, {default: {}, **{value: {"zero": keys} for value, keys in values.items()}})
 
 
@@ -234,7 +234,7 @@ TABLES = {
     ),
 }
 STRATEGIES = {"N": REPLICATED, "I, G": PARTITIONED}
-# What changes no numbers, and stock does not know, or does wrong: of offloaded gradients it loses some.
+# Keys that change no numbers, but that stock does not have, or does wrong: it loses some offloaded gradients.
 NOT_OF_STOCK = ("offload", "parameters", "updates", "sync")
 
 
@@ -282,7 +282,7 @@ def stock_row(kind: str, row: Row) -> Row:
 
 
 def stock_stage(row: Row) -> int:
-    """Return the stage whose numbers are right: 2 waits for parameters that only some ranks use."""
+    """Return the stage with the right numbers: 2 would wait for parameters that only some ranks use."""
     return 3 if row["network"] == "mixture" else 2
 
 
@@ -300,12 +300,12 @@ def named_row(kind: str, name: str) -> Row:
 
 @functools.cache
 def rows_of(kind: str, tier: str = "first") -> tuple[str, ...]:
-    """Return the names of the rows that a tier runs, which are kept in a file: to find them takes seconds."""
+    """Return the names of the rows that a tier runs. They are kept in a file, since computing them takes seconds."""
     return tuple(json.loads(FILE.read_text(encoding="utf-8"))[tier][kind])
 
 
 def write_rows() -> None:
-    """Find the rows, and keep them."""
+    """Compute the rows, and write them to the file."""
     tiers = {"first": 2, "deep": 3}
     found = {
         tier: {kind: [row_name(kind, row) for row in table.rows(strength)] for kind, table in TABLES.items()}

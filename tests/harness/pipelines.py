@@ -34,10 +34,10 @@ class Pipe:
         tied: whether embedding and head share a weight.
         frozen: layers, by number, without gradients.
         groups: parameter groups: matrices and the rest.
-        two: number of a layer behind which two tensors cross from stage to stage.
+        two: number of a layer after which two tensors cross from stage to stage.
         method: how layers are dealt to stages.
         checkpointing: interval of activation checkpointing; negative for the non-reentrant kind. The reentrant kind
-            leaves out the embedding, of which DeepSpeed's has no gradients with any ZeRO.
+            leaves out the embedding, since DeepSpeed's has no gradients of it with any ZeRO.
         overflow: (step, rank): where the loss becomes infinite.
         zero, config: further keys of ``zero_optimization`` and of the configuration.
     """
@@ -61,7 +61,7 @@ class Pipe:
 
 
 class Seeded(nn.Module):
-    """A module whose weights follow from its number, on whatever stage it is made."""
+    """A module with weights that depend only on its number, on whatever stage it is made."""
 
     def __init__(self, number: int, frozen: bool, make: Callable[[], dict[str, nn.Module]]) -> None:
         super().__init__()

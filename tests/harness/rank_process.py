@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs inside a rank process: entering it, putting globals back between cases, answering cases. See ranks.py."""
+"""Runs inside a rank process: enters it, restores globals between cases, and answers cases. See ranks.py."""
 
 import contextlib
 import copy
@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 from tests.harness import recorder
 from tests.harness.recorder import Recorder
 
-_WHOLE = 100  # cases after which a collection visits everything
+_WHOLE = 100  # number of cases after which a garbage collection visits everything
 _GROUP_TIMEOUT = timedelta(seconds=240)  # a wrong collective on the world group ends by itself, with a traceback
 
-# Globals of DeepSpeed 0.19 that one case would hand on to the next: the owner, then its names.
+# Globals of DeepSpeed 0.19 that one case would pass to the next: the object that has them, then their names.
 # ``deepspeed.utils.groups`` is missing since ``destroy_process_group`` clears it.
 _CHECKPOINTING = "deepspeed.runtime.activation_checkpointing.checkpointing"
 _GLOBALS: dict[str, tuple[str, ...]] = {
@@ -68,7 +68,7 @@ _GLOBALS: dict[str, tuple[str, ...]] = {
     # Muon's kernels are not compiled here.
     "torch._dynamo.config": ("disable",),
 }
-# The same, for objects of which every attribute is put back.
+# The same, for objects with all of their attributes restored.
 _OBJECTS = (
     "deepspeed.comm.comm:comms_logger",
     "deepspeed.comm.comm:timers",
@@ -96,7 +96,7 @@ class Finished(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a rank stands: what it needs to meet the others."""
+    """A rank's place: what it needs to meet the others."""
 
     rank: int
     port: int
@@ -104,7 +104,7 @@ class Place(NamedTuple):
 
 
 class _ProcessState:
-    """What a case may change in its process, as it was before the first case."""
+    """The state of a process that a case may change, as it was before the first case."""
 
     def __init__(self) -> None:
         self._cwd = os.getcwd()
@@ -118,7 +118,7 @@ class _ProcessState:
         self._collect()
 
     def restore(self) -> None:
-        """Put all of it back, and let go of what the last case left to the garbage collector."""
+        """Restore all of it, and free what the last case has left to the garbage collector."""
         import deepspeed
         import torch
 
@@ -143,8 +143,11 @@ class _ProcessState:
         self._collect()
 
     def _collect(self) -> None:
-        """Collect, and let later collections not visit what is left: what has been imported, a hundred times as much
-        as a case leaves. Some of it may have become garbage since, and is looked at now and then."""
+        """Collect garbage, and freeze what is left, so that later collections skip it.
+
+        These are imported modules, a hundred times as many objects as a case leaves. Some may have become garbage
+        since, so they are visited now and then.
+        """
         self._cases += 1
         if self._cases % _WHOLE == 0:
             gc.unfreeze()
@@ -154,7 +157,7 @@ class _ProcessState:
 
 
 def _destroy_engines() -> None:
-    """Destroy the engines that cases left behind.
+    """Destroy engines that cases have left.
 
     Otherwise they live forever, with the threads and sockets of their groups: the hooks on gradient accumulators
     refer back to the engine from C++, where the garbage collector does not see them.
@@ -165,19 +168,19 @@ def _destroy_engines() -> None:
     for entry in gc.get_objects():
         if issubclass(type(entry), deepspeed.DeepSpeedEngine):
             entry.destroy()
-            # After destroy, too, the last stage of a pipeline holds the graph of its losses, and so these hooks.
+            # Even after destroy, the last stage of a pipeline holds the graph of its losses, and with it these hooks.
             if issubclass(type(entry), PipelineEngine):
                 vars(entry).clear()
 
 
 def _function_caches() -> list[Any]:
-    """The ``functools`` caches of DeepSpeed and its add-ons, among the objects that are not frozen.
+    """Return the ``functools`` caches of DeepSpeed and its add-ons, among objects that are not frozen.
 
-    One of them, on a method of ZeRO-3, keeps every model alive that was ever trained, and with it its groups.
+    One of them, on a method of ZeRO-3, keeps every model alive that was ever trained, and with it the model's groups.
     """
     cache_type = type(functools.cache(_copied))
     entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
-    # Signatures are those of functions of DeepSpeed's, whichever case asks.
+    # Cached signatures of DeepSpeed's functions are the same for every case.
     kept = "deepspeed_ext.integration.symbols"
     return [entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != kept]
 
@@ -197,7 +200,7 @@ def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) ->
         except EOFError:
             return
         sys.stdout.flush()
-        os.ftruncate(sys.stdout.fileno(), 0)  # the log tells of one case only
+        os.ftruncate(sys.stdout.fileno(), 0)  # the log has one case only
         conn.send_bytes(_answer(payload, partial(_begin_case, place, state, case, world_size), record))
 
 
@@ -222,7 +225,8 @@ def _configure_libraries() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # DeepSpeed formats each parameter that it partitions, for messages that are not printed: a third of an engine.
+    # DeepSpeed formats each parameter that it partitions, for messages that are not printed: a third of the time to
+    # make an engine.
     torch.set_printoptions(threshold=0, edgeitems=1)
     # A shared-memory all-reduce for inference: minutes to compile on a busy machine, and every rank that loads it
     # leaves 66 MB in /dev/shm that nothing removes. Without it DeepSpeed uses gloo.
@@ -237,7 +241,7 @@ def _die_with_parent() -> None:
 
 
 def _begin_case(place: Place, state: _ProcessState, case: int, world_size: int) -> None:
-    """Forget the last case, and meet the other ranks of this one in a process group of its own."""
+    """Forget the last case, and meet the other ranks of this case in a new process group."""
     import deepspeed
     import torch
 

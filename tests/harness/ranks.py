@@ -3,16 +3,16 @@
 """Rank processes that test cases share, so that a multi-rank case costs little more than its own work.
 
 Note [How a case runs]
-    Starting a rank means importing torch and DeepSpeed, seconds each time. A ``RankPool`` therefore forks its ranks
-    from a server that has imported them once, and keeps them: each case sends the ranks one function, by reference,
-    and a case of fewer ranks runs on the first ones.
-    What takes long to import and few cases need has a server of its own (``preload``).
-    Cases stay independent, because before every case a rank puts back what DeepSpeed keeps in globals and makes a new
-    process group: no group, count or half-done collective of the last case is left. That is also why one rank may
-    run ahead: groups of different cases never meet.
-    After any surprise (an error, a death, a hang) the ranks are killed and the next case starts new ones.
-    An ``assert`` in a rank shows no values, for pytest rewrites only the modules that it collects: return what is to
-    be checked, and check it in the test.
+    To start a rank, torch and DeepSpeed must be imported, which takes seconds. So a ``RankPool`` forks its ranks from
+    a server that has imported them once, and keeps the ranks. Each case sends the ranks one function, by reference; a
+    case with fewer ranks runs on the first ones. Modules that take long to import, and that few cases need, have a
+    server of their own (``preload``).
+    Cases are independent, because before every case a rank restores what DeepSpeed keeps in globals and makes a new
+    process group: no group, count or unfinished collective of the last case is left. For the same reason one rank may
+    run ahead, since groups of different cases never meet.
+    After any surprise (an error, a death, a hang), the ranks are killed, and the next case starts new ones.
+    An ``assert`` in a rank shows no values, since pytest rewrites only the modules that it collects. So return values
+    from the case, and check them in the test.
 
 This module imports neither torch nor DeepSpeed in the process that runs pytest.
 """
@@ -41,8 +41,8 @@ from unittest import mock
 from tests.harness import recorder
 from tests.harness.rank_process import Finished, Place, Raised, serve
 
-# What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, which alone
-# imports a thousand modules of torch's compiler.
+# What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, and with it
+# a thousand modules of torch's compiler.
 _PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "pytest")
 _GRACE = 1.0  # seconds that the other ranks get to answer once one rank has failed
 _TAIL_LINES = 30
@@ -59,7 +59,7 @@ _Answer = Finished | Raised | _Died
 
 
 class RankError(RuntimeError):
-    """A rank raised or died, or did not raise where every rank should have."""
+    """A rank raised or died, or did not raise although every rank should have."""
 
 
 class RankTimeout(RuntimeError):
@@ -76,7 +76,7 @@ class _Rank:
     stacks: Path
 
     def receive(self) -> _Answer:
-        """The answer that is waiting on the pipe; a broken pipe means that the process is gone."""
+        """Return the answer that waits on the pipe; a broken pipe means that the process is gone."""
         try:
             answer: _Answer = pickle.loads(self.conn.recv_bytes())
         except (EOFError, ConnectionError):
@@ -84,7 +84,7 @@ class _Rank:
         return answer
 
     def death(self) -> _Died:
-        """How the process ended."""
+        """Return how the process ended."""
         self.process.join(timeout=1.0)
         code = self.process.exitcode
         if code is not None and code < 0:
@@ -92,26 +92,26 @@ class _Rank:
         return _Died(f"exit code {code}")
 
     def tail(self) -> str:
-        """The last lines that the rank wrote in this case."""
+        """Return the last lines that the rank wrote in this case."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
     def dump_stacks(self) -> None:
-        """Have faulthandler write where the rank is; its signal handler works inside a blocked C call too."""
+        """Make faulthandler write the rank's stacks; its signal handler works even inside a blocked C call."""
         if self.process.pid is not None:
             os.kill(self.process.pid, signal.SIGUSR1)
 
     def main_stack(self) -> str:
-        """Where the main thread is, innermost frame first; faulthandler writes that thread last."""
+        """Return where the main thread is, innermost frame first; faulthandler writes that thread last."""
         threads = self.stacks.read_text(errors="replace").strip().split("\n\n")
         return "\n".join(threads[-1].splitlines()[:_TAIL_LINES]) or "(no stack: the rank was still starting)"
 
 
 class Ranks:
-    """The first ranks of a pool, that run functions together over gloo.
+    """The first ranks of a pool, which run functions together over gloo.
 
     Args:
-        pool: where their processes are.
-        world_size: how many.
+        pool: the pool with their processes.
+        world_size: number of ranks.
     """
 
     def __init__(self, pool: "RankPool", world_size: int) -> None:
@@ -136,10 +136,10 @@ class Ranks:
     def run_expect_error(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
     ) -> list[Raised]:
-        """Run ``fn`` where every rank must raise, and return what each raised; the ranks live on.
+        """Run ``fn``, which must raise on every rank, and return what each raised; the ranks stay alive.
 
-        This is for errors that all ranks find alone, such as a refused configuration. If a rank does not raise, this
-        fails like ``run``.
+        This is for errors that each rank finds by itself, such as a refused configuration. If a rank does not raise,
+        this fails like ``run``.
         """
         return self._call(_case(fn, args, kwargs), Raised, timeout)
 
@@ -212,10 +212,10 @@ class Ranks:
 
 
 class RankPool:
-    """Processes that all cases share: as many as the largest one has asked for, started when they are first needed.
+    """Processes that all cases share: as many as the largest case needs, started when they are first needed.
 
     Args:
-        preload: modules that ranks find imported, beside DeepSpeed.
+        preload: modules that are already imported in ranks, beside DeepSpeed.
     """
 
     def __init__(self, preload: tuple[str, ...] = ()) -> None:
@@ -226,7 +226,7 @@ class RankPool:
         self._port = 0
 
     def __call__(self, world_size: int) -> Ranks:
-        """Return so many ranks; others that there are take no part in their cases."""
+        """Return that many ranks; further ranks take no part in their cases."""
         return Ranks(self, world_size)
 
     def first(self, world_size: int) -> list[_Rank]:
@@ -238,7 +238,7 @@ class RankPool:
         return self._ranks[:world_size]
 
     def number_of_case(self) -> int:
-        """Return a number that no other case has: ranks meet by it, of which some have seen fewer cases."""
+        """Return a number that no other case has. Ranks meet by it, since some have run fewer cases than others."""
         self._cases += 1
         return self._cases
 
@@ -270,7 +270,7 @@ class RankPool:
 
 
 def _tails(ranks: list[_Rank], numbers: Iterable[int] | None = None) -> list[str]:
-    """What the ranks with these numbers, or all, have written last."""
+    """Return what the ranks with these numbers, or all ranks, have written last."""
     tails = {rank: ranks[rank].tail() for rank in (range(len(ranks)) if numbers is None else numbers)}
     return [f"--- rank {rank}: last lines of its output ---\n{tail}" for rank, tail in tails.items() if tail]
 
@@ -296,17 +296,17 @@ def _free_port() -> int:
 
 
 def prepare_environment() -> None:
-    """Set what torch and DeepSpeed read while they are imported, and how processes are scheduled; ranks inherit it."""
+    """Set variables that torch and DeepSpeed read at import, and how processes are scheduled; ranks inherit both."""
     if hasattr(os, "SCHED_BATCH"):
-        # A message that arrives wakes a thread of gloo's. Where that takes the core from a thread that is sending, and
-        # so holds the lock of the connection, the other one polls for the rest of its time slice: a fifth of all time,
-        # where ranks share cores. Threads of this policy take no core from others when they wake.
+        # A message that arrives wakes a thread of gloo. If that thread takes the core from one that is sending, and so
+        # holds the lock of the connection, it polls for the rest of its time slice. If ranks share cores, this takes a
+        # fifth of all time. Threads of this policy take no core from others when they wake.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # In what Muon iterates depends on whether a CPU has instructions for 16 bits: it is the same on all machines.
+    # Muon's dtype would depend on whether a CPU has instructions for 16 bits; here it is the same on all machines.
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    # The default directory is shared by all environments of a user, whose builds then undo each other.
+    # All environments of a user share the default directory, and their builds would undo each other.
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 

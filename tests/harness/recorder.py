@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Notes of one process that runs tests: the lines that run and the files that are opened, by test.
+"""Records, in one process that runs tests, the lines that run and the files that are opened, by test.
 
 See Note [How tests are recorded].
 """
@@ -25,7 +25,7 @@ _LOOKS = ("open", "os.listdir", "os.scandir")
 
 
 def prepare(folder: Path) -> None:
-    """Have each process that runs tests record into a folder, once it has a ``Recorder``."""
+    """Make each process that runs tests record into a folder, once it has a ``Recorder``."""
     measured = "".join(f"\n    {ROOT / name}/*" for name in MEASURED)
     quiet = "no-data-collected,module-not-measured,module-not-imported,trace-changed"
     settings = f"core = ctrace\nparallel = true\npatch = _exit\ndisable_warnings = {quiet}\ninclude ={measured}\n"
@@ -36,7 +36,7 @@ def prepare(folder: Path) -> None:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Start processes inside that are not recorded, but what they fork may be."""
+    """Processes started within this context are not recorded, but processes that they fork may be."""
     configuration = os.environ.pop(_STARTS, None)
     try:
         yield
@@ -46,9 +46,9 @@ def unrecorded() -> Iterator[None]:
 
 
 class Recorder:
-    """Records this process from now on; what is not inside of ``context`` is nobody's.
+    """Records this process from now on; what runs outside of ``context`` belongs to no test.
 
-    All is on disk when a context ends: ranks are killed.
+    When a context ends, all of its records are on disk, since ranks are killed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def context(self, name: str) -> Iterator[None]:
-        """Note what happens inside under a name, in processes that are started here too."""
+        """Record what happens within this context under a name, including in processes that are started here."""
         before = self._context
         self._switch(name)
         try:
@@ -76,12 +76,12 @@ class Recorder:
             self._switch(before)
 
     def note(self, **values: Any) -> None:
-        """Write down something else."""
+        """Record something else."""
         with self._notes.open("a", encoding="utf-8") as notes:
             notes.write(json.dumps(values) + "\n")
 
     def stop(self) -> None:
-        """End the record, of processes that are started later too."""
+        """End the recording, including that of processes that are started later."""
         self._coverage.stop()
         del os.environ[_STARTS]
 

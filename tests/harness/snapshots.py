@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint must bring back, whole and comparable between strategies and numbers of ranks.
+"""Everything that a checkpoint must restore, whole and comparable between strategies and numbers of ranks.
 
 Everything here runs inside rank processes.
 """

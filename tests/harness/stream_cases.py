@@ -32,7 +32,7 @@ BOTH_STAGES = ("NIG", "NGG", "ING", "IIG", "GGG")
 NOT_AVAILABLE = ZeroParamStatus.NOT_AVAILABLE
 _JOB = Job(
     sizes=networks.SQUARE,
-    network=networks.Mixture,  # a leaf module, of which ranks leave experts out
+    network=networks.Mixture,  # a leaf module; ranks leave some of its experts out
     steps=2,
     accumulation=2,
     empty=False,
@@ -45,15 +45,15 @@ _JOB = Job(
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained, and what the user does meanwhile.
+    """What is trained, and what a user's script does meanwhile.
 
     Attributes:
-        strategies: that have a case.
+        strategies: the strategies to run.
         zero: further keys of zero_optimization.
         job: without these keys.
         gathering: whether parameters are looked at, and changed, between forward and backward, while gathers for the
             backward are on their way.
-        saving: whether a checkpoint is saved and loaded behind each step.
+        saving: whether a checkpoint is saved and loaded after each step.
         pipe: a pipeline instead of the job.
     """
 
@@ -69,7 +69,7 @@ _OVERLAP = {"overlap_comm": True}
 _AHEAD = {"paro_overlap_updates": True}
 _EXACT = {"paro_quantized_updates": {"bits": "exact", "resync_T": 3}}
 _FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
-_CROSSING = tuple(name for name in ALL if name[0] != "G")  # whose updates, or sums, cross in few bits
+_CROSSING = tuple(name for name in ALL if name[0] != "G")  # updates, or sums, cross in few bits
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
@@ -284,9 +284,12 @@ def gather_by_hand(order: Order, name: str) -> float:
 
 @contextlib.contextmanager
 def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
-    """Have the host do in this context what it does with an offloaded optimizer: clip and step, sum tied gradients,
-    and with p = I or G clear what has been accumulated, and convert what goes to the device in another dtype. Muon
-    reads and writes shards there, and copies that it waits for. An order that knows the host sees that itself."""
+    """Within this context, tell the order what the host does with an offloaded optimizer.
+
+    It clips and steps, and sums tied gradients. With p = I or G, it also clears accumulated gradients, and converts
+    what goes to the device in another dtype. Muon reads and writes shards on the host, and copies that it waits for.
+    An order that knows the host sees all of this itself.
+    """
     if order.knows_host:
         yield
         return
@@ -308,7 +311,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
 
     def measured(*args: Any) -> None:
         measure(*args)
-        order.synchronize("stream", order.current.clock)  # as for copies to the device, of which the norms are taken
+        order.synchronize("stream", order.current.clock)  # as for copies to the device, since norms are taken of these
 
     def blocking(take: Callable[..., None]) -> Callable[..., None]:
         def taken(*args: Any) -> None:

@@ -1,23 +1,25 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A device with streams, simulated on the CPU, that finds what no order protects.
+"""A device with streams, simulated on the CPU, that finds accesses without an order.
 
 Note [How order is checked]
-    On a GPU operations of one stream run one after the other, and those of two streams at any time, unless an event, a
-    collective's ``wait`` or the host orders them. What lacks an order gives wrong numbers now and then. Here all of it
-    runs on the CPU, at once and with right numbers, while an ``Order`` keeps vector clocks: each stream knows how far
-    it is behind each other stream. Two accesses to the same bytes, one of which writes, must be ordered by them:
+    On a GPU, operations of one stream run one after the other, and those of two streams at any time, unless an event,
+    a collective's ``wait`` or the host orders them. A missing order gives wrong numbers now and then. Here, everything
+    runs on the CPU, at once and with right numbers, while an ``Order`` keeps vector clocks: for each other stream, a
+    stream knows up to which operation it is ordered after it. If one of two accesses to the same bytes is a write, the
+    clocks must order them:
 
     - Operations of torch are seen by a dispatch mode. They read and write on the current stream.
     - Collectives are seen at the process group. Each group has a stream of its own, which waits for the current one;
-      only ``wait`` orders others behind it. Their tensors stay alive until then, as NCCL's do.
-    - Where tensors of the host can be told from the device's (``device_on_host/``), the host is a stream as well: it
-      runs what has tensors of the host only, and waits for copies, but for those without blocking of pinned memory.
-    - Memory belongs to the stream that was current when it was allocated. Freed while another stream may still use
-      it, which ``record_stream`` would have told, it must not be allocated again before its stream knows better.
+      only ``wait`` orders others after it. Their tensors stay alive until then, as with NCCL.
+    - If tensors of the host can be told from the device's (``device_on_host/``), the host is a stream as well. It runs
+      operations on tensors of the host only, and waits for copies, except non-blocking ones of pinned memory.
+    - Memory belongs to the stream that was current when it was allocated. If it is freed while another stream may
+      still use it, without ``record_stream``, it must not be allocated again before its own stream is ordered after
+      that use.
 
-    Bytes, not tensors, are compared: views that overlap are one memory. It is known by its storage and not by its
-    address, which the CPU gives again at once.
+    Bytes, not tensors, are compared, since views that overlap share memory. Memory is identified by its storage and
+    not by its address, which the CPU's allocator reuses at once.
 
 This runs inside rank processes.
 """
@@ -42,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from tests.harness.memory_accesses import Access, Clock, Memory, byte_spans, merge, place_of_call
 from tests.harness.streams import Device, Event, Stream, Work
 
-# Outputs that nobody has filled, and those of whose input only the shape is looked at.
+# Operators with outputs that nobody has filled, and those that use only the shape of their input.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _UNREAD = (*_UNWRITTEN, "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_full")
 ASKS_DEVICE = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero")  # the host waits for their answer
@@ -82,10 +84,10 @@ class Order(Device):
     """The streams of a simulated device, and what happens on them. See Note [How order is checked].
 
     Attributes:
-        findings: what has no order, and how often.
+        findings: accesses without an order, and how often they occurred.
         knows_host: whether operations on tensors of the host are told from those of the device.
-        accesses: of tensors, how many were looked at.
-        pairs: of accesses to the same bytes on two streams, at least one of which writes: how many were compared.
+        accesses: number of accesses to tensors that were checked.
+        pairs: number of pairs of accesses that were compared: to the same bytes on two streams, at least one a write.
         synchronizations: how often the host has waited for the device while it was watched.
     """
 
@@ -127,12 +129,12 @@ class Order(Device):
 
     @contextlib.contextmanager
     def by_host(self) -> Iterator[None]:
-        """Have operations run on the host, at once and in order with all that it starts."""
+        """Within this context, operations run on the host, at once and in order with everything that it starts."""
         with self.on(self.of_host):
             yield
 
     def synchronize(self, what: str = "device", *clocks: Clock) -> None:
-        """Have the host wait, for all streams or up to these clocks; ``what`` it waits for."""
+        """Make the host wait for all streams, or up to these clocks; ``what``: what it waits for."""
         if self.left_out():
             return
         for clock in clocks or [stream.clock for stream in self.streams]:
@@ -317,10 +319,10 @@ class StreamAccelerator(CPU_Accelerator):  # type: ignore[misc]
 def device_with_streams(
     order: Order | None = None, accelerator: Callable[[Order], StreamAccelerator] = StreamAccelerator
 ) -> Iterator[Order]:
-    """In this context DeepSpeed's device has streams, and hops are what they are on NCCL; groups are gloo's.
+    """Within this context, DeepSpeed's device has streams, and hops are as on NCCL; groups are gloo's.
 
     Args:
-        order: that is kept; by default one for a device whose tensors torch takes for the host's.
+        order: the order to keep; by default, one for a device with tensors that torch takes for the host's.
         accelerator: makes DeepSpeed's.
     """
     order = order or Order()

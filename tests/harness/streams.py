@@ -36,7 +36,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def synchronize(self, what: str = "device", *clocks: Clock) -> None:
-        """Have the host wait, for all streams or up to these clocks; ``what`` it waits for."""
+        """Make the host wait for all streams, or up to these clocks; ``what``: what it waits for."""
 
 
 class Stream:
@@ -63,23 +63,23 @@ class Stream:
         return self.clock.get(access.stream.number, 0) >= access.number
 
     def wait_stream(self, stream: "Stream") -> None:
-        """Come behind what is on the other stream now."""
+        """Wait for everything that is on the other stream now."""
         if not self.order.left_out():
             self.see(stream.clock)
 
     def wait_event(self, event: "Event") -> None:
-        """Come behind an event."""
+        """Wait for an event."""
         if not self.order.left_out():
             self.see(event.clock)
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """An event behind what is on this stream now."""
+        """Return an event after everything that is on this stream now."""
         event = event or Event(self.order)
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        """Have the host wait."""
+        """Make the host wait."""
         self.order.synchronize("stream", self.clock)
 
     def query(self) -> bool:
@@ -95,17 +95,17 @@ class Event:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
-        """Be behind what is on the stream now."""
+        """Move the event after everything that is on the stream now."""
         stream = stream or self.order.current
         stream.see(self.order.host)
         self.clock = {} if self.order.left_out() else dict(stream.clock)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Have a stream come behind."""
+        """Make a stream wait for the event."""
         (stream or self.order.current).wait_event(self)
 
     def synchronize(self) -> None:
-        """Have the host wait."""
+        """Make the host wait."""
         self.order.synchronize("event", self.clock)
 
     def query(self) -> bool:
@@ -122,7 +122,7 @@ class Work:
         order.on_their_way.add(self)
 
     def wait(self, *args: Any) -> bool:
-        """Order the current stream behind it, each time; its tensors may go."""
+        """Order the current stream after it, each time; then its tensors may be freed."""
         with _disable_current_modes():
             done: bool = self._work.wait(*args)
         if not self._order.left_out():

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small training runs for parity tests; everything here runs inside rank processes.
 
-``compare`` trains stock DeepSpeed and strategies on the same data, from the same seed, in the same processes, and
-returns plain numbers: the process that runs pytest does not import torch.
+``compare`` trains stock DeepSpeed and strategies on the same data, from the same seed, in the same processes. It
+returns plain numbers, since the process that runs pytest does not import torch.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from tests.harness.parity_table import PARTITIONED as PARTITIONED
 from tests.harness.parity_table import REPLICATED as REPLICATED
 
 SEVERAL_BUCKETS = {"reduce_bucket_size": 600, "allgather_bucket_size": 600, "sub_group_size": 300}
-# And no parameter that stays gathered: by default all of these small ones do.
+# And no parameter stays gathered; by default, all of these small ones would.
 SMALL = {**SEVERAL_BUCKETS, "stage3_param_persistence_threshold": 0}
-# Bounds of ``check``: an ulp or two of bf16. Tight enough to see that the gradients of small parameters are missing:
-# that moves weights by 5e-3 and norms by 5e-3.
+# Bounds of ``check``: an ulp or two of bf16. They are tight enough to show missing gradients of small parameters,
+# which would move weights by 5e-3 and norms by 5e-3.
 BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 2e-3}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -39,10 +39,10 @@ class Job:
     """What to train and how.
 
     Attributes:
-        sizes: widths of the network's layers; odd, so that nothing divides.
-        empty: whether it has a parameter without elements, with which stock ZeRO-3 fails.
+        sizes: widths of the network's layers; odd, so that nothing divides evenly.
+        empty: whether it has a parameter without elements; stock ZeRO-3 fails with one.
         steps: optimizer steps.
-        accumulation: micro-steps in each.
+        accumulation: micro-steps per step.
         zero: further keys of ``zero_optimization``; ``config``: further keys of the configuration.
         groups: parameter groups, with different learning rates.
         frozen: layers without gradients.
@@ -51,9 +51,9 @@ class Job:
         backward: "engine" for engine.backward, "loss" for loss.backward().
         boundary: "engine" decides, "user" sets it, "step" (managed_gradient_accumulation false), or "coalesce": all
             micro-steps in engine.coalesce_grad_reduction().
-        tensor_parallel: ranks of each data-parallel group's neighbors; see ``ModelParallelUnit``.
+        tensor_parallel: number of neighboring tensor-parallel ranks; see ``ModelParallelUnit``.
         no_sync: whether micro-steps before the last run in engine.no_sync().
-        between: whether after the second step the model is evaluated, which adds a loss, and saved.
+        between: whether the model is evaluated after the second step, which adds a loss, and saved.
         checkpointing: None, or use_reentrant of torch's activation checkpointing.
         network: class of the model, of ``networks.py``; None for ``Network``.
         zero_init: whether the model is built under deepspeed.zero.Init: None, "plain" or "config" (given to it).
@@ -83,13 +83,13 @@ class Job:
 
 
 def placed(name: str, group_size: int = 2, **more: Any) -> dict[str, Any]:
-    """Keys of a strategy, or of a stage of DeepSpeed's own ("2"), and others."""
+    """Return the keys of a strategy, or of one of DeepSpeed's own stages ("2"), and further keys."""
     keys = {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": group_size}
     return {**keys, **more}
 
 
 class Network(nn.Module):
-    """Layers of any width, each of which may be left out, with a parameter without elements and one without use."""
+    """Layers of any width; any may be left out. One parameter has no elements, and one is never used."""
 
     def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None, empty: bool = True) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Network(nn.Module):
 
 
 class Record(NamedTuple):
-    """What a run leaves."""
+    """The results of a run."""
 
     losses: list[float]
     weights: Tensor  # 1D, all parameters in fp32
@@ -132,13 +132,13 @@ class Record(NamedTuple):
 
 
 def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
-    """The ds_config of a job."""
+    """Return the ds_config of a job."""
     learning: dict[str, Any] = {"lr": 0.1}
     if job.optimizer == "SGD":
         learning["momentum"] = 0.9
     elif job.optimizer == "Muon":
         learning.update(lr=2e-2, adam_lr=1e-2, eps=1e-3, torch_adam=True)
-    else:  # a large eps: Adam would blow rounding of near-zero gradients up to the size of a step
+    else:  # a large eps, since Adam would enlarge rounding of near-zero gradients to the size of a step
         learning.update(lr=1e-2, eps=1e-3, torch_adam=True)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -160,7 +160,7 @@ def configuration(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def parameter_groups(model: Network, job: Job) -> list[dict[str, Any]]:
-    """The model's parameters in ``job.groups`` groups, dealt out in turn."""
+    """Return the model's parameters in ``job.groups`` groups, dealt out in turn."""
     for layer in job.frozen:
         model.layers[layer].requires_grad_(False)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -171,7 +171,7 @@ def parameter_groups(model: Network, job: Job) -> list[dict[str, Any]]:
 
 
 class ModelParallelUnit:
-    """Tells DeepSpeed of ``size`` tensor-parallel ranks side by side; the model of the tests is not really cut."""
+    """Tells DeepSpeed of ``size`` neighboring tensor-parallel ranks; the model of the tests is not really split."""
 
     def __init__(self, size: int) -> None:
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -202,12 +202,12 @@ class ModelParallelUnit:
 
 
 def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
-    """Engine and model of a job, from a fixed seed."""
+    """Return engine and model of a job, from a fixed seed."""
     if job.dtype == "fp16" or job.zero_init == "plain":
-        # DeepSpeed's CPU accelerator is only careful; and without it zero.Init makes bf16, whatever dtype it is given.
+        # DeepSpeed's CPU accelerator denies fp16 only out of caution; without it, zero.Init makes bf16 of any dtype.
         get_accelerator().is_fp16_supported = lambda: True
     if job.optimizer == "Muon":
-        torch._dynamo.config.disable = True  # a compiler takes minutes for what runs for milliseconds here
+        torch._dynamo.config.disable = True  # compiling would take minutes for code that runs for milliseconds here
     torch.manual_seed(7)
     init: Any = contextlib.nullcontext()
     if job.zero_init == "plain":
@@ -226,7 +226,7 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
 
 
 def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches."""
+    """Yield this rank's micro-batches."""
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     device, ends = get_accelerator().current_device_name(), (job.sizes[0], job.sizes[-1])
     while True:
@@ -235,10 +235,10 @@ def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> float:
-    """Forward and backward; returns the loss."""
+    """Run forward and backward; return the loss."""
     skipped = [layer for at, layer in job.skipped if at == number]
     if len(skipped) == len(job.sizes) - 1:
-        x.requires_grad_()  # nothing else would make a graph
+        x.requires_grad_()  # otherwise there would be no graph
     loss = ((engine(x, skipped) - y) ** 2).float().mean()
     backward = loss
     if (number, dist.get_rank()) in job.overflow:
@@ -246,7 +246,7 @@ def micro_step(engine: Any, job: Job, number: int, x: Tensor, y: Tensor) -> floa
     if job.backward == "engine":
         engine.backward(backward)
     else:
-        # The engine divides by the accumulation steps where it runs the backward itself.
+        # The engine divides by the accumulation steps only if it runs the backward itself.
         engine.scale(backward).backward()
     return loss.item()
 
@@ -282,13 +282,13 @@ def train(job: Job, zero: dict[str, Any], look: Callable[[Any], None] | None = N
 
 
 def evaluate_and_save(engine: Any, x: Tensor, y: Tensor) -> float:
-    """What many scripts do between two steps; returns the loss."""
+    """Do what many scripts do between two steps; return the loss."""
     engine.eval()
     with torch.no_grad():
         loss = ((engine(x) - y) ** 2).float().mean().item()
     engine.train()
     with tempfile.TemporaryDirectory() as folder:
-        shared = [folder]  # rank 0's, which nobody reads
+        shared = [folder]  # all ranks save into rank 0's folder; nobody reads it
         dist.broadcast_object_list(shared, src=0)
         engine.save_checkpoint(shared[0])
         dist.barrier()
@@ -296,21 +296,21 @@ def evaluate_and_save(engine: Any, x: Tensor, y: Tensor) -> float:
 
 
 def whole_weights(model: nn.Module) -> Tensor:
-    """1D: all parameters of the model, gathered, in fp32."""
+    """Return all parameters of the model, gathered: 1D, fp32."""
     parameters = list(model.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
         return torch.cat([p.detach().float().flatten() for p in parameters])
 
 
 def replicas_equal(weights: Tensor, group: Any = None) -> bool:
-    """Whether all ranks, or those of a group, hold the same bits."""
+    """Return whether all ranks, or those of a group, hold the same bits."""
     everybody = [torch.empty_like(weights) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everybody, weights, group)
     return all(torch.equal(other, weights) for other in everybody)
 
 
 def all_replicas_equal(engine: Any, model: nn.Module) -> bool:
-    """Whether all ranks that hold a parameter hold the same bits of it: of an expert some ranks, of others all."""
+    """Return whether all ranks that hold a parameter hold the same bits of it; an expert is on some ranks only."""
     kinds: dict[Any, list[nn.Parameter]] = {}
     for param in model.parameters():
         kinds.setdefault(param.group_name if is_moe_param(param) else None, []).append(param)
@@ -324,7 +324,7 @@ def all_replicas_equal(engine: Any, model: nn.Module) -> bool:
 
 
 class Difference(NamedTuple):
-    """How far a strategy's run is from stock DeepSpeed's."""
+    """The differences of a strategy's run from stock DeepSpeed's."""
 
     strategy: str
     weights: float  # largest difference, relative to the largest weight
@@ -357,7 +357,7 @@ def check(
     norms: float | None = None,
     optimizer: str = "Stage3Optimizer",
 ) -> None:
-    """Bounds that fp32 rounding stays far below; an error in any gradient does not."""
+    """Check bounds that fp32 rounding stays far below, but an error in any gradient exceeds."""
     norms = weights if norms is None else norms
     for row in rows:
         assert row.optimizer == optimizer, row
@@ -366,12 +366,12 @@ def check(
 
 
 def stock(job: Job, zero: dict[str, Any]) -> Record:
-    """Train stock DeepSpeed, or return what it did with the same job and keys earlier in the session."""
+    """Train stock DeepSpeed, or return its results for the same job and keys from earlier in the session."""
     return kept((job, zero), lambda: train(job, zero))
 
 
 def stock_spread(job: Job) -> tuple[float, float]:
-    """How far stock stages 1 and 2 lie apart in weights (relative) and losses, but at least an ulp of the dtype."""
+    """Return how far stock stages 1 and 2 differ in weights (relative) and losses; at least an ulp of the dtype."""
     one, two = (stock(job, {"stage": stage}) for stage in (1, 2))
     apart = difference("stock", one, two, "")
     ulp = torch.finfo(DTYPES[job.dtype]).eps
@@ -379,20 +379,20 @@ def stock_spread(job: Job) -> tuple[float, float]:
 
 
 def compare(job: Job, group_size: int, strategies: Sequence[str] = REPLICATED, stage: int = 2) -> list[Difference]:
-    """Train stock ``stage`` and each strategy; the differences."""
+    """Train stock ``stage`` and each strategy; return the differences."""
     oracle = stock(job, {"stage": stage})
     assert torch.isfinite(oracle.weights).all()
     return [beside(oracle, name, job, placed(name, group_size)) for name in strategies]
 
 
 def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) -> list[Difference]:
-    """Differences of variants of zero_optimization from the oracle's."""
+    """Return the differences of variants of zero_optimization from the oracle's."""
     record = stock(job, oracle)
     return [beside(record, str(zero), job, zero) for zero in variants]
 
 
 def beside(oracle: Record, name: str, job: Job, zero: dict[str, Any]) -> Difference:
-    """Train, and compare with what stock has left."""
+    """Train, and compare with stock's results."""
     found: list[str] = []
     ours = train(job, zero, look=lambda engine: found.append(type(engine.optimizer).__name__))
     return difference(name, ours, oracle, found[0])

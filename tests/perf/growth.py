@@ -100,7 +100,7 @@ def make_engine(method: str, group_size: int) -> Any:
 
 
 def train(engine: Any, world: FakeWorld, steps: int) -> float:
-    """Make some steps; return the seconds of the last one, of which ``world`` counts the messages."""
+    """Make some steps; return the seconds of the last one, while ``world`` counts its messages."""
     seconds = 0.0
     for _ in range(steps):
         world.reset()

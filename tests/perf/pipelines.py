@@ -128,7 +128,7 @@ class Case:
         self._watch()
 
     def _watch(self) -> None:
-        """Have the engine note what it holds when all micro-batches are through."""
+        """Record what the engine holds after all micro-batches."""
         reduce = self.engine._INSTRUCTION_MAP[schedule.ReduceTiedGrads]
 
         def note(engine: Any) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The page for those who come from elsewhere: each of its rows trains what it says that it replaces."""
+"""The page for users of other frameworks and options: each of its rows trains like what it replaces."""
 
 import json
 import re

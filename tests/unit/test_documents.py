@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What pages say to type and where they lead: snippets, commands, links, and the length of the README."""
+"""Snippets, commands and links of pages, and the length of the README."""
 
 import ast
 import importlib.util

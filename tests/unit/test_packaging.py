@@ -22,7 +22,7 @@ from scripts import ROOT
 
 
 def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # a build leaves files behind
+    source = tmp_path / "source"  # since a build leaves files there
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, source)

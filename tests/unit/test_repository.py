@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What runs before a commit and in CI is what scripts/test runs."""
+"""Hooks before a commit, and CI, run what scripts/test runs."""
 
 import importlib.util
 import re

@@ -57,7 +57,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         super().__init__(*args, **kwargs)
 
     def watch(self, blocks: Sequence[ChunkedModule]) -> None:
-        """Fetch the experts of these blocks in chunks; see ``chunks.py``."""
+        """Fetch the experts of these blocks in windows; see ``leaf/chunks.py``."""
         for block in blocks:
             block.fetch, block.release = self._fetch_chunk, self._release
             self._blocks[id(block.module)] = block
@@ -70,7 +70,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     @override
     def trace_prologue(self, sub_module: nn.Module) -> None:
-        """Check the module against the record; experts of chunks are not in it, their chunks are."""
+        """Check the module against the record, which has the ``Chunk`` of a window instead of its experts."""
         if id(sub_module) not in self._chunk_of:
             super().trace_prologue(sub_module)
 
@@ -82,7 +82,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     @override
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
-        """Fetch what a module uses; for an expert the chunks up to its own."""
+        """Fetch what a module uses; for an expert, the windows up to its own."""
         expert = self._chunk_of.get(id(current_submodule))
         if expert is not None:
             block, number = expert
@@ -95,7 +95,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     @override
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
-        """Release what a module has used, but for what persists; for a block with the chunks that are left."""
+        """Release what a module has used, except what persists; a block gathers its remaining windows first."""
         if id(submodule) in self._chunk_of:
             return
         block = self._blocks.get(id(submodule))

@@ -118,7 +118,7 @@ def differences(
 
 
 def unseen(ours: Mapping[str, Outcome], known: Iterable[Known], side: str) -> list[Known]:
-    """Return the known differences whose tests ran and that explain none of them: they may be mended."""
+    """Return known differences that explain none of their tests, although these ran: they may be fixed."""
     return [
         row
         for row in known

@@ -25,7 +25,7 @@ from scripts.fork.upstream.outcomes import ERROR, HUNG, Outcome, file_of
 INSIDE = Path(__file__).resolve().parent / "inside"
 _START = 300.0  # seconds until pytest has imported and collected what it runs
 _TOGETHER = 40  # tests in a process: to start it, and to import what ranks need, takes as long as some tests
-# Compiled before the first test: that takes longer than a test may, and a compile that is killed leaves a lock behind.
+# Compiled before the first test, since it takes longer than a test may, and a killed compile leaves a lock.
 _BUILDERS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "CPUAdagradBuilder", "PinMemoryBuilder")
 
 # What is put in the place of what in the copy: file, old, new. A checkout that has no such text needs no such change.
@@ -231,7 +231,7 @@ class Suite:
             except subprocess.TimeoutExpired:
                 pass
             else:
-                _kill(process)  # ranks of a test that it has left behind
+                _kill(process)  # ranks that a test has left running
                 return f"pytest ended with status {status} in the middle of it"
             size = job.record.stat().st_size if job.record.is_file() else 0
             if size != seen:

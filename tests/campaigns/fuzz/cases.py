@@ -44,10 +44,10 @@ class Block(Plain):
     Attributes:
         kind: "linear"; "norm"; "gain", a parameter of one element; "again", a layer that is applied twice; "tied",
             two layers with one weight and another layer between them; "lent", a layer and a module that uses its
-            weight without owning it; "experts", a leaf module, of whose three parts each call uses one or two; "unit",
-            a mixture of many small parameters; "packed", a router and five experts in 3-D parameters, of which each
-            call uses some.
-        width: of what comes out of "linear", and of what is inside the others.
+            weight without owning it; "experts", a leaf module with three parts, and each call uses one or two of them;
+            "unit", a mixture of many small parameters; "packed", a router and five experts in 3-D parameters, and each
+            call uses some of them.
+        width: of the output of "linear", and of the inside of the others.
         bias: whether a linear layer has one.
         frozen: whether its parameters have no gradients.
         recomputed: None, or use_reentrant of torch's activation checkpointing.
@@ -76,7 +76,7 @@ class Step(Plain):
         micro_steps: how many; 0 for as many as the configuration says.
         skipped: (micro-step, block): blocks that this micro-step leaves out, on all ranks.
         overflow: (micro-step, rank) where the loss becomes infinite.
-        twice: micro-steps whose loss goes backward in two parts.
+        twice: micro-steps with a backward in two parts.
     """
 
     before: tuple[Event, ...] = ()
@@ -171,7 +171,7 @@ class PipeCase(Plain):
     Attributes:
         zero: keys of zero_optimization, beside the strategy.
         pipe: attributes of ``tests.harness.pipelines.Pipe``.
-        resumed: steps after which training goes on in a new engine; 0 for not.
+        resumed: steps after which training continues in a new engine; 0 for not.
     """
 
     kind: str = "pipeline"

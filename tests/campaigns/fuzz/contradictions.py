@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws configurations that contradict themselves, each of which every rank must refuse.
+"""Draws configurations that contradict themselves. Every rank must refuse each of them.
 
 A valid configuration is drawn first; a row of ``CONTRADICTIONS`` then adds keys with which it cannot run. The message
-must be the same on all ranks and name one of the row's keys, and nothing may have been communicated when it is raised,
-but for what DeepSpeed sends to make the engine where only the model tells.
+must be the same on all ranks and name one of the row's keys. Nothing may have been communicated when it is raised,
+except what DeepSpeed sends to make the engine, if only the model shows the contradiction.
 """
 
 from collections.abc import Callable

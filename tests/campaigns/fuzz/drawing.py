@@ -101,9 +101,9 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
                 skipped.append((at, draw(some.integers(0, len(case["blocks"]) - 1))))
             if case["dtype"] == "fp16" and seldom(draw, 8):
                 overflow.append((at, draw(some.integers(0, case["world"] - 1))))
-            # Of two loss.backward() behind one forward, DeepSpeed loses one, or raises; its timers stop once.
+            # Of two loss.backward() after one forward, DeepSpeed loses one, or raises; its timers stop once.
             once = case["backward"] == "loss" or "wall_clock_breakdown" in case["config"]
-            # ZeRO-3 gathers parameters of the first module, whose input has no gradient, for one backward only.
+            # ZeRO-3 gathers parameters of the first module for one backward only, since its input has no gradient.
             # A layer that is computed again ends its backward twice, which ZeRO-3 asserts.
             again = any(block.recomputed is not None for block in case["blocks"])
             first = bool(skipped) and skipped[-1][0] == at
@@ -228,7 +228,7 @@ def in_windows(draw: Draw, case: dict[str, Any]) -> None:
 
 
 def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str) -> None:
-    """Have gradients, or updates where there is something to send them to, cross in few bits."""
+    """Make gradients cross in few bits, or updates if the strategy can send them so."""
     keys = set(draw(some.sets(one_of("gradients", "updates"), min_size=1)))
     if "gradients" in keys:
         loco: dict[str, Any] = {}
@@ -248,7 +248,7 @@ def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str) -> None:
 
 
 def strategies_of(kind: str) -> tuple[str, ...]:
-    """With which a kind of cases is drawn."""
+    """Return the strategies that a kind of cases is drawn with."""
     if kind == "without loss":
         return tuple(name for name in (*REPLICATED, *SHARDED) if name[2] == "G" and name[0] != "G")
     of_kinds = {"replicated": REPLICATED, "sharded": SHARDED, "experts": REPLICATED, "windows": SHARDED}
@@ -256,7 +256,7 @@ def strategies_of(kind: str) -> tuple[str, ...]:
 
 
 def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
-    """Draw what crosses compressed, by the kind of the case; whether something is lost."""
+    """Draw what crosses in few bits, by the kind of the case; return whether anything is lost."""
     kind = case["kind"]
     if kind == "few bits" or (kind in ("experts", "model-parallel", "windows") and seldom(draw)):
         in_few_bits(draw, zero, strategy)
@@ -272,7 +272,7 @@ def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy:
 
 
 def with_experts(draw: Draw, case: dict[str, Any], stage: int) -> None:
-    """Have DeepSpeed's MoE layers for a model."""
+    """Use DeepSpeed's MoE layers as the model."""
     case.update(network="RoutedOverTwo", blocks=(Block(), Block(), Block()), routed=False, empty=False, unused=0)
     case["world"], case["optimizer"] = draw(one_of(4, 4, 2)), draw(one_of("SGD", "Adam"))
     case["zero"]["paro_group_size"] = 2
@@ -282,7 +282,7 @@ def with_experts(draw: Draw, case: dict[str, Any], stage: int) -> None:
 
 
 def with_model_parallelism(draw: Draw, case: dict[str, Any]) -> None:
-    """Have two tensor-parallel ranks."""
+    """Use two tensor-parallel ranks."""
     # Stock's zero.Init shards over all ranks there, unless it is told otherwise.
     case.update(world=draw(one_of(4, 4, 4, 4, 8)), tensor_parallel=2, routed=False, zero_init=None)
     case["config"].pop("gradient_predivide_factor", None)  # a fault of stage 3, and norms let no other be asked

@@ -50,7 +50,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def evaluate(run: Run, value: Any) -> None:
-    """Have the loss of one more batch."""
+    """Evaluate the loss of one more batch."""
     x, y = next(run.data)
     run.set_calls(run.model, run.calls)
     run.engine.eval()
@@ -60,7 +60,7 @@ def evaluate(run: Run, value: Any) -> None:
 
 
 def save_and_load(run: Run, value: Any) -> None:
-    """Bring back what has just been saved, into the same engine; it has replaced another of the same tag."""
+    """Load the checkpoint that has just been saved, over another of the same tag, into the same engine."""
     with shared_folder() as folder:
         run.engine.save_checkpoint(str(folder), client_state={"number": 1})
         if dist.get_rank() == 0:
@@ -79,7 +79,7 @@ def save_and_load(run: Run, value: Any) -> None:
 
 
 def load_broken(run: Run, value: tuple[int, str]) -> None:
-    """Be refused a checkpoint that lacks a file, or the rest of one, and go on."""
+    """Try to load a checkpoint that lacks a file, or the end of one; it is refused, and training continues."""
     number, how = value
     with shared_folder() as folder:
         run.engine.save_checkpoint(str(folder))
@@ -166,7 +166,7 @@ def change_weights(run: Run, value: float) -> None:
     if run.ours or not hasattr(param, "ds_tensor"):
         safe_set_full_fp32_param(param, changed)
         return
-    # Stock's stage 3 reads behind the end of a parameter that ranks do not divide: its last rank raises, others wait.
+    # Stock's stage 3 reads beyond the end of a parameter that ranks do not divide: its last rank raises, others wait.
     held, group = param.ds_tensor.numel(), param.ds_process_group
     padded = torch.nn.functional.pad(changed.flatten(), (0, held * dist.get_world_size(group) - changed.numel()))
     safe_set_local_fp32_param(param, padded[held * dist.get_rank(group) :][:held])

@@ -68,7 +68,7 @@ def received(found: list[Moved]) -> tuple[float, float]:
 
 
 def bytes_apart(case: Case, ours: Trained) -> Iterator[str]:
-    """What of the last step's bytes is not as the formula says; it is of models whose parameters are all used."""
+    """Yield which bytes of the last step differ from the formula, which holds for models that use all parameters."""
     size = case.zero.get("paro_group_size")
     others = any(event.name in ("universal", "elsewhere") for event in case.events())  # the last step has other keys
     plain = not (

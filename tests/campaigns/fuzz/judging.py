@@ -80,7 +80,7 @@ def _judge(case: Case) -> Verdict:
     if case.exact:
         plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
         problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
-    if any(everybody(bool(problems))):  # all ranks go on, or none
+    if any(everybody(bool(problems))):  # all ranks continue, or none
         return Verdict(problems, happened)
     print(ORACLE, flush=True)  # who hangs from now on is not ours
     stage = oracles.stage_for(case)
@@ -128,7 +128,7 @@ def _without_events(case: Case) -> Case | None:
 def _refused(case: Case, error: Exception) -> Verdict:
     """What we raise, and stock does not."""
     told = f"{type(error).__name__}: {error}"
-    # Of two backwards behind one forward stock may raise the same; else its exception may be another one.
+    # After two backwards for one forward, stock may raise the same; otherwise its exception may differ.
     for given in (case, oracles.as_stock_runs_it(case, case.stage)):
         try:
             runs.train(given, oracles.keys_of(case, case.stage), False)
@@ -269,7 +269,7 @@ def stock_is_wrong(number: int) -> bool:
     fault = oracles.FAULTS[number]
     case = fault.smallest
     assert case is not None
-    acts = case.optimizer != "Muon"  # whose states some ranks cannot read
+    acts = case.optimizer != "Muon"  # some ranks cannot read its states
     try:
         stock = runs.train(case, case.zero, acts)
     except Exception:

@@ -47,9 +47,9 @@ def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
         "widths": draw(one_of((29, 7, 17, 11), (5, 3), (13, 37, 3))),
     }
     if "paro_quantized_updates" in zero:
-        pipe["tied"] = False  # whose copies would differ
+        pipe["tied"] = False  # copies of tied weights would differ
     if pipe["optimizer"] == "Adam":
-        pipe["groups"] = 1  # whose rates are SGD's
+        pipe["groups"] = 1  # the rates of groups are for SGD
     world = draw(one_of(*(world for world in (4, 4, 8, 2) if world <= max(worlds))))
     if len(pipe["frozen"]) > 2:
         without_training(draw, pipe, world)
@@ -59,7 +59,7 @@ def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
 
 
 def without_training(draw: Draw, pipe: dict[str, Any], world: int) -> None:
-    """Have a stage that has nothing to train, of two or more: the first, the last, or one between."""
+    """Leave nothing to train on one of two or more stages: the first, the last, or one between."""
     pipe.update(widths=(29, 7, 17, 11), tied=False, two=None, checkpointing=0, dtype="fp32")
     if world > 2 and seldom(draw, 3):
         pipe.update(stages=4, frozen=draw(one_of((2, 3), (0, 1), (4, 5), (4,))))
@@ -67,7 +67,7 @@ def without_training(draw: Draw, pipe: dict[str, Any], world: int) -> None:
 
 @some.composite
 def planned(draw: Draw, worlds: tuple[int, ...]) -> Case:
-    """A case whose strategy the planner chooses."""
+    """A case in which the planner chooses the strategy."""
     world, group = sizes(draw, worlds)
     case: dict[str, Any] = {
         "kind": "planner",

@@ -19,7 +19,7 @@ PACKED = 5  # experts in a block
 
 
 class Choosing(nn.Module):
-    """Three layers, of which each call uses one or two; if routed, each rank others."""
+    """Three layers. Each call uses one or two of them; if routed, each rank uses different ones."""
 
     def __init__(self, width: int, routed: bool) -> None:
         super().__init__()

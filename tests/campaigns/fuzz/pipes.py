@@ -69,7 +69,7 @@ def _findings(pipe: Pipe, keys: dict[str, Any]) -> list[str]:
 
 
 def _resumed(case: PipeCase, pipe: Pipe, keys: dict[str, Any], ours: Trained) -> Iterator[str]:
-    """Where a run that goes on in a new engine is not the uninterrupted one, to the bit."""
+    """Yield where a run that continues in a new engine differs by a bit from an uninterrupted one."""
     engine = pipelines.make_pipeline(pipe, keys)
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     losses = [float(engine.train_batch(data)) for _ in range(case.resumed)]

@@ -162,7 +162,7 @@ def _times(case: Case, one: dict[str, Any], compute: float, trained: Trained) ->
     least, most, total = max(busy.values()), sum(busy.values()), one["total_seconds"]
     waits = name[0] == "N" and not case.zero.get("overlap_comm")
     if not (least if not waits else most) * (1 - NEAR) <= total <= most * (1 + NEAR):
-        yield f"{name} takes {total} s by prediction, of {busy}"
+        yield f"{name} is predicted to take {total} s, of {busy}"
 
 
 def _close(one: float, other: float) -> bool:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in training, between whose steps something happens; inside rank processes only."""
+"""An engine in training, with events between its steps; inside rank processes only."""
 
 import contextlib
 import dataclasses

@@ -35,9 +35,9 @@ class Trained:
         held: bytes of tensors that live after each step.
         elements, trained: of all parameters, and of those with gradients.
         left: bytes of tensors that live longer than the engine and the model.
-        strategy: that the engine has, "" of stock's.
-        windows: modules whose packed experts are fetched some at a time.
-        modules: that have parameters by themselves.
+        strategy: the engine's strategy; "" for stock.
+        windows: modules with packed experts that are fetched in windows.
+        modules: modules that hold parameters themselves.
         experts: elements of parameters that are DeepSpeed's experts.
     """
 

@@ -26,7 +26,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def pause(place: Any, milliseconds: float) -> None:
-    """Have the current stream sleep."""
+    """Make the current stream sleep."""
     if place.cuda:
         torch.cuda._sleep(int(milliseconds * CYCLES))
 
@@ -41,7 +41,7 @@ def enter_alone(place: Any) -> None:
 
 @contextlib.contextmanager
 def spoiled_memory() -> Iterator[None]:
-    """Have torch fill memory that it hands out uninitialized with NaN, in this context."""
+    """Within this context, torch fills uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:

@@ -70,7 +70,7 @@ def on_ranks(place: Any, run: Callable[[Any], None]) -> None:
 
 
 class _Silent:
-    """The report of ranks whose findings are rank 0's."""
+    """The report of several ranks; only rank 0's findings count."""
 
     def check(self, name: str, held: bool) -> None:
         """Forget it."""
@@ -158,7 +158,7 @@ def _within(row: Difference, bounds: dict[str, float]) -> bool:
 
 @contextlib.contextmanager
 def batches_on(place: Any) -> Iterator[None]:
-    """Have ``training`` put its batches on the device, in this context."""
+    """Within this context, ``training`` puts its batches on the device."""
     made = training.batches
 
     def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -188,7 +188,7 @@ class Unshortened(int):
 
 @contextlib.contextmanager
 def without_short_cuts() -> Iterator[None]:
-    """Have hops of one rank communicate, in this context."""
+    """Within this context, hops over one rank communicate."""
     init = Collectives.__init__
 
     def unshortened(made: Collectives, *args: Any, **kwargs: Any) -> None:

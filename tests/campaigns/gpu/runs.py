@@ -1,10 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs experiments, some at once, each in a process of its own and within a limit, and writes down what they come to.
-Knows neither torch nor a GPU.
+"""Runs experiments, several at once, each in its own process and within a time limit, and records the results.
 
-An experiment writes its report, a JSON object, to a file again and again as it goes on: ``checks`` (name: whether it
-held), ``figures`` (name: a value) and, at its end, ``done``. So what one has found is kept if it is killed.
+It needs neither torch nor a GPU.
+
+While an experiment runs, it writes its report, a JSON object, to a file again and again: ``checks`` (name: whether it
+held), ``figures`` (name: a value) and, at its end, ``done``. So its findings are kept if it is killed.
 """
 
 import contextlib

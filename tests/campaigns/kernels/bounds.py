@@ -98,7 +98,7 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
     )
     sent, kept, arrived = torch.zeros_like(wire[some]), torch.zeros_like(left[some]), held[some]
     emulator.set(_SHUFFLED)
-    with emulator.only([*some, count, count + 1, 3 * _ALONG - 1]):  # the last ones are behind the last row
+    with emulator.only([*some, count, count + 1, 3 * _ALONG - 1]):  # the last ones are after the last row
         reference.compress(gradient[some], sent, None, kept, 4, 32, 0.0, 1.0, False)
         emulator.kernels["loco_compress"](gradient, wire, None, left, 4, 32, 0.0, 1.0, False)
         compare.same(wire[some], sent, "many rows, loco_compress")
@@ -132,7 +132,7 @@ def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequenc
 
 
 def large(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """More elements than 32 bits count: of a gradient, behind other rows, of the wire."""
+    """More elements than 32 bits can count: in a gradient, after other rows, on the wire."""
     for dtype, width, bits, kept in (
         (torch.bfloat16, 2**31 + 4104, 4, torch.uint8),
         (torch.bfloat16, 2**32 + 72, 8, torch.uint8),
@@ -162,7 +162,7 @@ class _Part(NamedTuple):
 
 
 class _LargeGradient:
-    """A gradient, its wire and its error, of which some tiles have numbers."""
+    """A gradient, its wire and its error; only some tiles have numbers."""
 
     def __init__(self, draw: Drawing, dtype: torch.dtype, width: int, packing: Packing, kept: torch.dtype) -> None:
         self._packing, self._form, self._kept, self._width = packing, Packing(8, packing.block_size), kept, width
@@ -221,7 +221,7 @@ class _LargeGradient:
 
 
 def _large_rows(compare: Comparison, draw: Drawing, dtype: torch.dtype, count: int, width: int) -> None:
-    """Rows of which the last ones begin behind 2^31 elements, in memory and on the wire."""
+    """Rows; the last ones begin after 2^31 elements, in memory and on the wire."""
     packing, along = Packing(8, 512), -(-width // _TILE)
     updated, held = torch.empty(count, width, dtype=dtype), torch.empty(count, width, dtype=dtype)
     wire, parts = packing.empty(count, width, held), []
@@ -250,7 +250,7 @@ def _large_rows(compare: Comparison, draw: Drawing, dtype: torch.dtype, count: i
 
 
 def _large_lossless(compare: Comparison, draw: Drawing) -> None:
-    """The longest rows: a section behind 2^31 bytes of the wire, and rows behind 2^31 elements."""
+    """The longest rows: a section after 2^31 bytes of the wire, and rows after 2^31 elements."""
     width, count, size = lossless.MOST_ELEMENTS, 3, lossless.TILE
     tiles = lossless.tiles_of(width)
     edges = (0, 1, tiles // 2 - 1, tiles // 2, tiles - 2, tiles - 1)

@@ -43,7 +43,7 @@ class Drawing:
         return integers.to(INTEGERS[size]).view(dtype)
 
     def numbers(self, rows: int, width: int, dtype: torch.dtype, block: int = 32) -> Tensor:
-        """Numbers whose kind is drawn for each block: (rows, width)."""
+        """Numbers of a kind that is drawn for each block: (rows, width)."""
         if not rows * width:
             return torch.zeros(rows, width, dtype=dtype)
         shape = (rows, -(-width // block), block)

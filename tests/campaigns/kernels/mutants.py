@@ -193,7 +193,11 @@ FAULTS = (
     Fault("loco_cuda.cu", "= -0.0f;  // what", "= 0.0f;  // what", "plain", "decompress"),
     # Launches: rows and elements that are too many, devices, streams, errors that nobody asks for.
     Fault(
-        "loco_cuda.cu", "  if (at.row >= job.rows) return;  // so does the whole thread block\n", "", "plain", "rows"
+        "loco_cuda.cu",
+        "  if (at.row >= job.rows) return;  // the same for the whole thread block\n",
+        "",
+        "plain",
+        "rows",
     ),
     Fault(
         "cuda_block.h",

@@ -24,7 +24,7 @@ SECTIONS: dict[str, Section] = {
     "devices": bounds.devices,
 }
 _OF_PLAIN = ("rows", "large")  # memory that the other builds would touch
-_OF_VALUES = ("numbers", "patterns")  # whose accesses others have as well
+_OF_VALUES = ("numbers", "patterns")  # other kernels have its accesses as well
 # What takes nothing but tensors; the others choose blocks, or where tensors seem to be.
 ON_DEVICE = ("compress", "decompress", "differences", "numbers", "modes", "lossless_rows", "strange", "patterns")
 OF_BUILDS = {

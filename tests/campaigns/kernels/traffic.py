@@ -1,14 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and 32-byte sectors that each CUDA kernel moves, beside the least, counted where it is emulated.
+"""Bytes and 32-byte sectors that each CUDA kernel moves, compared with the minimum, counted in the emulator.
 
     python -m tests.campaigns.kernels.traffic
 
-As multiples of the least, where each byte of an input is read once, each of an output written once:
+As multiples of the minimum, at which each byte of an input is read once, and each byte of an output is written once:
 
-bytes: what is read and written. Bytes that the lanes of a warp read together count once.
+bytes: bytes read and written. Bytes that the lanes of a warp read together count once.
 to L1: sectors that accesses of warps touch. Above the bytes are accesses that use parts of sectors.
-to L2: of these, what is left behind an L1 that keeps what a thread block reads, and passes on all that it writes.
+to L2: of these, the sectors that pass an L1 that keeps what a thread block reads, and passes on all that it writes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,7 +61,7 @@ def moved(emulator: Emulator, case: Case) -> Moved:
 
     Args:
         emulator: of the checked build.
-        case: whose outputs are written over.
+        case: its outputs are overwritten.
     """
     emulator.set()
     before = emulator.counts()

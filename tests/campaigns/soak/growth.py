@@ -34,7 +34,7 @@ def growth(samples: list[Sample]) -> list[str]:
     for name in Sample._fields:
         before = max(getattr(sample, name) for sample in early)
         after = max(getattr(sample, name) for sample in late)
-        # What a sample has depends on the step that it comes behind; what grows has more at least, too.
+        # A sample depends on the step before it; if memory grows, the minimum of samples grows, too.
         least, since = (min(getattr(sample, name) for sample in half) for half in (early, late))
         if since > least and after > before + (RESIDENT_MB if name == "resident_mb" else 0):
             found.append(f"{name} grows from {before:,.0f} to {after:,.0f}")

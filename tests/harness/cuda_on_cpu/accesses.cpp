@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Who has read and written each byte of global and shared memory. The checked build compiles the kernels with
-// -fsanitize=thread, whose calls come here instead of to its library: a read of what nobody has written, an access
+// -fsanitize=thread; its calls come here instead of to its library: a read of what nobody has written, an access
 // outside of what the arguments have, and two accesses that nothing orders are errors, whatever order they came in.
 
 #include <dlfcn.h>
@@ -106,7 +106,7 @@ void record_byte(Range& range, size_t byte, bool write, const Access& now, const
   cell.known = true;
 }
 
-// What no argument has, and kernels may read: the arguments themselves, behind the launch's frame, and their indices.
+// Memory of no argument that kernels may read: the arguments themselves, after the launch's frame, and their indices.
 bool is_of_launch(uintptr_t address) {
   constexpr uintptr_t kBefore = 4096, kBehind = 65536;
   const uintptr_t host = reinterpret_cast<uintptr_t>(running.host_frame), own = reinterpret_cast<uintptr_t>(&indices);

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of operators in memory of their own, of which is known what kernels may do with it."""
+"""Arguments of operators in memory of their own, with a record of what kernels may do with it."""
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ class Placed:
     Args:
         values: (width,) or (rows, width).
         use: whether kernels may read and write it.
-        offset: elements in front of it.
-        gap: elements behind each row but the last.
+        offset: elements before it.
+        gap: elements after each row except the last.
         known: whether it has been written to, and may be read first.
     """
 

@@ -50,7 +50,7 @@ class Ready {
     const size_t waiting = ids_.size() - next_;
     if (settings.thread_order == kShuffled) {
       std::swap(ids_[next_], ids_[next_ + settings.random() % waiting]);
-    } else if (settings.thread_order == kWarpByWarp) {  // what was released last goes on
+    } else if (settings.thread_order == kWarpByWarp) {  // the thread that was released last continues
       std::swap(ids_[next_], ids_.back());
       if (waiting > 1) std::rotate(ids_.begin() + next_ + 1, ids_.end() - 1, ids_.end());
     }

@@ -31,9 +31,9 @@ class Comparison:
     """Compares operators of an emulator; counts cases and runs.
 
     Args:
-        emulator: whose operators.
+        emulator: it has the operators.
         checked: whether it knows of each access: arguments are allowed to kernels for the time of a run.
-        fail: what is told of a case that differs; raises or notes it.
+        fail: called for a case that differs; raises or records it.
     """
 
     def __init__(self, emulator: Emulator, checked: bool, fail: Callable[[str], None]) -> None:
@@ -56,11 +56,11 @@ class Comparison:
         """Compare one case, and return whether all bits are equal.
 
         Args:
-            name: of the operator.
-            arguments: of which ``Placed`` ones are put back before each run, and left as the last run wrote them.
+            name: name of the operator.
+            arguments: ``Placed`` ones are restored before each run, and left as the last run wrote them.
             what: says which case it is.
-            variants: that the emulated kernel runs in.
-            oracle: in place of the reference, where that has no answer.
+            variants: the variants that the emulated kernel runs in.
+            oracle: replaces the reference if that has no answer.
         """
         self.cases[name] += 1
         who = "the reference"

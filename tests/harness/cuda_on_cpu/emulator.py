@@ -30,7 +30,7 @@ class Order(enum.IntEnum):
     IN_ORDER = 0
     REVERSED = 1
     SHUFFLED = 2
-    WARP_BY_WARP = 3  # of threads: what was released last goes on
+    WARP_BY_WARP = 3  # of threads: the one that was released last continues
 
 
 class Variant(NamedTuple):
@@ -48,7 +48,7 @@ class Counts(NamedTuple):
     blocks: int
     warp_calls: int
     barriers: int
-    unchecked_launches: int  # behind which nothing asked for an error
+    unchecked_launches: int  # after which nothing asked for an error
     accesses: int  # of the checked build
     memsets: int
     read: int  # bytes of global memory, where traffic is counted; what lanes of a warp read together counts once

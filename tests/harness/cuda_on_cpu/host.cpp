@@ -89,7 +89,7 @@ cudaError_t cudaGetLastError() {
 }
 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  constexpr size_t kTooMuchToTouch = size_t{1} << 30;  // fresh memory of a test, of which some blocks are run
+  constexpr size_t kTooMuchToTouch = size_t{1} << 30;  // fresh memory of a test that runs only some blocks
   ++counts.memsets;
   if (!is_on_its_stream("cudaMemsetAsync", stream)) return pending;
   if (bytes < kTooMuchToTouch || value) std::memset(to, value, bytes);

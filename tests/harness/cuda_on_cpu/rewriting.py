@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-NAMESPACE = "cuda_on_cpu"  # of the operators, whose kernels are for the CPU
+NAMESPACE = "cuda_on_cpu"  # operators with kernels for the CPU
 SOURCES = ("loco_cuda.cu", "difference_cuda.cu", "lossless_cuda.cu")
 HEADERS = ("block.h", "cuda_block.h", "cuda_launch.h", "cuda_runs.h", "jobs.h", "lossless.h")
 # What nobody rewrites, and what is left of what was to be rewritten.

@@ -60,7 +60,7 @@ struct Launch {
   const char* kernel;
   Run run;
   const void* of;
-  const char* host_frame;  // of who has launched: its arguments lie behind it
+  const char* host_frame;  // of the function that has launched: the arguments lie after it
   uint64_t first_serial, serial;
   int64_t block;      // of the grid
   uint32_t barriers;  // of the block so far

@@ -22,7 +22,7 @@ constexpr size_t kWidest = 16;  // bytes of a lane in one instruction
 using Place = std::tuple<void*, size_t, bool>;  // of the code, which instruction of its access, whether it writes
 using Sectors = std::map<uintptr_t, uint32_t>;  // by number: the bytes that are used
 
-uint64_t block;                                            // whose requests these are, by its serial
+uint64_t block;                                            // the thread block that makes these requests, by its serial
 std::map<std::pair<Place, int>, int> times;                // by place and thread: accesses so far
 std::map<std::tuple<Place, int, int>, Sectors> requests;  // by place, warp and time
 

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A device whose memory is the host's, but that torch and DeepSpeed take for a device of its own."""
+"""A device that uses host memory, but that torch and DeepSpeed take for a device of its own."""

@@ -88,9 +88,9 @@ class DeviceAccelerator(StreamAccelerator):
 
 @contextlib.contextmanager
 def device_on_host(library: str) -> Iterator[Order]:
-    """In this context DeepSpeed's device is the simulated one: tensors know where they are, streams have an order.
+    """Within this context, DeepSpeed's device is simulated: tensors know where they are, streams have an order.
 
-    The process is none for other cases afterwards: torch goes on to know the device.
+    Afterwards, the process cannot run other cases, since torch cannot forget the device.
 
     Args:
         library: what ``building.built`` returns.

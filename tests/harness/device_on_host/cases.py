@@ -136,7 +136,7 @@ class Resumed(NamedTuple):
 def resume(
     library: str, folder: str, names: Sequence[str], optimizer: str, zero: dict[str, Any], from_device: bool
 ) -> list[Resumed]:
-    """Save on the device or on the host; load on both, and go on where it was saved."""
+    """Save on the device or on the host; load on both, and continue from there."""
     register(library)
     places: list[Callable[[], Any]] = [lambda: device_on_host(library), device_with_streams]
     here, there = places if from_device else reversed(places)
@@ -228,7 +228,7 @@ def offloaded(name: str, optimizer: str, pinned: bool) -> Offloaded:
 def _weights(engine: Any) -> list[Tensor]:
     """Return what the optimizer steps with."""
     optimizer = engine.optimizer
-    flat = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3, whose groups are filled in a step
+    flat = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3: its groups are filled in a step
     held = flat or [p for group in optimizer.optimizer.param_groups for p in group["params"]]
     return [p.data for p in held if p.numel()]
 

@@ -22,7 +22,7 @@ from tests.harness.frameworks.table import Row
 VOCABULARY = 53
 _ATTENTION = (ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping)
 _SAVED = tuple(dict(mapping) for mapping in _ATTENTION)
-tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a rank that is killed leaves behind
+tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed rank never releases
 
 
 def shape(**more: Any) -> LlamaConfig:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the tests that a change concerns: ``scripts/test changed [BASE]``.
 
-A change is what differs from BASE, a revision of git (else from HEAD), uncommitted changes included. What follows
-goes to pytest.
+A change is the difference from BASE, a revision of git (by default HEAD), including uncommitted changes. Further
+arguments go to pytest.
 """
 
 import json

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plugin of pytest that runs chosen tests of the files it is given, and tests that a recording does not know.
 
-Ids on the command line would do, but that pytest refuses to run any if one does not exist anymore.
+Ids on the command line would not do, since pytest refuses to run any test if one of them no longer exists.
 """
 
 import json

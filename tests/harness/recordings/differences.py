@@ -15,7 +15,7 @@ _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@", re.MULTILINE)
 
 
 class Hunk(NamedTuple):
-    """Lines that another version has in place of others; where there are none, the start is the line behind."""
+    """Lines that another version has in place of others; if there are none, the start is the line after them."""
 
     start: int
     count: int

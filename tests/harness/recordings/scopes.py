@@ -35,7 +35,7 @@ def _scopes(tree: ast.AST) -> Iterator[Scope]:
 
 
 def witnesses(line: int, found: Collection[Scope], run: Collection[int]) -> set[int]:
-    """Return the lines, of those that run in some test, whose tests a change of ``line`` concerns.
+    """Return the lines with the tests that a change of ``line`` concerns, among lines that run in some test.
 
     A line inside of a function: itself, or its neighbors, or all of the function. The head of a function: its body.
     Other lines run when the module is imported, once: what runs in functions of the class, or else of the file.

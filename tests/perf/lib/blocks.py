@@ -36,7 +36,7 @@ class Sleep(torch.autograd.Function):
 class ShortcutBlock(nn.Module):
     """Two layers with a shortcut.
 
-    It sleeps behind its layers: its parameters are needed before, and its gradients come after the sleep in backward.
+    It sleeps after its layers: its parameters are needed before, and its gradients come after the sleep in backward.
     """
 
     def __init__(self, width: int, hidden: int, pauses: Pauses | None) -> None:

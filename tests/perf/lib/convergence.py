@@ -309,7 +309,7 @@ def parse_arguments(about: str, task: Task, log: str, steps: int) -> argparse.Na
 
 
 def train(module: str, args: argparse.Namespace, task: Task) -> list[MethodRow]:
-    """Have ranks of a program train; return a row for each optimizer and method."""
+    """Let ranks of a program train; return a row for each optimizer and method."""
     runs = [SeedRun(**run) for run in collect(module, args)]
     first_loss = statistics.fmean(run.losses[0] for run in runs)
     print(

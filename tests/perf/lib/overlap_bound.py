@@ -7,7 +7,7 @@ Note [The bound of a step]
     between groups occupies a node's link for some seconds, at the link's rate:
 
         once a step         r: gradients, before the update, both ways where optimizer states are replicated
-                            a: updated parameters, behind it
+                            a: updated parameters, after it
         in a micro-batch    d: gradients, with g = G
                             q: parameters, with p = G, for forward and for backward together
 

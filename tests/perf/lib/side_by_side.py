@@ -189,7 +189,7 @@ class SideBySide:
         return self._undisturbed(run, 1)
 
     def steps_in_a_row(self, method: Method, count: int) -> Turn:
-        """Time so many steps behind another one: what a step leaves under way is for the next one to wait for.
+        """Time so many steps after another one, since each step waits for what the previous one has left under way.
 
         A step lasts from the end of the one before to its own, each on the rank that gets there last: ranks of one
         machine have one clock.
@@ -274,7 +274,7 @@ class SideBySide:
 
 
 def give_back_memory() -> None:
-    """Have the C library return what is free: that of one method is not held for all the others, which are many."""
+    """Make the C library return free memory, so that one method's is not held during the many others."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
         trim(0)

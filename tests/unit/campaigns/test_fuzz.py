@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzer finds what is wrong; what it has found stays mended; and some seconds of it, or ten minutes."""
+"""The fuzzer finds faults; faults that it has found stay fixed; and it runs for ten cases, or ten minutes."""
 
 import time
 from typing import Any

@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The script of experiments for a GPU: what it runs, within which time, and what it writes; and that they run at all,
-as far as a CPU can tell."""
+"""The script of experiments for a GPU: what it runs, its time limits, what it writes, and that experiments run at all,
+as far as a CPU can show."""
 
 import json
 import re

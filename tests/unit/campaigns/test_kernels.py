@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels, emulated on the CPU, give the bits of the reference; and the emulator finds what is wrong."""
+"""The CUDA kernels, emulated on the CPU, give the bits of the reference; and the emulator finds faults."""
 
 import re
 import subprocess

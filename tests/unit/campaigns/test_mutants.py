@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the package by which tests are judged: of all rooms, each in one place, and of code."""
+"""Random changes that tests must find: they are in all rooms, each in one place, and change code, not text."""
 
 import ast
 from pathlib import Path

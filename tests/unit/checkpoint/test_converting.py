@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A run of another size or strategy goes on from an ordinary checkpoint, which is converted where it is loaded."""
+"""A run of another size or strategy continues from an ordinary checkpoint, which the load converts."""
 
 from pathlib import Path
 from typing import Any

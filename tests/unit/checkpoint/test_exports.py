@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for others: save_16bit_model, and safetensors of a model of transformers."""
+"""Exported weights: save_16bit_model, and safetensors of a model of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, lis
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
             differing = [key for key in wanted if key not in saved or not torch.equal(wanted[key], saved[key])]
-        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=2))  # parameters are cut again, and go on
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=2))  # parameters are sharded again
         engine.destroy()
         rows.append((name, bool(said), differing + sorted(saved.keys() - wanted.keys())))
     return rows

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in a save or a load loses nothing that was there, and says on every rank what it was."""
+"""A fault in a save or a load loses nothing that was there, and every rank reports what it was."""
 
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def test_a_spoilt_file_is_named_before_anything_changes(ranks: Any, tmp_path: Pa
 
 
 def spoilt_case(folder: str, name: str) -> list[tuple[str, str, str, bool, dict[str, float]]]:
-    """File, what was done to it, the error, whether a weight or state changed, and what the mended one loads."""
+    """File, what was done to it, the error, whether a weight or state changed, and what the repaired one loads."""
     import shutil
 
     from deepspeed import comm as dist

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a checkpoint appears complete, or not at all; at whatever call its save is killed."""
+"""The folder of a checkpoint appears complete or not at all, whichever call of its save is killed."""
 
 import os
 import shutil
@@ -234,7 +234,7 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
         assert found in ({"first"}, {"second"}), (calls, latest, found)
         assert (folder.path / "tokenizer.json").exists() or tag == "two" or found == {"first"}
         calls += 1
-        # The next save finds its way, too, and leaves nothing behind.
+        # The next save works, too, and leaves no extra files.
         write(folder, "third")
         publish(folder)
         names = names_in(folder.save_dir)

@@ -61,7 +61,7 @@ def test_one_file_is_replaced_as_a_whole(ranks: Any, tmp_path: Path) -> None:
 
 
 def one_file_case(folder: str) -> tuple[bytes, bytes, list[str]]:
-    """save_16bit_model, of which the second fails half-way on the rank that writes."""
+    """Two calls of save_16bit_model; the second fails half-way on the rank that writes."""
     from unittest import mock
 
     import torch
@@ -144,7 +144,7 @@ def test_a_rank_killed_in_a_save(ranks: Any, tmp_path: Path, rank: int, function
 
 
 def killed_case(folder: str, rank: int, function: str, call: int) -> None:
-    """Save, go on, save again, and be killed there."""
+    """Save, train on, save again, and be killed during that save."""
     import os
     import signal
 

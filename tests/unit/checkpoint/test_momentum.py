@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's momentum in checkpoints of DeepSpeed's stages and of strategies: each goes on where the other has stopped."""
+"""Muon's momentum in checkpoints of DeepSpeed's stages and of strategies: each continues where the other stopped."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint brings back all that was saved: in its own strategy, in those that cut alike, or in part."""
+"""A checkpoint restores all that was saved: in its own strategy, in strategies that shard alike, or in part."""
 
 from pathlib import Path
 from typing import Any

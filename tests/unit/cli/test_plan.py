@@ -222,7 +222,7 @@ LAUNCHES = {
 
 
 def plan_a_model(folder: Path, launcher: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The command in processes of its own, on a model whose first half is frozen."""
+    """The command in its own processes, on a model with a frozen first half."""
     (folder / "models.py").write_text(MODELS)
     env = cpu_environment() | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     command = [*LAUNCHES[launcher], "deepspeed_ext", "plan", "--model", "models:half_frozen", *arguments]
@@ -252,7 +252,7 @@ def test_a_model_is_counted_under_each_launcher(tmp_path: Path, launcher: str) -
 def test_deepspeeds_estimators_know_no_frozen_parameters(tmp_path: Path) -> None:
     done = plan_a_model(tmp_path, "none", *NODES, *LINKS, "--estimate")
     assert done.returncode == 2
-    assert "all parameters trained; of models:half_frozen 50.0% are. Leave out --estimate" in done.stderr
+    assert "all parameters are trained; of models:half_frozen 50.0% are. Leave out --estimate" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What NCCL is given begins at multiples of 16 bytes, for any number of ranks; else it copies element by element.
+"""Buffers for NCCL begin at multiples of 16 bytes, for any number of ranks; otherwise NCCL copies single elements.
 
-No ranks run: hops note what they would have sent, and tensors have a size but no memory (the meta device).
+No ranks run: hops record what they would have sent, and tensors have a size but no memory (the meta device).
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Hops by what arrives, whatever the backend's way."""
+"""What arrives over hops, whatever collectives the backend uses."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def test_parts_are_reduced_one_by_one_unless_their_latencies_cost_more(present: 
 
 
 class Echo(ReduceHop):
-    """Two ranks, of which the other has zeros; keeps what it is given."""
+    """Two ranks; the other one has zeros. Keeps what it is given."""
 
     size, multiple = 2, 1
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Owners have as much to do as one another, get only what others hold, and come in rounds that are not too large."""
+"""Owners have equal work, receive only what others hold, and work in rounds that are not too large."""
 
 import random
 from collections import Counter

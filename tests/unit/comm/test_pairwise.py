@@ -1,7 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between pairs of ranks, which stand for gloo's collectives: whatever their lengths, and how many are on the
-wire."""
+"""Messages between pairs of ranks, which replace gloo's collectives: of any length, and any number on the wire."""
 
 import gc
 import time

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Groups within and between groups, in the data-parallel group only."""
+"""Process groups inside groups and between them, within the data-parallel group only."""
 
 import re
 from typing import Any

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Redistributions by what arrives, and what is copied and freed on the way."""
+"""What arrives after redistributions, and what they copy and free on the way."""
 
 import itertools
 from types import SimpleNamespace

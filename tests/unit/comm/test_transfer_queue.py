@@ -148,7 +148,7 @@ def test_a_relay_has_all_hops_at_once_where_waiting_does_not_block_the_host() ->
 
 
 class Behind:
-    """A communication on a stream of its own, which the stream that waits comes behind."""
+    """A communication on a stream of its own; a stream that waits is ordered after it."""
 
     def __init__(self, order: Order, wire: Stream) -> None:
         self.order = order
@@ -168,7 +168,7 @@ def over(order: Order, wires: list[Stream]) -> Any:
 
 
 def seen(stream: Stream, wires: list[Stream]) -> list[int]:
-    """How many communications of each wire this stream is behind."""
+    """How many communications of each wire this stream is ordered after."""
     return [stream.clock.get(wire.number, 0) for wire in wires]
 
 
@@ -207,7 +207,7 @@ def test_buckets_leave_the_stream_that_packs_them_to_the_next_ones() -> None:
             assert [wire.clock[wire.number] for wire in wires] == [number + 1] * 2  # given to the device at once
         reductions.drain()
         assert seen(order.default, wires) == [4, 4]
-    assert delivered == [[number, number] for number in (1, 2, 3, 4)]  # in their order, each behind its own hops
+    assert delivered == [[number, number] for number in (1, 2, 3, 4)]  # in their order, each after its own hops
 
 
 def test_a_bucket_that_stays_in_its_group_is_delivered_behind_those_before_it() -> None:
@@ -221,7 +221,7 @@ def test_a_bucket_that_stays_in_its_group_is_delivered_behind_those_before_it() 
 
 
 def test_what_a_hop_keeps_passes_from_transfer_to_transfer_in_order() -> None:
-    """As errors of gradients do, of which the next bucket between groups may be the same one."""
+    """As error feedback does: the next bucket between groups may have the same error."""
     kept: list[tuple[Stream, int]] = []
     behind: list[bool] = []
 
@@ -326,7 +326,7 @@ def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
     for _ in range(2):
         with pytest.raises(ConnectionError, match="a rank is gone"):
             queue.drain()
-    assert log == ["wait a1"]  # nothing starts behind it, which would meet other ranks' messages
+    assert log == ["wait a1"]  # nothing starts after it, since that would meet other ranks' messages
     queue.drop()
     queue.drain()
 

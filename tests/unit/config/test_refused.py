@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused is refused with one paragraph, on every rank, before anything is communicated."""
+"""Refusals are one paragraph, on every rank, before anything is communicated."""
 
 import re
 from typing import Any
@@ -106,7 +106,7 @@ def test_sections_without_our_keys_are_not_ours(section: Any) -> None:
 
 
 def initialize(zero: dict[str, Any], extra: dict[str, Any] | None = None, how: str = "initialize") -> None:
-    """Have DeepSpeed read the configuration with every collective forbidden."""
+    """Let DeepSpeed read the configuration, with every collective forbidden."""
     from unittest import mock
 
     import deepspeed

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of a device that is not the host is loaded on both, as is one of the host."""
+"""Checkpoints saved on the host, and on a device that is not the host, load on both."""
 
 from pathlib import Path
 from typing import Any

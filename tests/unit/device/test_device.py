@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated device is not the host: what CUDA refuses raises, and what the host must wait for is found."""
+"""The simulated device is not the host: it raises where CUDA refuses, and it finds missing waits of the host."""
 
 import re
 from collections.abc import Callable

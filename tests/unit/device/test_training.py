@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the device is not the host, training is what it is on the host, and things are where they should be."""
+"""On a device that is not the host, training gives the host's results, and tensors are where they should be."""
 
 from pathlib import Path
 from typing import Any

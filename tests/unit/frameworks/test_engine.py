@@ -43,7 +43,7 @@ def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 
 
 def eight_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
-    """Train with Adam of bitsandbytes, whose states have 8 bits."""
+    """Train with Adam of bitsandbytes, with states of 8 bits."""
     import bitsandbytes
 
     from tests.harness.frameworks import loops, tiny

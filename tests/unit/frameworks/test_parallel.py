@@ -29,7 +29,7 @@ def ulysses_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
         ranks = mpu.get_sequence_parallel_group()
 
         def loss_of(engine: Any, batch: dict[str, Any]) -> Any:
-            """The mean over the whole sequence, of which this rank has a half."""
+            """The mean over the whole sequence; this rank has half of it."""
             tokens = batch["input_ids"]
             shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
             positions = torch.arange(tokens.shape[1]).expand_as(tokens)

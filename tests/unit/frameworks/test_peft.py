@@ -48,7 +48,7 @@ def test_fine_tuning_with_lora(frameworks: Any) -> None:
             assert row.base_unchanged, row
             assert row.with_gradients == row.with_states == set(answer.adapters), row
             total = sum(answer.adapters.values())
-            if not strategy.p:  # one buffer, of which DeepSpeed gives each rank an even number of elements
+            if not strategy.p:  # one buffer; DeepSpeed gives each rank an even number of its elements
                 shards = 2 * CLUSTER.shards(strategy.os)
                 assert (row.states, row.base_bytes) == (3 * 2 * -(-total // shards), 4 * row.base_gathered), row
                 continue

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that is left out where Accelerate cannot know it: refused before training, with the value to write."""
+"""A stage that is left out, and that Accelerate cannot infer: refused before training, with the value to write."""
 
 from typing import Any
 

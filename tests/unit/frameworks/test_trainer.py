@@ -17,7 +17,7 @@ pytestmark = needs("transformers", "accelerate")
 
 
 def make(folder: str, how: str, more: dict[str, Any], zero: dict[str, Any]) -> Any:
-    """A trainer whose model is made after its arguments: ``how`` is "model", "from_pretrained" or "from_config"."""
+    """A trainer with a model made after its arguments: ``how`` is "model", "from_pretrained" or "from_config"."""
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 

@@ -49,7 +49,7 @@ def make_sft(folder: str, zero: dict[str, Any]) -> Any:
 
 
 def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
-    """TRL's trainer for direct preference optimization, whose reference model is an engine without an optimizer."""
+    """TRL's trainer for direct preference optimization; its reference model is an engine without an optimizer."""
     import deepspeed
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer

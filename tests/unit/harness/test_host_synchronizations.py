@@ -35,7 +35,7 @@ def test_questions_to_the_device_are_counted(ranks: Any) -> None:
 
 
 def questions_case() -> dict[str, int]:
-    """What is counted of six operations, one of which does not need an answer."""
+    """Count six operations; one of them does not need an answer."""
     from collections import Counter
 
     import torch

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What stock DeepSpeed has done is kept over cases, and is what a fresh run does."""
+"""Stock DeepSpeed's results are kept over cases, and equal those of a fresh run."""
 
 from typing import Any
 from unittest import mock

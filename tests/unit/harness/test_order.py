@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The checker of stream order finds what has no order, and nothing else. See Note [How order is checked]."""
+"""The checker of stream order finds accesses without an order, and only these. See Note [How order is checked]."""
 
 from typing import Any
 
@@ -81,7 +81,7 @@ def checker_case() -> dict[str, bool]:
         with order.by_host():
             tensor.add_(1)
         with get_accelerator().stream(get_accelerator().Stream()):
-            tensor.sum()  # all that the host starts comes behind what it has done
+            tensor.sum()  # everything that the host starts is ordered after what it has done
 
     def here() -> Any:
         return get_accelerator().current_stream()

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a recording names, what git says is different, and what `scripts/test changed` makes of both."""
+"""What a recording contains, what git reports as changed, and which tests `scripts/test changed` derives from both."""
 
 import json
 import os

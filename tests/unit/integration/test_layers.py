@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What import-linter cannot tell of the package's layers, since it takes DeepSpeed as a whole."""
+"""Rules of the package's layers that import-linter cannot check, since it treats DeepSpeed as a whole."""
 
 import ast
 from collections.abc import Iterator

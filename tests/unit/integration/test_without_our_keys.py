@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Without our keys DeepSpeed is as if we were not installed, to the bit, but for what is in a list.
+"""Without our keys, DeepSpeed behaves bit for bit as if we were not installed, except for a list of differences.
 
 Each case runs in the same rank processes as we are installed, and after our patches were undone.
 """
@@ -19,7 +19,7 @@ from deepspeed_ext.config.implied_stage import read_with_stage
 from deepspeed_ext.integration import fork, patches
 from scripts import ROOT
 
-# What each replaced symbol does in a process whose configuration has none of our keys. The page has the same list.
+# What each replaced symbol does in a process without a key of ours. The page has the same list.
 NOTHING = ""
 UNIVERSAL = "loads a universal checkpoint where parameters were sharded by one of the two runs alone"
 PIPELINES = "trains a pipeline with ZeRO-2 or ZeRO-3"

@@ -47,7 +47,7 @@ def choose(
         "flagged": flagged,
         "hooks": leaf_report.hooks(found, model),
         "granularity": {type(one.module).__name__: one.granularity for one in found if one.granularity},
-        "text": leaf_report.text(found, model, settings, leaf_report.Live(LIVE, 0, 0, 0)),
+        "text": leaf_report.text(found, model, settings, leaf_report.LiveLimits(LIVE, 0, 0, 0)),
     }
 
 
@@ -66,7 +66,7 @@ def test_granularity_is_deepspeeds(ranks: Any) -> None:
         (84, ["Layer"]),
         (92, ["Layer"]),
         (93, ["Layer", "Stem"]),
-        (10**12, ["Layer", "Stem"]),  # never the root, whose 85 qualifies as well
+        (10**12, ["Layer", "Stem"]),  # never the root, although its 85 qualifies as well
     ],
 )
 def test_the_threshold_takes_parents_first_and_never_the_root(ranks: Any, threshold: int, classes: list[str]) -> None:
@@ -121,7 +121,7 @@ def test_layers_are_found_in_lists_in_dictionaries(ranks: Any) -> None:
 
 
 def nested_case() -> list[str]:
-    """The units of a module whose layers, all of which would fit, are in a list in a dictionary."""
+    """The units of a module with layers in a list in a dictionary; all of them would fit."""
     from torch import Tensor, nn
 
     from deepspeed_ext.leaf.modules import LeafKind, Settings, choose
@@ -324,5 +324,5 @@ def test_what_is_live_at_a_time_is_predicted(live: tuple[int, int, int, int], ex
     from deepspeed_ext.leaf import modules, report
 
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    found = [modules.Found(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
-    assert report.predicted_live(found, model, report.Live(*live)) == expected
+    found = [modules.ModuleChoice(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
+    assert report.predicted_live(found, model, report.LiveLimits(*live)) == expected

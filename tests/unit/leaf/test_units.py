@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules fetched as one train what unmodified ZeRO-3 trains.
 
-To the bit on two ranks, where a sum over ranks has one order. But leaf modules, DeepSpeed's own as well, leave fewer
-nodes in autograd's graph: where a tensor has three consumers or more, its gradients may be summed in another order.
-Such networks are compared to the bit with stock ZeRO-3 that has the same leaf modules, set by hand.
+On two ranks they agree bit for bit, since a sum over two ranks has one order. But leaf modules, even DeepSpeed's own,
+leave fewer nodes in autograd's graph: if a tensor has three or more consumers, its gradients may be summed in another
+order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set by hand.
 """
 
 from typing import Any

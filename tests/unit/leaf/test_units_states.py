@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in units are read, changed, saved and held as parameters are; and what stock does with leaf modules."""
+"""Parameters in units are read, changed, saved and held like others; and what stock does with leaf modules."""
 
 import re
 from pathlib import Path
@@ -82,7 +82,12 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     found = choose(model, Settings(budget, 0, 10**9))
     sizes = [one.numel for one in found if one.kind.value == "coarse"]
     sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for one in found for chunk in one.chunks]
-    return budget, most[0], max(sizes), leaf_report.predicted_live(found, model, leaf_report.Live(10**9, 0, 0, 0))
+    return (
+        budget,
+        most[0],
+        max(sizes),
+        leaf_report.predicted_live(found, model, leaf_report.LiveLimits(10**9, 0, 0, 0)),
+    )
 
 
 @pytest.mark.parametrize("more", [{}, {"stage3_module_granularity_threshold": 60}])
@@ -228,14 +233,14 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
 def test_experts_out_of_order_are_an_error_and_not_a_hang(ranks: Any) -> None:
     for error in ranks(2).run_expect_error(backwards_case):
         assert error.type == "RuntimeError" and "enters its experts in another order than theirs" in error.message
-        (numbers,) = re.findall(r"chunk (\d+) of (\d+) after chunk (\d+)\.", error.message)
+        (numbers,) = re.findall(r"window (\d+) of (\d+) after window (\d+)\.", error.message)
         entered, chunks, last = map(int, numbers)
         assert (entered, last) == (chunks - 2, chunks - 1), error.message
         assert "raise zero_optimization.stage3_leaf_bytes" in error.message
 
 
 def backwards_case() -> None:
-    """Experts entered last to first, in chunks."""
+    """Experts that are fetched in windows, and entered last to first."""
     training.train(job_of(mixtures.Backwards), {"stage": 3, **CHUNKS})
 
 
@@ -245,7 +250,7 @@ def test_a_second_engine_chooses_for_itself(ranks: Any) -> None:
 
 
 def second_engine_case() -> list[int]:
-    """Hooks of engines for one model: with chunks, with nothing of ours, with layers, with nothing."""
+    """Return the hooks of four engines for one model: with windows of experts, no key, layers, and no key again."""
     import deepspeed
 
     job = job_of(mixtures.Mixtures)

@@ -254,7 +254,7 @@ def measured_case() -> list[Any]:
             engine.destroy()
         plain = mixtures.Packed((13, 7))
         found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
-        predicted = leaf_report.predicted_live(found, plain, leaf_report.Live(10**9, 0, 0, 0))
+        predicted = leaf_report.predicted_live(found, plain, leaf_report.LiveLimits(10**9, 0, 0, 0))
         rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
     return rows
 
@@ -339,7 +339,7 @@ def test_a_backward_that_is_given_up_leaves_nothing(ranks: Any) -> None:
 
 
 def given_up_case() -> dict[str, bool]:
-    """Whether weights are those of a run without the micro-step whose backward raised between two windows."""
+    """Whether weights are those of a run without the micro-step that raised in backward, between two windows."""
     import torch
 
     from deepspeed_ext.leaf.windows import windowed_modules
@@ -352,7 +352,7 @@ def given_up_case() -> dict[str, bool]:
         job = job_of()
         engine, model = training.make_engine(job, zero)
         model.requires_grad_(False)
-        windowed = windowed_modules(model)[-1]  # what is behind it would have been reduced already
+        windowed = windowed_modules(model)[-1]  # windows after it would have been reduced already
         for param in windowed.params:
             param.requires_grad_(True)
         data = training.batches(job)

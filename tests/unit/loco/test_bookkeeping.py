@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to find the errors of a message, by the number of groups and messages, with made-up runs."""
+"""The cost of finding the errors of a bucket, by the number of groups and buckets, with made-up spans."""
 
 import sys
 import time

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A build that was killed holds up no later one; where that cannot be told, who waits says for what."""
+"""A killed build does not block later ones; if it cannot be told dead, a process that waits says for what."""
 
 import fcntl
 import multiprocessing
@@ -156,7 +156,7 @@ def test_a_file_that_torch_locks_itself_is_no_obstacle(
 
     monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)  # as in torch 2.15
     lock = tmp_path / "lock"
-    lock.touch()  # left behind when it had built
+    lock.touch()  # left there after a build
     with monkeypatch.context() as patch:
         patch.setattr(build_lock, "_boot_id", lambda: "another")
         assert in_child(lambda: built(tmp_path)) == 0

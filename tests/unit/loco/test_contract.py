@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The numerics contract of LoCo, as far as single operators hold it; what takes several ranks is in test_hop.py.
+"""LoCo's numerical contract, as far as single operators fulfill it; what needs several ranks is in test_hop.py.
 
 S: the scale on the wire; r = h - d: what quantization takes from a compensated gradient.
 """

@@ -42,7 +42,7 @@ class Kernels(NamedTuple):
     decompress: Callable[..., None]
 
     def moved(self, tensor: Tensor, offset: int = 0) -> Tensor:
-        """A copy that begins ``offset`` elements, of packed bytes pairs, behind an aligned address."""
+        """A copy that begins ``offset`` elements (of packed bytes, pairs) after an aligned address."""
         offset *= 2 if tensor.dtype == torch.uint8 else 1
         buffer = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device=self.device)
         return buffer[offset:].view(tensor.shape).copy_(tensor)

@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels compile with the builder's flags, also where there is no GPU and torch has no CUDA, and keep what
-they have in registers."""
+"""The CUDA kernels compile with the builder's flags, even without a GPU and with a torch without CUDA, and keep their
+values in registers."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_the_cuda_kernels_compile_without_local_memory(tmp_path: Path, source: s
     assert built.stat().st_size
     assert len(kernels) == {"loco_cuda.cu": 24, "difference_cuda.cu": 12, "lossless_cuda.cu": 3}[source]
     assert not resources.in_local_memory(kernels)
-    # What __launch_bounds__(kThreads, kResident) promises, whose loads hide one another's arithmetic.
+    # What __launch_bounds__(kThreads, kResident) promises: thread blocks load while others compute.
     assert all(resources.occupancy(one)[0] >= 32 for one in kernels), resources.table(kernels)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The reduction between groups: the true mean for every shape and number of ranks, and what it remembers."""
+"""The reduction between groups: the true mean for every shape and number of ranks, and its error feedback."""
 
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[s
 
 
 def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool], bool, int, bool, list[float]]]:
-    """Three steps, the second of which overflows on one rank."""
+    """Three steps; the second one overflows on one rank."""
     import torch
 
     from tests.harness import training

@@ -41,7 +41,7 @@ def parameters(kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def packed(updated: Tensor, held: Tensor, spare: int = 0) -> Tensor:
-    """Return the wire's row, with what is spare behind it."""
+    """Return the wire's row, with spare bytes after it."""
     header, size = ops.header_of(ops.measure(updated, held))
     wire = torch.full((1, int(size) + spare), 7, dtype=torch.uint8)
     ops.pack(updated, held, header, wire)

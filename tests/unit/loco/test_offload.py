@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in host memory, gradients on a device: the meta device, so that all copies are seen and none is made."""
+"""Error feedback in host memory, gradients on a device: the meta device, so that copies are recorded, but not made."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Without kernels a message is worked on in pieces: of the same bits, and with temporaries of the size of a piece."""
+"""Without kernels, a message is processed in pieces: the bits are the same, and temporaries as small as a piece."""
 
 from typing import Any
 from unittest import mock

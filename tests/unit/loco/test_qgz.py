@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the series has for zero_quantized_gradients of DeepSpeed's own stage 3: the mean, in any dtype and shape."""
+"""The series' fix of zero_quantized_gradients in DeepSpeed's own stage 3: the mean, in any dtype and shape."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def test_the_mean_where_deepspeed_has_the_mean_times_the_ranks_of_a_node(
     for ours, stock in ranks(world).run(mean_case, local, dtype):
         for shape, projection, numel in ours:
             assert numel == 1 or 0.97 < projection < 1.03, (shape, projection)
-        (projection,) = stock  # what is mended; a fork has the fix in its own file as well
+        (projection,) = stock  # the fixed functions; a fork has the fix in its own file as well
         if forks.is_installed():
             assert projection == pytest.approx(1, rel=0.05)
         elif dtype == "float16":

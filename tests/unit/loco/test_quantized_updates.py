@@ -82,7 +82,7 @@ def differences(sent: list[Sent]) -> Iterator[None]:
 
 
 def run(job: Job, name: str, key: dict[str, Any], during: Callable[[Any, int], None] = lambda *_: None) -> Seen:
-    """Train a strategy; ``during`` is called with the engine behind each step."""
+    """Train a strategy; ``during`` is called with the engine after each step."""
     import torch
 
     import deepspeed_ext
@@ -218,8 +218,8 @@ def test_what_others_have_changed_is_sent_whole(ranks: Any, kernels: bool, chang
 
 
 def change_case(change: str, folder: str) -> dict[str, tuple[float, float, bool]]:
-    """How far parameters are from the optimizer's weights on the rank where it is most, before the change, and after
-    a step behind it; whether replicas are equal then."""
+    """The largest distance of parameters from the optimizer's weights on any rank, before the change and one step
+    after it; whether replicas are equal then."""
     import torch
     from deepspeed import comm as dist
 
@@ -230,7 +230,7 @@ def change_case(change: str, folder: str) -> dict[str, tuple[float, float, bool]
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return found.item()
 
-    # Sizes of which DeepSpeed can set a rank's part.
+    # Sizes that allow DeepSpeed to set a rank's part.
     job, rows = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False), {}
     for name in CHANGES[change]:
         key = {"resync_T": 3} if change == "every so many" else {}

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What LoCo tells: one line at the start, events for DeepSpeed's monitor, records of its comms logger, timers."""
+"""What LoCo reports: one line at the start, events for DeepSpeed's monitor, records of its comms logger, timers."""
 
 import csv
 import re

@@ -157,7 +157,7 @@ def test_15_a_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
 
 
 def again_case(folder: str) -> tuple[int, int, bool]:
-    """Files with residuals when LoCo was off in the second save; steps of a conversion whose source is replaced."""
+    """Files with residuals when LoCo was off in the second save; steps of a conversion with a replaced source."""
     from deepspeed import comm as dist
 
     from tests.harness import snapshots, training

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updates in few bits and what a user does between steps: copies, checkpoints, states that are moved."""
+"""Updates in few bits, and what a script does between steps: copies, checkpoints, states that are moved."""
 
 from typing import Any
 from unittest import mock
@@ -15,7 +15,7 @@ def test_a_copy_of_the_model_has_nothing_sent_whole(ranks: Any) -> None:
 
 
 def copy_case() -> tuple[bool, bool]:
-    """Whether an update travels whole behind a load into a copy of the model, and into the model."""
+    """Whether an update travels whole after a load into a copy of the model, and into the model."""
     import copy
 
     from tests.harness import training
@@ -43,7 +43,7 @@ def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: A
 
 
 def offloaded_case(folder: str, name: str) -> tuple[str, bool]:
-    """The error of a save while parameters are offloaded; whether one behind that is there."""
+    """The error of a save while parameters are offloaded; whether a save after that succeeds."""
     from pathlib import Path
 
     from deepspeed import comm as dist

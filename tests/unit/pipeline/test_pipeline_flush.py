@@ -177,7 +177,7 @@ def collectives_case() -> tuple[int, ...]:
         def note(engine: Any) -> None:
             gradients = engine.optimizer.gradients["dense"]
             left_open = len(gradients._queue._completed)
-            gradients.drain()  # its threads may be behind
+            gradients.drain()  # its threads may not have caught up
             gradients._crosses.drain()
             open_transfers.append((count(), left_open))
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of pipelines: to go on with, for DeepSpeed's own ZeRO-1, and for another number of stages."""
+"""Checkpoints of pipelines: to resume from, for DeepSpeed's own ZeRO-1, and for another number of stages."""
 
 from pathlib import Path
 from typing import Any

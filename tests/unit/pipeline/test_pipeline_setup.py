@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline cannot do is refused on all ranks, before any of them waits for another."""
+"""Options that a pipeline does not support are refused on all ranks, before any rank waits for another."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def test_stages_that_are_configured_differently(ranks: Any, what: str) -> None:
 
 
 def different_case(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """The error of a pipeline whose stages have these sections."""
+    """The error of a pipeline with these sections on its stages."""
     from deepspeed import comm as dist
 
     from tests.harness import pipelines
@@ -36,7 +36,7 @@ def test_stages_with_different_numbers_of_micro_batches(ranks: Any) -> None:
 
 
 def micro_batches_case() -> str:
-    """The error of a pipeline whose stages disagree about the schedule."""
+    """The error of a pipeline with stages that disagree about the schedule."""
     from deepspeed import comm as dist
 
     from tests.harness import pipelines
@@ -112,7 +112,7 @@ def experts_case(stage: int) -> str:
 
 def test_differences_of_tied_weights_are_refused_on_all_ranks(ranks: Any) -> None:
     for message in ranks(4).run(tied_case):
-        assert "paro_quantized_updates cannot stand beside tied layers (embedding)" in message, message
+        assert "paro_quantized_updates cannot be combined with tied layers (embedding)" in message, message
         assert "paro_strategy NIG" in message and "os = I or N" in message, message
 
 

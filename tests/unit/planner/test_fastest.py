@@ -93,7 +93,7 @@ def test_it_is_decided_said_and_kept(ranks: Any, file: str) -> None:
     decided = ranks(4).run(engine_case, zero, {})
     assert {found for found, _ in decided} == {("NNG", 1, "Stage12Optimizer")}
     (said,) = decided[0][1]
-    assert '"fastest" is NNG: ' in said and "s a step by prediction" in said and "GB on each rank" in said
+    assert '"fastest" is NNG: ' in said and "s per step: " in said and "GB on each rank" in said
     assert "compute of a micro-step: 5.2e-08 s, estimated from 5.2e+04 FLOPs at 1e+12 a second" in said
     (written,) = entries(file)
     assert written["strategy"] == "NNG" and len(written["plan"]["predictions"]) == 14

@@ -103,7 +103,7 @@ def test_updates_and_sums_in_few_bits_by_hand(
         found = predict(row, CLUSTER, model, RATES, Compression(settings, updates))
         expected = gradient_bytes * reduced + bits_of_sums / 8 * back + often * updated
         assert found.volume.inter == pytest.approx(crossing * expected)
-        # With p = N what a step has changed is whole on a rank only behind the hop inside the group.
+        # With p = N, updated parameters are whole on a rank only after the hop inside the group.
         decoded_late = 3 / 4 * 6e8 * (2 - often) if row.p.name == "N" and updated else 0
         assert plain.volume.intra - found.volume.intra == pytest.approx(decoded_late)
         # An owner keeps what its sums lack in 8 bits with a scale of 16 a block; until a step ends, twice.

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How rates are measured: on a made-up clock, on which work is queued and waiting for it costs something."""
+"""How rates are measured, on a made-up clock: work is queued, and waiting for it costs time."""
 
 from typing import Any
 

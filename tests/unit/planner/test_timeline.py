@@ -184,7 +184,7 @@ def test_plain_stages_by_hand() -> None:
     assert plain["ZeRO-2"] == pytest.approx(plain["ZeRO-1"])
     assert plain["DDP"] == pytest.approx(3.0 + 6.0 - BACKWARD * LATER, abs=0.3)
     one_bucket = predict_plain(CLUSTER, replace(MODEL, bucket=10**9), links(3.0, within=2.0))
-    assert one_bucket[0].total_seconds == pytest.approx(plain["DDP"])  # whose buckets are its own
+    assert one_bucket[0].total_seconds == pytest.approx(plain["DDP"])  # DDP has buckets of its own
     assert plain["ZeRO-3"] == pytest.approx(3 * 3.0, abs=0.3)
     # Where the first hop costs next to nothing GGG is ZeRO-3: a reduction holds up no prefetch in either.
     coarse = replace(MODEL, bucket=10**9 // 5)
@@ -196,7 +196,7 @@ def test_plain_stages_by_hand() -> None:
 
 
 def test_on_a_host_plain_stages_wait_for_reductions() -> None:
-    """DeepSpeed's do; DDP's hide all that comes behind the first of its buckets."""
+    """DeepSpeed's stages wait; DDP hides everything after its first bucket."""
     host = replace(MODEL, streams=False)
     found = {one.name: one.seconds["between"] for one in predict_plain(CLUSTER, host, links(3.0))}
     beside = {one.name: one.seconds["between"] for one in predict_plain(CLUSTER, MODEL, links(3.0))}

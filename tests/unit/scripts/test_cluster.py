@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The emulated cluster: what its counters count, that its rate is kept, and that nothing of it is left behind.
+"""The emulated cluster: what its counters count, that its rate is kept, and that it leaves nothing on the machine.
 
-Ranks here are short scripts without torch, and but for one test without a launcher: that begins in no time.
+Ranks here are short scripts without torch and, except in one test, without a launcher, so they start at once.
 """
 
 import json

@@ -148,7 +148,7 @@ def test_of_partitions_without_stripes_only_matrices_at_their_borders_are_exchan
 def muon_case(
     names: tuple[str, ...], group: int, accumulation: int, zero: dict[str, Any]
 ) -> tuple[int, int, list[Row]]:
-    """The same as ``bytes_case`` with Muon, of which all but the iteration runs: that sends nothing, and is slow."""
+    """The same as ``bytes_case`` with Muon, without its iteration, which sends nothing and is slow."""
     from unittest import mock
 
     with mock.patch("deepspeed.runtime.zero.muon.original_muon.muon_update", lambda matrix, *_, **__: matrix):

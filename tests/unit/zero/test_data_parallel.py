@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Over which ranks a strategy shards and reduces, beside tensor and sequence parallelism: over stock's, or refused."""
+"""The ranks that a strategy shards and reduces over beside tensor and sequence parallelism: as stock, or refused."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def sequence_parallel_case(strategy: str, beside: str) -> tuple[float, float]:
     if beside == "mpu":
         parallel_state_sp.initialize_sequence_parallel(2)
         return differences(strategy, beside={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
-    if beside == "size alone":  # as HF Trainer writes it, whose model is made before there is an mpu
+    if beside == "size alone":  # as HF Trainer writes it; its model is made before there is an mpu
         return differences(strategy, beside={"sequence_parallel_size": 4}, zero_init=True)
     return differences(strategy, beside={"data_parallel_size": 4, "sequence_parallel_size": 1})
 

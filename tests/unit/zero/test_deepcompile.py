@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepCompile's passes that leave the reduction of gradients to ZeRO: trained with them, against stock and its passes.
 
-Of the compiler Inductor is left out, which on a CPU takes a minute: the graphs run as the passes have rewritten them.
+Inductor is left out of the compiler, since on a CPU it takes a minute: graphs run as the passes have rewritten them.
 """
 
 from collections.abc import Iterator

@@ -166,8 +166,11 @@ def test_updates_are_sent_in_the_order_of_the_model_and_modules_wait_for_their_o
 
 
 def updates_case() -> tuple[list[int], list[tuple[int, int]]]:
-    """The smallest ds_id of each window, in the order in which they are sent; and for each module of the next forward
-    how many of them the stream that computes is behind, and how many up to those that gathers until now need."""
+    """Return how updates arrive: the smallest ds_id of each bucket, in the order in which they are sent.
+
+    Also, for each module of the next forward: how many of the buckets the compute stream is ordered after, and how
+    many it must be ordered after, for the gathers until then.
+    """
     from unittest import mock
 
     from deepspeed_ext.comm.redistribution import ParameterRedistribution

@@ -24,7 +24,7 @@ def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2
 
 
 def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train a mixture whose experts are spread over ``ep`` ranks."""
+    """Train a mixture with experts on ``ep`` ranks."""
     from tests.harness import networks
 
     network = {1: networks.Routed, 2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
@@ -79,7 +79,7 @@ def test_experts_of_autoep_with_parameters_sharded(ranks: Any, ep: int, group: i
 
 
 def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train a model of transformers whose experts DeepSpeed spreads over ``ep`` ranks."""
+    """Train a model of transformers with experts that DeepSpeed puts on ``ep`` ranks."""
     from tests.harness import experts
 
     zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is read before it has arrived, in the order of the program. See Note [How the wire works]."""
+"""In the order of the program, nothing is read before it has arrived. See Note [How the wire works]."""
 
 from typing import Any
 
@@ -53,15 +53,15 @@ def test_late_results_are_waited_for(ranks: Any, kernels: bool, streams: bool) -
 
 
 def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[list[str], set[str], list[str]]:
-    """What training over a late wire comes to, beside a prompt one, in groups of three.
+    """Compare training over a late wire with training over a prompt one, in groups of three.
 
     Args:
         names: of strategies; each between groups in full and in four bits.
         streams: whether the device has streams.
-        waits: for places whose waits are left out in turn, a strategy.
+        waits: a strategy for each place with waits; they are left out in turn.
 
     Returns:
-        The strategies that end with other weights; where ours waits; the places that were left out without an effect.
+        The strategies that end with other weights; the places where we wait; those without an effect when left out.
     """
     import contextlib
     import dataclasses

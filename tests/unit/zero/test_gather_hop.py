@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The slot for gathers between groups: whoever fills it changes nothing else."""
+"""Another hop for gathers between groups can be used without any other change."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is complete leaves under the backward, and changes no bit.
+"""Complete buckets leave under the backward; this changes no bit.
 
 See Note [Leaving early].
 """
@@ -18,7 +18,7 @@ AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
 IN_EACH_MICRO_STEP = ("IGG",)
 _MIXED = Job(
     sizes=networks.SQUARE,
-    network=networks.Mixture,  # of whose experts ranks use different ones
+    network=networks.Mixture,  # ranks use different experts of it
     empty=False,
     steps=3,
     groups=2,

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Waits are left out, one at a time, and races that were mended come back: the checker of stream order finds each.
+"""Waits are left out, one at a time, and fixed races come back: the checker of stream order finds each of them.
 
 See Note [How order is checked].
 """
@@ -188,7 +188,7 @@ def leave_out(ranks: Any, folder: Path, name: str, options: str, number: int) ->
         print(f"{place}:\n    {findings[0]}")
 
 
-# Races that were mended: (strategy, options), what came first and what came too early.
+# Races that were fixed: (strategy, options), what came first and what came too early.
 RACES = {
     "gathers do not follow what writes parameters": (
         *("III", "plain"),

@@ -30,7 +30,7 @@ def momenta_of(engine: Any) -> list[Any]:
 
 @contextmanager
 def fails_in_a_later_round() -> Iterator[None]:
-    """Have the second round raise where matrices are orthogonalized, on all ranks, with or without a matrix."""
+    """Make the second round raise during orthogonalization, on all ranks, with or without a matrix."""
     from unittest import mock
 
     from deepspeed_ext.zero import muon
@@ -61,7 +61,7 @@ def test_a_step_that_is_not_applied_leaves_the_momentum(ranks: Any, names: tuple
 
 
 def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
-    """Whether a step that overflows, and one whose update raises, leave the momentum; what they change for others."""
+    """Whether a step that overflows, and one that raises in its update, leave the momentum; how later steps differ."""
     import torch
 
     from tests.harness import training

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What goes under compute: to the bit what waits for everything would give, and really earlier."""
+"""Communication under compute: the same bits as with a wait after everything, and really earlier."""
 
 from collections.abc import Callable
 from typing import Any

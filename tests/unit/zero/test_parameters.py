@@ -189,7 +189,7 @@ def chunks_held(optimizer: Any, param: Any) -> list[tuple[int, Any]]:
 
 
 def whole_with_padding(param: Any) -> Any:
-    """1D: the parameter, gathered, with zeros behind its end."""
+    """1D: the parameter, gathered, with zeros after its end."""
     import deepspeed
     import torch
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every strategy trains what stock DeepSpeed trains: the oracle runs in the same processes.
 
-Which options meet is in ``harness/parity_table.py``. What is no comparison under these options has a test of its own.
+``harness/parity_table.py`` has the options that are combined. What is no comparison under them has its own test.
 """
 
 from collections.abc import Iterator

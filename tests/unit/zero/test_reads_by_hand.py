@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""With ``paro_overlap_updates``: who reads parameters of modules that nobody calls, and whether these have arrived."""
+"""With ``paro_overlap_updates``: reads of parameters of modules that nobody calls, and whether these have arrived."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ def test_nothing_is_in_flight_when_a_backward_has_returned(ranks: Any, overlap: 
 
 
 def in_flight_case(overlap: bool) -> list[int]:
-    """Open transfers after each of three micro-steps, of which the last is the boundary."""
+    """Open transfers after each of three micro-steps; the last one is the boundary."""
     from tests.harness import training
 
     zero = {"overlap_comm": overlap, "reduce_bucket_size": 300}
@@ -135,8 +135,8 @@ def test_stock_accessors_see_states_that_are_back_from_the_host(ranks: Any, incl
 
 
 def reloaded_case(include: list[str] | None) -> dict[str, tuple[bool, bool]]:
-    """Of each strategy, behind a return from the host: whether what the optimizer's states are set to is read, and
-    whether what is set is theirs."""
+    """For each strategy, after states return from the host: whether accessors read the optimizer's own states, and
+    whether they set them."""
     from unittest import mock
 
     import torch
@@ -180,7 +180,7 @@ def test_an_optimizer_without_states_says_so_as_with_stock(ranks: Any) -> None:
 
 
 def stateless_case() -> list[str]:
-    """What DeepSpeed raises where SGD without momentum is asked for it: behind a step, and ours before one, too."""
+    """What DeepSpeed raises if SGD without momentum is asked for it after a step; ours raises before a step, too."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     from tests.harness import training

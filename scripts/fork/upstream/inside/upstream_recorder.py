@@ -37,7 +37,7 @@ def _notes() -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Have ranks forked from a process that has imported what they need."""
+    """Fork ranks from a process that has imported what they need."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
 
 
