@@ -132,7 +132,7 @@ def timeline(place: Any) -> None:
     for name in ("GGG", "IGG"):
         found = under_backward(place, placed(name, GROUP), accumulation=1)
         place.report.check(f"(c) {name}: reductions under the backward", found["any"])
-    found = under_backward(place, placed("IIG", GROUP), accumulation=2)
+    found = under_backward(place, placed("IIG", GROUP), 2, SHORT_HOP, LONG_LAYER)
     # The CPU has no streams: there, the host waits for one hop before the next, and by default overlap_comm is off.
     settled = place.report.check if place.cuda else place.report.figure
     settled("(d) IIG: between groups, under the last backward", found["between groups"])
