@@ -15,16 +15,16 @@ from deepspeed_ext.version import __version__
 if TYPE_CHECKING:
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
     from deepspeed_ext.zero.arrivals import wait_for_updates
+    from deepspeed_ext.zero.outer import outer_weights
 
-__all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "wait_for_updates"]
+__all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "outer_weights", "wait_for_updates"]
+_ROOMS = {"wait_for_updates": "zero.arrivals", "outer_weights": "zero.outer"}
 
 
 def __getattr__(name: str) -> Any:
     """Import public names only when they are used; by then it is known which package has them, see ``fork.py``."""
-    if name == "wait_for_updates":
-        return getattr(importlib.import_module("deepspeed_ext.zero.arrivals"), name)
     if name in __all__:
-        return getattr(importlib.import_module("deepspeed_ext.strategy"), name)
+        return getattr(importlib.import_module(f"deepspeed_ext.{_ROOMS.get(name, 'strategy')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -52,6 +52,7 @@ class ZeroConfig(Protocol):
     paro_group_size: int | None
     paro_overlap_updates: bool
     paro_quantized_updates: dict[str, Any] | None
+    paro_outer_optimizer: dict[str, Any] | None
     paro_memory_gb: float | None
     paro_decision_file: str
     paro_micro_step_seconds: float | None

@@ -16,6 +16,7 @@ from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.converting import converted, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.outer import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
@@ -95,6 +96,9 @@ def load_checkpoint(
         found = run_on_all_or_raise(
             lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded", CheckpointError
         )
+        of_outer = run_on_all_or_raise(
+            lambda: OuterStates(engine, folder, check.states), f"{folder} cannot be loaded", CheckpointError
+        )
         if from_universal:
             universal.load_untrained(engine, check.untrained)
         with _weights_of(engine, present, from_universal), engine.optimizer.writers.numbered(engine):
@@ -104,6 +108,7 @@ def load_checkpoint(
             f"{folder} was loaded only in part",
             CheckpointError,
         )
+        of_outer.load()
         engine.optimizer.send_whole()  # as the save did; so nothing is left to send of the weights before the load
         return loaded
     finally:

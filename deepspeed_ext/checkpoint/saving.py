@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 
-from deepspeed_ext.checkpoint import residuals
+from deepspeed_ext.checkpoint import outer, residuals
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
@@ -59,13 +59,19 @@ def save_checkpoint(
     run_on_all_or_raise(lambda: folder.prepare() if first else None, doing, CheckpointError)
     more = {} if exclude_frozen_parameters else _frozen(engine)
     engine.optimizer.send_whole()  # so that a run that loads this checkpoint continues as this one does
+    of_outer = outer.contents(engine)
     try:
         header, writers = _header(engine, folder.path.name), engine.optimizer.writers
-        with files.saving(folder, header, writers.left_to_others), writers.numbered(engine):
+        with (
+            engine.optimizer.outer.in_place(),
+            files.saving(folder, header, writers.left_to_others),
+            writers.numbered(engine),
+        ):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
             )
             residuals.save(engine, files, save_dir, tag)
+            outer.save(engine, files, of_outer, save_dir, tag)
         raise_together(files.error, CheckpointError)
         written = all_reduce_sum(len(files.written))
         if not engine.use_node_local_storage():

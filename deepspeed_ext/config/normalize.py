@@ -15,6 +15,7 @@ from deepspeed_ext.config.keys import (
     MICS_KEYS,
     MICS_SIZE,
     MOST_LIVE,
+    OUTER,
     QUANTIZED,
     QUANTIZED_UPDATES,
     SECTION,
@@ -58,7 +59,8 @@ def revive_mics(section: Mapping[str, Any]) -> dict[str, Any]:
         if hierarchical:
             raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
         return revived
-    given = [key for key in KEYS if key in section and key != QUANTIZED_UPDATES]  # III's sums may be
+    # III's sums may be quantized, and III may have an outer optimizer.
+    given = [key for key in KEYS if key in section and key not in (QUANTIZED_UPDATES, OUTER)]
     if given:
         raise ValueError(
             f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(given)} is "

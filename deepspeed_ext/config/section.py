@@ -45,6 +45,11 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
     Updated parameters cross between groups as differences in few bits: see ``loco.settings``.
     """
 
+    paro_outer_optimizer: dict[str, Any] | None = None
+    """
+    Groups train apart, and every so many steps an outer optimizer brings them together: see ``config.outer``.
+    """
+
     paro_memory_gb: float | None = None
     """
     GB (10^9 bytes) that each rank has for model states, for the strategy "fastest". By default a part of the

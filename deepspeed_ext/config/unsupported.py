@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.config.keys import SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.keys import GROUP_SIZE, OUTER, SECTION, STRATEGY, our_keys
 from deepspeed_ext.config.refused import always, replicated, sharded
 from deepspeed_ext.strategy import Strategy
 
@@ -78,6 +78,19 @@ def has_native_mixtures(model: Any) -> bool:
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
+def _has_outer_optimizer(engine: Any) -> str:
+    """Return the key of an outer optimizer; nothing without one."""
+    return OUTER if getattr(engine._config.zero_config, OUTER, None) is not None else ""
+
+
+def _divided_sequences(engine: Any) -> str:
+    """Return how groups that train apart divide the ranks of one sequence; nothing if they do not."""
+    size = engine._config.zero_config.paro_group_size
+    if not _has_outer_optimizer(engine) or size is None or size % engine.sequence_parallel_size == 0:
+        return ""
+    return f"{engine.sequence_parallel_size} ranks share a sequence, and groups have {size}"
+
+
 def _sharded_by_init(model: Any) -> str:
     """Return the first parameter that ``deepspeed.zero.Init`` has sharded; else nothing."""
     return next((name for name, param in model.named_parameters() if hasattr(param, "ds_tensor")), "")
@@ -106,6 +119,21 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda engine, optimizer: _folded(engine),
         "AutoEP folds experts into {} tensor-parallel ranks, and corrects gradients in DeepSpeed's own reductions",
         advice=lambda strategy, engine: "Set tensor_parallel.autotp_size to 1",
+    ),
+    Unsupported(
+        lambda engine, optimizer: _has_outer_optimizer(engine) and engine.pipeline_parallelism,
+        "stages of a pipeline take their steps together, and {} lets groups of ranks train apart",
+        advice=lambda strategy, engine: f"Remove {OUTER}",
+    ),
+    Unsupported(
+        lambda engine, optimizer: engine.has_moe_layers and _has_outer_optimizer(engine),
+        "ranks with the same experts may be in one group alone, and {} brings groups together",
+        advice=lambda strategy, engine: f"Remove {OUTER}",
+    ),
+    Unsupported(
+        lambda engine, optimizer: _divided_sequences(engine),
+        "{}, so ranks with parts of one sequence would train apart",
+        advice=lambda strategy, engine: f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and engine.pipeline_parallelism,

@@ -22,6 +22,7 @@ from deepspeed_ext.config.keys import (
     our_keys,
 )
 from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
+from deepspeed_ext.config.outer import check_outer
 from deepspeed_ext.strategy import STRATEGIES, Strategy, parse_strategy
 from deepspeed_ext.values import must_be, no_key
 
@@ -53,6 +54,7 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
         raise must_be(f"{SECTION}.{GROUP_SIZE}", expected, section[GROUP_SIZE], hint)
     if not isinstance(section.get(OVERLAP_UPDATES, False), bool):
         raise must_be(f"{SECTION}.{OVERLAP_UPDATES}", "true or false", section[OVERLAP_UPDATES])
+    check_outer(section, strategy)
     stage = section.get("stage")
     if strategy is None:
         if isinstance(stage, bool) or stage not in (None, 0, *STRATEGY_OF_STAGE):

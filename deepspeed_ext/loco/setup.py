@@ -17,10 +17,11 @@ from deepspeed_ext.loco.kernels import require_kernels
 from deepspeed_ext.loco.sampling import Sampling
 from deepspeed_ext.loco.settings import EXACT, KEY, UPDATES_KEY, LocoSettings, UpdateSettings
 from deepspeed_ext.loco.sums import QuantizedSums
-from deepspeed_ext.loco.updates import LosslessDifferences, QuantizedDifferences
+from deepspeed_ext.loco.updates import HalfDifferences, LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
 
 EVENTS, UPDATE_EVENTS = "Train/LoCo", "Train/Updates"
+_OUTER_BLOCK = 128  # elements of a change that share a scale
 _DENSE = "inter"  # name of the hop between groups for dense parameters; experts have others, with a prefix
 
 
@@ -95,6 +96,22 @@ def gather_hop(engine: Engine, strategy: Strategy) -> MakeGather:
         return GatherHop(group, name, differences)
 
     return make
+
+
+def outer_hops(engine: Engine, bits: int) -> tuple[MakeReduce, MakeGather]:
+    """Return what makes the hops of an outer optimizer, in so many bits: 32 and 16 need no kernels."""
+    if bits in (32, 16):
+        halves = {"differences": HalfDifferences()} if bits == 16 else {}
+        return make_reduce, lambda group, name: GatherHop(group, name, **halves)
+    settings, of_updates = LocoSettings(bits=bits, block_size=_OUTER_BLOCK), UpdateSettings(bits=bits)
+
+    def reduce(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
+        return LocoHop(group, name, settings, *_where_errors_are(engine))
+
+    def gather(group: ProcessGroup | None, name: str) -> GatherHop:
+        return GatherHop(group, name, QuantizedDifferences(GatherHop(group, name).collectives, of_updates))
+
+    return reduce, gather
 
 
 def announce_updates(settings: UpdateSettings, block_size: int, groups: int, what: str, then: str) -> None:

@@ -81,6 +81,23 @@ def _difference(updated: Tensor, held: Tensor, block_size: int, blocks: range) -
     return updated[some].float() - held[some].float()
 
 
+class HalfDifferences:
+    """Differences in bf16, of weights in fp32: what is lost of one comes with the next one."""
+
+    whole_every = 0  # none travels as it is
+
+    def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
+        """Return each update's difference in bf16, as bytes; see ``Differences``."""
+        return [(one.updated() - one.held).bfloat16().view(torch.uint8) for one in updates]
+
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Add what has arrived to what is held; see ``Differences``."""
+        held.add_(arrived.contiguous().view(torch.bfloat16))
+
+    def finish_step(self) -> None:
+        """Report nothing; see ``Differences``."""
+
+
 class LosslessDifferences(_Differences):
     """Differences in as many bits as they need; see Note [Lossless updates] in ``lossless.py``.
 

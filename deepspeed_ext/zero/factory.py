@@ -3,8 +3,10 @@
 """Make an engine build our optimizer in the place of DeepSpeed's."""
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,12 +17,14 @@ import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed_ext.comm.backends import MakeGather, MakeReduce
 from deepspeed_ext.comm.collectives import is_pairwise
-from deepspeed_ext.comm.process_groups import get_topology, ranks_per_node
+from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.outer import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
@@ -37,16 +41,22 @@ from deepspeed_ext.zero.families import (
     family_of,
     topologies_of,
 )
+from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.outer import OuterOptimizer
 from deepspeed_ext.zero.sharded.coordinator import coordinator_of
 from deepspeed_ext.zero.sharded.gathers import partition
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
+
+OuterHops = Callable[[int], tuple[MakeReduce, MakeGather]]
+_TO_FILES = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # of an engine: what leaves the process
 
 
 def configure_with(
     strategy: Strategy,
     gather: MakeGather,
     reduce: MakeReduce,
+    outer_hops: OuterHops,
     configure: Callable[..., Any],
     engine: Engine,
     optimizer: object,
@@ -59,6 +69,7 @@ def configure_with(
     Args:
         strategy: how model states are placed.
         gather, reduce: make the hops between groups.
+        outer_hops: gives what makes those of an outer optimizer.
         configure: DeepSpeed's method.
         engine, optimizer: its arguments.
 
@@ -69,11 +80,15 @@ def configure_with(
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
     wait_for_whole_parameters()  # of an engine before this one
     group_size = engine._config.zero_config.paro_group_size
-    topology = get_topology(engine.seq_data_parallel_group, group_size, alone=strategy.os == Placement.N)
-    topologies = topologies_of(engine, topology, alone=strategy.os == Placement.N)
+    outer = outer_settings(engine)
+    alone = strategy.os == Placement.N or outer is not None
+    topology = get_topology(engine.seq_data_parallel_group, group_size, alone=alone)
+    topologies = topologies_of(engine, topology, alone=alone)
     announce(strategy, topologies, engine, use_streams(engine._config, strategy))
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topologies, engine)
+    if outer is not None:
+        topologies = {DENSE: topology.apart()}
     if strategy.p != Placement.N and strategy.os == Placement.I:
         # Every group holds all states: the first one writes them to checkpoints.
         engine.is_first_weights_partition_group = lambda: topology.rank < topology.sizes.group_size
@@ -100,11 +115,102 @@ def configure_with(
         )
     if isinstance(configured, Stage3Optimizer) and configured.writers.writes is not None:
         engine.is_first_weights_partition_group = lambda: bool(configured.writers.writes)
+    if outer is not None and isinstance(configured, ParoOptimizer):
+        add_outer_optimizer(configured, outer, topology, outer_hops(outer.bits), engine)
     if isinstance(configured, Stage12Optimizer):
         configured.updates.watch(engine.module)
         if configured.updates.arrivals.ahead:  # HF's Trainer calls it between a step and the next forward
             engine.zero_grad = configured.updates.arrivals.unread(engine.zero_grad)
     return configured
+
+
+def outer_settings(engine: Engine) -> OuterSettings | None:
+    """Return how groups are brought together by an outer optimizer; None where there is none."""
+    section = engine._config.zero_config.paro_outer_optimizer
+    return None if section is None else OuterSettings.parse(section)
+
+
+def add_outer_optimizer(
+    optimizer: ParoOptimizer,
+    settings: OuterSettings,
+    topology: Topology,
+    make: tuple[MakeReduce, MakeGather],
+    engine: Engine,
+) -> None:
+    """Bring the groups together, in each of which an optimizer has been made as if there were no other. Collective.
+
+    Args:
+        topology: of all groups.
+        make: its hops between groups.
+    """
+    # Their own process groups: what travels beside inner steps keeps nothing else waiting.
+    between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
+    numels = [optimizer.shard_weights(shard.number).numel() for shard in optimizer.flat_shards()]
+    outer = OuterOptimizer(
+        settings,
+        topology,
+        make[0](between, "outer", True),
+        make[1](between, "outer"),
+        numels,
+        lambda number: optimizer.shard_weights(number).data,
+        optimizer.send_parameters,
+        _reporter(engine) if engine.monitor.enabled else None,
+    )
+    optimizer.outer = outer
+    optimizer.norms.overflowing = topology.inter
+    if settings.warmup_steps:
+        numbers = range(len(numels))
+        optimizer.complete_gradients = lambda: outer.average_gradients(
+            (number, optimizer.shard_gradient(number)) for number in numbers
+        )
+    if isinstance(optimizer, Stage12Optimizer):
+        _take_what_is_set(optimizer, outer)
+    for name in _TO_FILES:
+        setattr(engine, name, _with_outer_weights(getattr(engine, name), outer))
+
+
+def _take_what_is_set(optimizer: Stage12Optimizer, outer: OuterOptimizer) -> None:
+    """Let an outer optimizer take over weights that somebody sets by DeepSpeed's ``safe_set_full_fp32_param``."""
+    found = weakref.ref(outer)  # parameters may outlive the engine
+    for shard in optimizer.flat_shards():
+        for member in shard.members:
+            owner: Any = member.param
+            owner.set_full_hp_param = _taking(owner.set_full_hp_param, found, shard.number, member.in_shard)
+
+
+def _taking(
+    change: Callable[..., None], found: "weakref.ref[OuterOptimizer]", number: int, span: Span
+) -> Callable[..., None]:
+    @functools.wraps(change)
+    def changed(value: Tensor, optim_state_key: str | None = None, *args: Any, **kwargs: Any) -> None:
+        change(value, optim_state_key, *args, **kwargs)
+        outer = found()
+        if outer is not None and optim_state_key is None:
+            outer.take(number, span)
+
+    return changed
+
+
+def _reporter(engine: Engine) -> Callable[[Mapping[str, float]], None]:
+    """Return what tells the engine's monitor, whose writers are on rank 0, of an outer step."""
+
+    def report(found: Mapping[str, float]) -> None:
+        if engine.global_rank == 0:
+            samples = engine.global_samples
+            engine.monitor.write_events([(f"Train/Outer/{name}", value, samples) for name, value in found.items()])
+
+    return report
+
+
+def _with_outer_weights(save: Callable[..., Any], outer: OuterOptimizer) -> Callable[..., Any]:
+    """Return what saves the outer weights, where it would save those of a group."""
+
+    @functools.wraps(save)
+    def saved(*args: Any, **kwargs: Any) -> Any:
+        with outer.in_place():
+            return save(*args, **kwargs)
+
+    return saved
 
 
 def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config: ZeroConfig) -> Topologies:
@@ -210,6 +316,7 @@ def announce(strategy: Strategy, topologies: Topologies, engine: Engine, changed
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
         f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}"
         f"{''.join(_of_experts(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
+        f"{_of_outer(outer_settings(engine))}"
         f"{defaults}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
@@ -234,6 +341,14 @@ def _of_experts(name: str, sizes: GroupSizes) -> str:
     """Return what to say of the groups of a family of experts."""
     small = ", so I is N for them" if sizes.group_size == 1 else ""
     return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
+
+
+def _of_outer(settings: OuterSettings | None) -> str:
+    """Return what to say of an outer optimizer."""
+    if settings is None:
+        return ""
+    given = ", ".join(f"{name} {value}" for name, value in settings.as_dict().items() if name != "steps")
+    return f"; groups train apart, with an outer step every {settings.steps} steps ({given})"
 
 
 def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:

@@ -36,10 +36,13 @@ class Norms:
 
     Args:
         replicas: the ranks with the same optimizer states, None if there is one.
+
+    Attributes:
+        overflowing: the ranks that skip a step together: by default the replicas.
     """
 
     def __init__(self, replicas: ProcessGroup | None) -> None:
-        self._replicas = replicas
+        self._replicas = self.overflowing = replicas
         self._state = OverParts.AT_ONCE
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp, over_parts: Reduce) -> None:
@@ -48,8 +51,8 @@ class Norms:
             self._state = OverParts.OWED
             return
         over_parts(tensor, op)
-        if self._state is OverParts.REPEATED and self._replicas is not None:
-            dist.all_reduce(tensor, op=op, group=self._replicas)
+        if self._state is OverParts.REPEATED and self.overflowing is not None:
+            dist.all_reduce(tensor, op=op, group=self.overflowing)
 
     @contextmanager
     def _asked(self, state: OverParts) -> Iterator[None]:

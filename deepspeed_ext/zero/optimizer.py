@@ -29,6 +29,7 @@ from deepspeed_ext.strategy import Strategy, full_bucket
 from deepspeed_ext.zero.families import DENSE, Families
 from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.norms import Norms
+from deepspeed_ext.zero.outer import InnerStepsOnly
 from deepspeed_ext.zero.resync import Resync
 from deepspeed_ext.zero.shards import CrossingSpan
 from deepspeed_ext.zero.streams import ReductionStream
@@ -48,6 +49,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         norms: how ranks agree on norms and overflows.
         resync: tells when updated parameters travel as they are.
         writers: which ranks write files of optimizer states.
+        outer: what happens between groups beside that.
         complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
             adds what else belongs to them.
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
@@ -56,6 +58,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     """
 
     complete_gradients: Callable[[], None] = staticmethod(lambda: None)
+    outer = InnerStepsOnly()
     overlaps_micro_steps = False
     flush_follows = False
 
@@ -164,7 +167,6 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             for gradients in self.gradients.values():
                 gradients.learn(partial(all_reduce_max, group=self.topology.world))
 
-    @abstractmethod
     def send_whole(self) -> None:
         """Make all ranks hold the optimizer's weights, rounded to the parameters' dtype, where they may not.
 
@@ -173,12 +175,23 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         Raises:
             RuntimeError: parameters are offloaded.
         """
+        if not self.resync.always:
+            self.send_parameters()
+
+    @abstractmethod
+    def send_parameters(self) -> None:
+        """Make all ranks hold the optimizer's weights, which somebody has set. Collective.
+
+        Raises:
+            RuntimeError: parameters are offloaded.
+        """
 
     def _require_parameters(self) -> None:
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
             raise RuntimeError(
-                "Parameters are offloaded, and with zero_optimization.paro_quantized_updates all ranks are sent them "
-                "before a checkpoint is saved, and after a load. Call engine.reload_states() before."
+                "Parameters are offloaded, and with zero_optimization.paro_quantized_updates or paro_outer_optimizer "
+                "all ranks are sent them before a checkpoint is saved, and after a load. Call engine.reload_states() "
+                "before."
             )
 
     @override
@@ -190,6 +203,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Tell reductions that remember whether a step was skipped."""
+        self.outer.begin_step()
         self._scale_of_step = float(self.loss_scale)
         self.resync.vote()
         try:
@@ -205,6 +219,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             self._autocast_scale = None
             self.gradient_scale()
         self.error_state.finish_step(not self.overflow)
+        self.outer.finish_step(not self.overflow)
         for family in self.families.values():
             family.gather.finish_step()
 
@@ -280,10 +295,18 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """Offload the errors that are kept with DeepSpeed's states."""
         super().offload_states(*args, **kwargs)
         self.error_state.offload()
+        self.outer.offload()
+
+    @override
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Move back what an outer optimizer has, too."""
+        super().reload_states(*args, **kwargs)
+        self.outer.reload()
 
     @override
     def destroy(self) -> None:
         """Forget errors with DeepSpeed's optimizer."""
+        self.outer.drop()
         for family in self.families.values():
             family.reduce.inter.errors = family.reduce.inter.sums.errors = ErrorState()
         super().destroy()

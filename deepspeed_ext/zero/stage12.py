@@ -326,6 +326,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         with self.updates.partitions():
             self.updates.take_weights()
             super()._restore_from_bit16_weights()
+        self.outer.restart()
 
     # What others ask for ##########################################################################
 
@@ -601,11 +602,16 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             super().update_lp_params()
             self.updates.drain()
 
-    def send_whole(self) -> None:
+    def send_parameters(self) -> None:
         """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
-        if not self.resync.always:
-            self._require_parameters()
-            self.update_lp_params()
+        self._require_parameters()
+        self.update_lp_params()
+
+    @override
+    def _optimizer_step(self, group_no: int) -> None:
+        """Also let an outer optimizer have the weights of this step."""
+        super()._optimizer_step(group_no)
+        self.outer.after_step(group_no)
 
     # What takes the place of gradients ############################################################
 

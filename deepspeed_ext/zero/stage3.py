@@ -648,10 +648,8 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _starts_updates_early(self) -> bool:
         return self._stepping and bool(self.offload_optimizer)
 
-    def send_whole(self) -> None:
+    def send_parameters(self) -> None:
         """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
-        if self.resync.always:
-            return
         self._require_parameters()
         self.drain_parameters()  # what the last step has sent is written to the rows that are written here
         for slices in self.slices.values():
@@ -661,6 +659,15 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             self._reassign_or_swap_out_partitioned_parameters(sub_group)
         self._gather_updates()
         self.drain_parameters()
+        if not self._sliced and self.persistent_parameters:  # whole, of before
+            self.persistent_parameters[0].partition(self.persistent_parameters)
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+
+    @override
+    def _optimizer_step(self, sub_group_id: int) -> None:
+        """Also let an outer optimizer have the weights of this step."""
+        super()._optimizer_step(sub_group_id)
+        self.outer.after_step(sub_group_id)
 
     @override
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
@@ -672,18 +679,28 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         if not param.requires_grad or value.numel() != param.ds_numel:
             super().set_full_hp_param(value, param, optim_state_key)
             return
-        held, _ = self._get_fp32_opt_state_partition(
-            param, release_swap_buffers=False, optim_state_key=optim_state_key
-        )
+        self._set_owned(value, param, optim_state_key)
+        self._tell_outer(param, optim_state_key)
+
+    def _set_owned(self, value: Tensor, param: ZeroParameter, key: str | None) -> None:
+        """Set what this rank owns of a parameter's weights, or of a state of the optimizer."""
+        held, _ = self._get_fp32_opt_state_partition(param, release_swap_buffers=False, optim_state_key=key)
         start = held.numel() * self._get_param_partition_rank(param)
         mine = value.flatten()[start : start + held.numel()]
         held.data[: mine.numel()].copy_(mine)
 
+    def _tell_outer(self, param: ZeroParameter, key: str | None) -> None:
+        """Let an outer optimizer take over weights of a parameter that were set."""
+        for shard in self.flat_shards() if key is None else ():
+            for member in (member for member in shard.members if member.param is param):
+                self.outer.take(shard.number, member.in_shard)
+
     @override
-    def set_local_hp_param(self, *args: Any, **kwargs: Any) -> None:
+    def set_local_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Serve DeepSpeed's safe_set_local_fp32_param and its like."""
         self.resync.ask()
-        super().set_local_hp_param(*args, **kwargs)
+        super().set_local_hp_param(value, param, optim_state_key)
+        self._tell_outer(param, optim_state_key)
 
     @override
     def offload_states(

@@ -43,10 +43,10 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
                 repartition_for_stock(self.module)
             return configure(self, optimizer)
-        from deepspeed_ext.loco.setup import gather_hop, inter_hop
+        from deepspeed_ext.loco.setup import gather_hop, inter_hop, outer_hops
         from deepspeed_ext.zero.factory import configure_with
 
-        hops = gather_hop(self, strategy), inter_hop(self, strategy)
+        hops = gather_hop(self, strategy), inter_hop(self, strategy), functools.partial(outer_hops, self)
         return configure_with(strategy, *hops, configure, self, optimizer)
 
     return _configure_zero_optimizer

@@ -16,6 +16,31 @@ from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, OFFLOADING, co
 
 pytestmark = pytest.mark.quick
 
+
+def outer(strategy: str = "III", **given: Any) -> dict[str, Any]:
+    return {"paro_strategy": strategy, "paro_outer_optimizer": given}
+
+
+OUTER_SECTIONS: list[tuple[dict[str, Any], str]] = [
+    (outer("NIG"), r"os = I\): .*paro_strategy must be one of NNI, NII, INI, III, got 'NIG'. III shards"),
+    (outer("fastest"), "must be one of NNI, NII, INI, III, got 'fastest'"),
+    ({"paro_outer_optimizer": {}}, r"paro_outer_optimizer is set \({}\) without zero_optimization.paro_strategy"),
+    ({"paro_strategy": "III", "paro_outer_optimizer": 30}, "must be a dictionary of steps, lr, .*got 30 of type int"),
+    (outer(step=30), "paro_outer_optimizer has no key 'step'.*Did you mean 'steps'"),
+    (outer(steps=0), "steps must be an integer of at least 1 .*got 0"),
+    (outer(steps=True), "steps must be .*got True of type bool"),
+    (outer(lr=0.0), "lr must be a number above 0, got 0.0"),
+    (outer(momentum=1.0), r"momentum must be a number in \[0, 1\), got 1.0"),
+    (outer(nesterov="yes"), "nesterov must be true or false, got 'yes'"),
+    (outer(warmup_steps=-1), "warmup_steps must be an integer of at least 0"),
+    (outer(bits=2), "bits must be 4, 8, 16 or 32, got 2"),
+    (outer(offload="nvme"), 'offload must be "none" or "cpu", got \'nvme\''),
+    (outer(steps=2, fragments=3), "fragments must be at most .*steps.*got 3 fragments and 2 steps"),
+    (outer(steps=10, fragments=3, delay=3), "with 10 steps and 3 fragments less than 3, got 3"),
+    (outer(steps=1, delay=1), "less than 1, got 1"),
+    (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits says in how many bits"),
+    (outer() | {"paro_quantized_updates": {}}, "paro_quantized_updates cannot be combined"),
+]
 BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
     ({"paro_strategy": "ZeRO"}, "one of NNN, .*got 'ZeRO'"),
@@ -48,6 +73,7 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"paro_strategy": "NIG", "paro_groupsize": 2}, "no key 'paro_groupsize'.*Did you mean 'paro_group_size'"),
     ({"PaRO": "auto"}, "no key 'PaRO'"),
+    *OUTER_SECTIONS,
     ({"paro_strategy": "fast"}, "GGG .*, or fastest, got 'fast'"),
     ({"paro_memory_gb": 4}, r"paro_memory_gb is set \(4\) without zero_optimization.paro_strategy"),
     ({"paro_strategy": "NIG", "paro_memory_gb": 4}, "paro_memory_gb is for paro_strategy fastest, got .* 'NIG'"),
@@ -70,7 +96,8 @@ def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -
 
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the table of keys."""
-    assert KEYS == ("paro_strategy", "paro_group_size", "paro_overlap_updates", "paro_quantized_updates")
+    of_updates = ("paro_overlap_updates", "paro_quantized_updates")
+    assert ("paro_strategy", "paro_group_size", *of_updates, "paro_outer_optimizer") == KEYS
     assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file", "paro_micro_step_seconds")
     assert (*KEYS, *OF_FASTEST, "stage3_leaf_bytes") == OURS
     assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")

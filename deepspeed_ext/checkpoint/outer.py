@@ -1,0 +1,135 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What an outer optimizer adds to checkpoints: a file of each rank, beside DeepSpeed's.
+
+DeepSpeed's files hold the anchors, what all groups agreed on last, with the first group's states of the inner
+optimizer: any strategy, DeepSpeed and its tools go on from there. What each group has by itself, its weights and its
+states, is in these files, with the outer weights and momentum. A run that is sharded in the same way, with the same
+settings, goes on from them to the bit.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.utils import log_dist
+from torch import Tensor
+
+from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.comm.agreement import any_rank, run_on_all_or_raise
+from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.outer import OuterOptimizer
+
+_NAME = "outer_rank_{:05d}_mp_rank_{:02d}.pt"
+
+
+def contents(engine: Engine) -> dict[str, Any] | None:
+    """Return what this rank's file has to hold, before the anchors take the place of the group's weights. Collective.
+
+    Returns:
+        None without an outer optimizer.
+    """
+    optimizer: ParoOptimizer = engine.optimizer
+    if not isinstance(optimizer.outer, OuterOptimizer):
+        return None
+    shards = {shard.number: optimizer.shard_weights(shard.number) for shard in optimizer.flat_shards()}
+    return {
+        "described": _described(engine, optimizer.outer),
+        "outer": optimizer.outer.state(),
+        "weights": {number: weights.detach().cpu().clone() for number, weights in shards.items()},
+        "states": {number: _copied(optimizer.optimizer.state.get(weights, {})) for number, weights in shards.items()},
+    }
+
+
+def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.detach().cpu().clone() if isinstance(value, Tensor) else value for name, value in states.items()
+    }
+
+
+def _described(engine: Engine, outer: OuterOptimizer) -> dict[str, Any]:
+    return {"strategy": engine.optimizer.strategy.name, **outer.described()}
+
+
+def save(engine: Engine, files: CheckpointFiles, content: dict[str, Any] | None, save_dir: str, tag: str) -> None:
+    """Write this rank's file, if there is something to hold."""
+    if content is not None:
+        files.save(content, str(Path(save_dir, tag, _name(engine))))
+
+
+def _name(engine: Engine) -> str:
+    return _NAME.format(engine.optimizer.outer.topology.rank, engine.checkpoint_mp_rank)
+
+
+class OuterStates:
+    """What a checkpoint has for an outer optimizer, looked at before anything is changed.
+
+    Args:
+        engine: that will load.
+        folder: of the checkpoint.
+        with_states: whether states of the optimizer are loaded at all.
+
+    Raises:
+        CheckpointError: this rank's file cannot be read.
+    """
+
+    def __init__(self, engine: Engine, folder: Path, with_states: bool) -> None:
+        self._optimizer: ParoOptimizer = engine.optimizer
+        self._folder = folder
+        self._found: Mapping[str, Any] = {}
+        outer = self._optimizer.outer
+        if not isinstance(outer, OuterOptimizer):
+            return
+        self._outer = outer
+        path = folder / _name(engine)
+        files: CheckpointFiles = engine.checkpoint_engine
+        if with_states and path.exists():
+            found = files.inspect(path, "described", "outer", "weights", "states")
+            if found["described"] == _described(engine, outer):
+                self._found = found
+
+    def load(self) -> None:
+        """Go on as the run that was saved, or from the weights that DeepSpeed has loaded. Collective."""
+        if not isinstance(self._optimizer.outer, OuterOptimizer):
+            return
+        if any_rank(not self._found):
+            self._outer.restart()
+            log_dist(
+                f"deepspeed_ext: {self._folder} has no states of this outer optimizer (other groups, other settings, "
+                f"or none): all groups begin with its weights and with the first group's optimizer states.",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+            return
+        run_on_all_or_raise(self._take, f"{self._folder} was loaded only in part", CheckpointError)
+        self._optimizer.send_parameters()
+
+    def _take(self) -> None:
+        self._outer.load(self._found["outer"])
+        for number, saved in self._found["weights"].items():
+            weights = self._optimizer.shard_weights(number)
+            states = self._optimizer.optimizer.state[weights]
+            _require_same_names(self._folder, states, self._found["states"][number])
+            weights.data.copy_(saved)
+            for name, value in self._found["states"][number].items():
+                states[name] = _like(states.get(name), value)
+
+
+def _require_same_names(folder: Path, states: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    if states and set(states) != set(saved):
+        raise CheckpointError(
+            f"{folder} has the states {sorted(saved)} of another optimizer in its outer_rank_*.pt, expected "
+            f"{sorted(states)}."
+        )
+
+
+def _like(held: Any, saved: Any) -> Any:
+    """Return a state where DeepSpeed holds it."""
+    if isinstance(held, Tensor) and isinstance(saved, Tensor):
+        held.copy_(torch.as_tensor(saved))
+        return held
+    return saved

@@ -1,0 +1,245 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What an outer optimizer must do, in one process: a copy of the model for each group, and an outer step of ten lines.
+
+Everything here runs inside rank processes, of which each computes all groups.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed import comm as dist
+from torch import Tensor
+
+from tests.harness import training
+from tests.harness.training import Job, Network
+
+KEY = "paro_outer_optimizer"
+DEFAULTS = {"steps": 30, "lr": 0.7, "momentum": 0.9, "nesterov": True, "warmup_steps": 0, "delay": 0}
+
+
+class Apart(NamedTuple):
+    """A run with an outer optimizer.
+
+    Attributes:
+        losses: of this rank.
+        weights: of this rank's group, 1D, all parameters.
+        anchors: what all groups agreed on last, 1D, all trained parameters; of this rank's slice in ours.
+    """
+
+    losses: list[float]
+    weights: Tensor
+    anchors: Tensor
+
+
+def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
+    """Train a copy for each group.
+
+    Args:
+        job: of SGD or AdamW.
+        outer: the section.
+        group_size: m.
+        offsets: of each trained parameter, when its elements leave; by default after H steps.
+    """
+    settings = {**DEFAULTS, **outer}
+    n, rank = dist.get_world_size(), dist.get_rank()
+    copies = [_copy(job) for _ in range(n // group_size)]
+    data = [training_batches(job, one) for one in range(n)]
+    trained = [[p for p in model.parameters() if p.requires_grad and p.numel()] for model, _ in copies]
+    anchors = [p.detach().clone() for p in trained[0]]
+    momenta = [torch.zeros_like(anchor) for anchor in anchors]
+    offsets = offsets or [torch.zeros(anchor.shape) for anchor in anchors]
+    due: dict[int, list[tuple[int, Tensor]]] = {}
+    losses = []
+    for step in range(1, job.steps + 1):
+        batches = [[next(of) for _ in range(job.accumulation)] for of in data]
+        of_warmup = step <= settings["warmup_steps"]
+        for group, (model, _) in enumerate(copies):
+            for param in trained[group]:  # ZeRO steps all elements of a shard
+                param.grad = torch.zeros_like(param)
+            for one in range(n):
+                if of_warmup or one // group_size == group:
+                    found = _backward(model, job, step, batches[one], n if of_warmup else group_size)
+                    losses += found if one == rank and group == rank // group_size else []
+            torch.nn.utils.clip_grad_norm_(trained[group], job.clipping)
+        for _, optimizer in copies:
+            optimizer.step()
+        if of_warmup:
+            anchors = [p.detach().clone() for p in trained[0]]
+            continue
+        for number, mask in due.pop(step, []):
+            for some in trained:
+                some[number].data[mask] = anchors[number][mask]
+        for number, (anchor, momentum) in enumerate(zip(anchors, momenta, strict=True)):
+            mask = offsets[number] == (step - settings["warmup_steps"]) % settings["steps"]
+            change = torch.stack([anchor - some[number].detach() for some in trained]).mean(0)[mask]
+            momentum[mask] = settings["momentum"] * momentum[mask] + change
+            ahead = change + settings["momentum"] * momentum[mask] if settings["nesterov"] else momentum[mask]
+            anchor[mask] -= settings["lr"] * ahead
+            if settings["delay"]:
+                due.setdefault(step + settings["delay"], []).append((number, mask))
+            else:
+                for some in trained:
+                    some[number].data[mask] = anchor[mask]
+    own = copies[rank // group_size][0]
+    return Apart(losses, torch.cat([p.detach().flatten() for p in own.parameters()]), _flat(anchors))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def _copy(job: Job) -> tuple[Network, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    model = (job.network or Network)(job.sizes, job.checkpointing, job.empty)
+    groups = training.parameter_groups(model, job)
+    if job.optimizer == "SGD":
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+
+
+def training_batches(job: Job, rank: int) -> Any:
+    """The micro-batches of a rank."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    while True:
+        yield tuple(torch.randn(2, size, generator=generator) for size in (job.sizes[0], job.sizes[-1]))
+
+
+def _backward(model: Network, job: Job, step: int, batches: Sequence[Any], ranks: int) -> list[float]:
+    losses = []
+    for number, (x, y) in enumerate(batches, (step - 1) * job.accumulation):
+        skipped = [layer for at, layer in job.skipped if at == number]
+        loss = ((model(x, skipped) - y) ** 2).mean()
+        if loss.requires_grad:
+            (loss / job.accumulation / ranks).backward()
+        losses.append(loss.item())
+    return losses
+
+
+class Found(NamedTuple):
+    """How a run of ours compares.
+
+    Attributes:
+        strategy: which.
+        weights: largest difference of the group's weights, relative to the largest weight.
+        losses: largest difference.
+        anchors: whether they are the same bits in all groups.
+        together: whether all ranks of a group have the same bits of parameters.
+    """
+
+    strategy: str
+    weights: float
+    losses: float
+    anchors: bool
+    together: bool
+
+
+def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: int) -> list[Found]:
+    """Train strategies with an outer optimizer, and compare them with ``expected``."""
+    rows = []
+    for name in names:
+        engine, model = training.make_engine(job, training.placed(name, group_size, **{KEY: outer}))
+        data, losses = training.batches(job), []
+        for number in range(job.steps * job.accumulation):
+            losses.append(training.micro_step(engine, job, number, *next(data)))
+            engine.step()
+        weights = training.whole_weights(model)
+        own = engine.optimizer.outer
+        own.settle()
+        offsets = _offsets(engine, model)
+        anchors = torch.cat([fragment.anchor.flatten() for fragment in own.fragments])
+        same = training.replicas_equal(anchors, own.topology.inter)
+        together = training.replicas_equal(weights, own.topology.intra)
+        engine.destroy()
+        oracle = expected(job, outer, group_size, offsets)
+        apart = ((weights - oracle.weights).abs().max() / oracle.weights.abs().max()).item()
+        of_losses = max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True))
+        rows.append(Found(name, apart, of_losses, same, together))
+    return rows
+
+
+def _offsets(engine: Any, model: Network) -> list[Tensor]:
+    """When the elements of each trained parameter leave."""
+    optimizer, found = engine.optimizer, []
+    mine: list[tuple[str, int, int, int]] = []
+    names = {id(p): name for name, p in model.named_parameters()}
+    for shard in optimizer.flat_shards():
+        for member in shard.members:
+            for fragment in (one for one in optimizer.outer.fragments if one.number == shard.number):
+                both = member.in_shard.common(fragment.span)
+                if both.numel:
+                    start = member.span.start + both.start - member.offset
+                    mine.append((names[id(member.param)], start, both.numel, fragment.offset))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, mine)
+    for name, param in model.named_parameters():
+        numel, shape = getattr(param, "ds_numel", param.numel()), getattr(param, "ds_shape", param.shape)
+        if not (param.requires_grad and numel):
+            continue
+        offsets = torch.full((numel,), -1)
+        for other, start, count, offset in (row for rows in everybody for row in rows):
+            if other == name:
+                offsets[start : min(numel, start + count)] = offset
+        assert (offsets >= 0).all(), name
+        found.append(offsets.view(shape))
+    return found
+
+
+def of(job: Job, **changed: Any) -> Job:
+    """A job with some fields changed."""
+    return replace(job, **changed)
+
+
+class Run(NamedTuple):
+    """How a run compares with the same strategy's otherwise.
+
+    Attributes:
+        strategy: which.
+        weights: largest difference of weights, relative to the largest one.
+        anchors: whether they are the same bits in all groups.
+        applied: which steps were taken, the same on all ranks.
+        finite: whether all weights are.
+    """
+
+    strategy: str
+    weights: float
+    anchors: bool
+    applied: list[bool]
+    finite: bool
+
+
+def against(
+    names: Sequence[str], job: Job, outer: dict[str, Any], other: dict[str, Any] | None, beside_job: Job | None = None
+) -> list[Run]:
+    """Train strategies with an outer optimizer, and with another one, or none; possibly in another way."""
+    rows = []
+    for name in names:
+        same: list[bool] = []
+
+        def look(engine: Any, same: list[bool] = same) -> None:
+            own = engine.optimizer.outer
+            own.settle()
+            anchors = torch.cat([fragment.anchor.flatten() for fragment in own.fragments])
+            same.append(training.replicas_equal(anchors, own.topology.inter))
+
+        found = training.train(job, training.placed(name, 2, **{KEY: outer}), look)
+        beside = training.train(beside_job or job, training.placed(name, 2, **({} if other is None else {KEY: other})))
+        apart = ((found.weights - beside.weights).abs().max() / beside.weights.abs().max()).item()
+        finite = bool(torch.isfinite(found.weights).all())
+        rows.append(Run(name, apart, same[0], found.applied, finite))
+    return rows
+
+
+def alike(names: Sequence[str], job: Job, outer: dict[str, Any]) -> dict[str, float]:
+    """Train strategies with an outer optimizer; how far each is from the first one, relative to the largest weight."""
+    weights = {name: training.train(job, training.placed(name, 2, **{KEY: outer})).weights for name in names}
+    first = weights[names[0]]
+    return {name: ((found - first).abs().max() / first.abs().max()).item() for name, found in weights.items()}
+
+
+def trained(names: Sequence[str], job: Job, group_size: int, outer: dict[str, Any] | None) -> list[list[float]]:
+    """Train strategies, with an outer optimizer or without; the weights of each."""
+    more = {} if outer is None else {KEY: outer}
+    return [training.train(job, training.placed(name, group_size, **more)).weights.tolist() for name in names]

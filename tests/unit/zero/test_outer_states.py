@@ -1,0 +1,163 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of an outer optimizer: a resumed run is the uninterrupted one, and all else goes on from the anchors."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+PLAIN = {"steps": 3}
+STREAMING = {"steps": 4, "fragments": 2, "delay": 1, "bits": 4}
+ALL = ("NNI", "NII", "INI", "III")
+
+
+def resumed_case(folder: str, names: Sequence[str], optimizer: str, outer: dict[str, Any], steps: int) -> list[Any]:
+    """What differs after a load at each step, and at the end of the run, from a run that is never interrupted."""
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
+    from tests.harness.outer_oracle import KEY
+
+    job = snapshots.job_of("bf16", optimizer=optimizer)
+    found = []
+    for name in names:
+        keys = training.placed(name, 2, **{KEY: outer})
+        batches = snapshots.steps_of(job, steps)
+        engine, model = training.make_engine(job, keys)
+        seen = []
+        for step in range(1, steps):
+            snapshots.run(engine, job, batches[step - 1 : step])
+            engine.save_checkpoint(f"{folder}/{name}", tag=str(step))
+            seen.append(snapshots.snapshot(engine, model, job))
+        snapshots.run(engine, job, batches[-1:])
+        whole = snapshots.snapshot(engine, model, job)
+        engine.destroy()
+        for step in range(1, steps):
+            engine, model = training.make_engine(job, keys)
+            snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=9))  # something to be overwritten
+            engine.load_checkpoint(f"{folder}/{name}", tag=str(step))
+            loaded = snapshots.difference(seen[step - 1], snapshots.snapshot(engine, model, job))
+            snapshots.run(engine, job, batches[step:])
+            found.append((name, step, loaded, snapshots.difference(whole, snapshots.snapshot(engine, model, job))))
+            engine.destroy()
+        dist.barrier()
+    return [row for row in found if row[2] or row[3]]
+
+
+@pytest.mark.parametrize(
+    "names, optimizer, outer, steps",
+    [(ALL, "Adam", PLAIN, 5), (("NII", "III"), "Adam", STREAMING, 7), (("III",), "Muon", {**PLAIN, "bits": 16}, 5)],
+    ids=["plain", "streaming in 4 bits", "Muon"],
+)
+def test_a_run_that_is_resumed_at_any_step_is_the_uninterrupted_one(
+    ranks: Any, kernels: bool, tmp_path: Any, names: Sequence[str], optimizer: str, outer: dict[str, Any], steps: int
+) -> None:
+    assert ranks(4).run(resumed_case, str(tmp_path), names, optimizer, outer, steps) == [[]] * 4
+
+
+def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
+    """Where a checkpoint's weights differ from the anchors: on disk, in a file of 16 bits, and in other runs."""
+    import os
+
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from tests.harness import snapshots, training
+    from tests.harness.outer_oracle import KEY
+
+    job = snapshots.job_of("fp32")
+    found = []
+    for name in names:
+        where = f"{folder}/{name}"
+        engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
+        snapshots.run(engine, job, snapshots.steps_of(job, 3))
+        theirs = snapshots.snapshot(engine, model, job)
+        with engine.optimizer.outer.in_place():
+            anchors = {key: value for key, value in _weights(engine, model).items()}
+        back = snapshots.difference(theirs, snapshots.snapshot(engine, model, job))
+        apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
+        engine.save_checkpoint(where)
+        engine.save_16bit_model(where, "weights.bin")
+        engine.destroy()
+        dist.barrier()
+        on_disk = get_fp32_state_dict_from_zero_checkpoint(where)
+        differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
+        if dist.get_rank() == 0 and os.path.exists(f"{where}/weights.bin"):
+            saved = torch.load(f"{where}/weights.bin")
+            differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
+        for other in _others(name):
+            engine, model = training.make_engine(job, other)
+            engine.load_checkpoint(where)
+            weights = _weights(engine, model)
+            differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
+            snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
+            differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
+            engine.destroy()
+        found.append((name, bool(apart), back, differ))
+    return found
+
+
+def _others(name: str) -> list[dict[str, Any]]:
+    """What loads a checkpoint of a strategy: other settings, no outer optimizer."""
+    from tests.harness import training
+    from tests.harness.outer_oracle import KEY
+
+    other = {"NNI": "NII", "NII": "NNI", "INI": "III", "III": "INI"}[name]
+    return [
+        training.placed(name, 2),
+        training.placed(name, 2, **{KEY: {"steps": 3}}),
+        training.placed(other, 2, **{KEY: {"steps": 2}}),
+    ]
+
+
+def _weights(engine: Any, model: Any) -> dict[str, Any]:
+    """The parameters that are trained, whole."""
+    import deepspeed
+
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    with deepspeed.zero.GatheredParameters(list(trained.values())):
+        return {name: param.detach().clone() for name, param in trained.items()}
+
+
+def test_everything_else_goes_on_from_the_anchors(ranks: Any, tmp_path: Any) -> None:
+    for rows in ranks(4).run(elsewhere_case, str(tmp_path), ALL):
+        assert rows == [(name, True, {}, []) for name in ALL]
+
+
+def converted_case(folder: str, name: str) -> list[str]:
+    """Where a universal checkpoint's weights differ from the anchors, in runs of other strategies and sizes."""
+    from dataclasses import replace
+
+    import torch
+
+    from tests.harness import snapshots, training
+    from tests.harness.outer_oracle import KEY
+
+    job = snapshots.job_of("fp32")
+    engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
+    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    with engine.optimizer.outer.in_place():
+        anchors = _weights(engine, model)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    snapshots.convert(folder)
+    loading = replace(job, config={**job.config, "checkpoint": {"load_universal": True}})
+    partitioned = name[0] != "N"
+    groups = [training.placed(name, m, **{KEY: {"steps": 2}}) for m in (1, 4)]
+    others = [*groups, training.placed("NIG"), training.placed("IIG"), {"stage": 3 if partitioned else 2}]
+    differ = []
+    for other in others:
+        engine, model = training.make_engine(loading, other)
+        engine.load_checkpoint(folder)
+        weights = _weights(engine, model)
+        differ += [f"{key} {other}" for key in anchors if not torch.equal(weights[key], anchors[key])]
+        snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
+        engine.destroy()
+    return differ
+
+
+@pytest.mark.parametrize("name", ["NII", "III"])
+def test_other_strategies_and_numbers_of_groups_go_on_from_the_anchors(ranks: Any, tmp_path: Any, name: str) -> None:
+    assert ranks(4).run(converted_case, str(tmp_path), name) == [[]] * 4
