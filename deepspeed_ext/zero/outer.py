@@ -32,7 +32,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.agreement import all_reduced
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
-from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
@@ -105,6 +105,7 @@ class Fragment:
         weights: fp32, (width): of this rank's row, exact.
         momentum: the same of the outer optimizer.
         started: on its way, or there.
+        stepped: weights and momentum after the outer step of what is on its way, where these are kept on the host.
         due: inner step after which it is used; 0 if it is not on its way.
     """
 
@@ -116,6 +117,7 @@ class Fragment:
     weights: Tensor
     momentum: Tensor
     started: Started | None = None
+    stepped: tuple[Tensor, Tensor] | None = None
     due: int = 0
 
     @property
@@ -264,6 +266,7 @@ class OuterOptimizer(InnerStepsOnly):
         Args:
             change: fp32, (k * width), of this group by k; may be overwritten.
         """
+        change = record_on_current_stream(change)  # another stream's memory, which nobody else keeps
         if self.settings.bits == 16:
             change = change.bfloat16()
         mean = yield from self.reduce.reduce_scatter(change, [fragment.width] * self.reduce.size, self._told(fragment))
@@ -273,7 +276,7 @@ class OuterOptimizer(InnerStepsOnly):
             return weights
         if self._gather.differences is None:
             return (yield from self._gather.all_gather(weights))
-        anchor = fragment.anchor.to(self._device, copy=True)
+        anchor = fragment.anchor.to(self._device, non_blocking=True, copy=True)
         held = anchor[self.reduce.rank].clone()
         (code,) = self._gather.differences.encode([Update(lambda: weights, held, fragment.width)], lambda most: most)
         arrived = yield from self._gather.all_gather(code)
@@ -288,21 +291,28 @@ class OuterOptimizer(InnerStepsOnly):
         return tuple((ShardSpan(fragment.number, row, *span),) for row, span in enumerate(rows))
 
     def _take_outer_step(self, fragment: Fragment, gradient: Tensor) -> Tensor:
-        """Return the outer weights of this rank's row after a step of the outer optimizer; PyTorch's SGD."""
-        weights, momentum = (kept.to(self._device) for kept in (fragment.weights, fragment.momentum))
+        """Return the outer weights of this rank's row after a step of the outer optimizer; PyTorch's SGD.
+
+        The host must not wait here: what is kept there is written when the fragment has arrived.
+        """
+        kept = fragment.weights, fragment.momentum
+        weights, momentum = (one.to(self._device, non_blocking=True) for one in kept)
         rate, damping = self.settings.lr, self.settings.momentum
         self._observe(1, gradient)
         momentum.mul_(damping).add_(gradient)
         weights.sub_(gradient.add(momentum, alpha=damping) if self.settings.nesterov else momentum, alpha=rate)
-        fragment.momentum.copy_(momentum)
-        fragment.weights.copy_(weights)
+        if weights is not fragment.weights:
+            fragment.stepped = weights, momentum
         return weights
 
     def _arrive(self, fragment: Fragment) -> None:
         """Have the anchor of a fragment that is on its way."""
         if fragment.started is not None:
             fragment.anchor.view(-1).copy_(self._queue.finish(fragment.started))
-            fragment.started = None
+            if fragment.stepped is not None:
+                fragment.weights.copy_(record_on_current_stream(fragment.stepped[0]))
+                fragment.momentum.copy_(record_on_current_stream(fragment.stepped[1]))
+            fragment.started = fragment.stepped = None
 
     def _use(self, fragment: Fragment) -> None:
         """Set the optimizer's weights to the anchor that has arrived."""

@@ -70,6 +70,9 @@ _AHEAD = {"paro_overlap_updates": True}
 _EXACT = {"paro_quantized_updates": {"bits": "exact", "resync_T": 3}}
 _FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
 _CROSSING = tuple(name for name in ALL if name[0] != "G")  # updates, or sums, cross in few bits
+_APART = ("NNI", "NII", "INI", "III")  # those that may have an outer optimizer
+_OUTER = {"paro_outer_optimizer": {"steps": 2, "fragments": 2, "bits": 4}}
+_DELAYED = {"paro_outer_optimizer": {"steps": 4, "delay": 2, "warmup_steps": 1, "bits": 16, "offload": "cpu"}}
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
@@ -124,6 +127,9 @@ OPTIONS = {
         ("NNI", "NIG"), {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}}, _EXPERTS, gathering=False
     ),
     "experts, sharded": Options(("ING", "III", "IGG", "GGG"), _OVERLAP, _AUTOEP, gathering=False),
+    "outer": Options(_APART, {**_OVERLAP, **_OUTER}, replace(_ADAM, steps=3), saving=True),
+    "outer, delayed": Options(_APART, {**_OVERLAP, **_DELAYED}, replace(_EVERY, steps=7), gathering=False),
+    "outer, offload": Options(("NII", "III"), {**_OUTER, **_OFFLOAD}, replace(_ADAM, steps=3)),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),

@@ -21,6 +21,8 @@ PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PAGEABLE = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 _LOCO = {"zeropp_loco_param": {"hadamard": True, "reset_T": 2}}
 _FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
+_OUTER = {"paro_outer_optimizer": {"steps": 2, "fragments": 2, "bits": 4}}
+_DELAYED = {"paro_outer_optimizer": {"steps": 3, "delay": 1, "bits": 8, "offload": "cpu"}}
 _JOB = Job(zero=SMALL, empty=False, accumulation=2, groups=2, optimizer="Adam")
 
 
@@ -49,6 +51,8 @@ OPTIONS = {
     "LoCo": Options(("NIG", "IIG"), {**_LOCO, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
     "LoCo, pageable": Options(("NGG", "III"), {**_LOCO, **PAGEABLE}, stock=False),
     "in few bits": Options(("NIG", "ING"), {**_FEW_BITS, **PINNED}, replace(_JOB, accumulation=1), stock=False),
+    "outer": Options(("NII", "III"), _DELAYED, replace(_JOB, steps=5, accumulation=1), stock=False),
+    "outer, pinned": Options(("NII", "INI"), {**_OUTER, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
     "Muon": Options(("NIG", "IIG"), {}, replace(_JOB, optimizer="Muon"), stock=False),
     "Muon, pinned": Options(("NII", "GNG"), PINNED, replace(_JOB, optimizer="Muon"), stock=False),
 }
