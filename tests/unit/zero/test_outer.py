@@ -2,11 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """An outer optimizer between groups trains as a copy of the model for each group, and ten lines, do."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
+from deepspeed_ext.strategy import STRATEGIES
 from tests.harness import outer_oracle
 from tests.harness.training import SMALL, Job
 
@@ -107,3 +112,98 @@ def test_a_model_that_was_built_sharded(ranks: Any, zero_init: str) -> None:
     outer = {"steps": 1, "lr": 1.0, "momentum": 0.0, "nesterov": False}
     for rows in ranks(4).run(outer_oracle.against, ("INI", "III"), replace(job, clipping=0.0), outer, None):
         assert all(row.weights < 2e-6 and row.anchors for row in rows), rows
+
+
+def set_case(names: tuple[str, ...]) -> list[Any]:
+    """What becomes of weights that a script sets after two of three inner steps; and what a step of outer weights
+    says."""
+    import deepspeed
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    from tests.harness import snapshots, training
+
+    def weights(engine: Any, model: Any) -> dict[str, torch.Tensor]:
+        params = dict(model.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(params.values())):
+            return {name: param.detach().clone() for name, param in params.items()}
+
+    rows = []
+    for name in names:
+        outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False}
+        engine, model = training.make_engine(JOB, training.placed(name, 2, **{outer_oracle.KEY: outer}))
+        batches = snapshots.steps_of(JOB, 3)
+        snapshots.run(engine, JOB, batches[:2])
+        with engine.optimizer.outer.in_place():
+            before = weights(engine, model)
+            said = snapshots.error_of(engine.step)
+        param = dict(model.named_parameters())["layers.1.weight"]
+        value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
+        safe_set_full_fp32_param(param, value)
+        with engine.optimizer.outer.in_place():
+            anchors = weights(engine, model)
+        changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
+        same = torch.equal(anchors["layers.1.weight"], value)
+        snapshots.run(engine, JOB, batches[2:])
+        after = weights(engine, model)
+        together = training.replicas_equal(torch.cat([one.flatten() for one in after.values()]))
+        near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
+        rows.append((name, changed, same, together, near < 0.1, "deepspeed_ext.outer_weights" in said))
+        engine.destroy()
+    return rows
+
+
+def test_what_a_script_sets_is_set_for_all(ranks: Any) -> None:
+    expected = [(name, ["layers.1.weight"], True, True, True, True) for name in ALL]
+    assert ranks(4).run(set_case, ALL) == [expected] * 4
+
+
+def moved_case(names: tuple[str, ...]) -> list[Any]:
+    """Whether training is the same when states move to the host and back after each step, and whether what a rank
+    modifies is modified in all groups."""
+    import deepspeed
+
+    from tests.harness import snapshots, training
+
+    rows, job = [], replace(JOB, optimizer="Muon")  # at stage 3 DeepSpeed moves no other one's states on a CPU
+    for name in names:
+        found = []
+        for moving in (False, True):
+            keys = training.placed(name, 2, **{outer_oracle.KEY: {"steps": 2, "fragments": 2, "bits": 4}})
+            engine, model = training.make_engine(job, keys)
+            for batch in snapshots.steps_of(job, 5):
+                snapshots.run(engine, job, [batch])
+                if moving:
+                    engine.offload_states()
+                    engine.reload_states()
+            if name[0] != "N":
+                params = list(model.parameters())
+                with deepspeed.zero.GatheredParameters(params, modifier_rank=3):
+                    for param in params if torch.distributed.get_rank() == 3 else ():
+                        param.data.fill_(0.5)
+            found.append(training.whole_weights(model))
+            engine.destroy()
+        rows.append((name, torch.equal(*found), name[0] == "N" or bool((found[0] == 0.5).all())))
+    return rows
+
+
+def test_states_move_and_a_rank_modifies_all_groups(ranks: Any, kernels: bool) -> None:
+    assert ranks(4).run(moved_case, ALL) == [[(name, True, True) for name in ALL]] * 4
+
+
+@pytest.mark.parametrize(
+    "engine, said",
+    [
+        ({"pipeline_parallelism": True}, "stages of a pipeline .* and paro_outer_optimizer lets .* Remove paro_outer"),
+        ({"has_moe_layers": True}, "ranks with the same experts may be in one group alone.* Remove paro_outer"),
+        ({"sequence_parallel_size": 4}, "4 ranks share a sequence, and groups have 2, .* Set .*paro_group_size to a"),
+    ],
+    ids=str,
+)
+def test_what_groups_that_train_apart_cannot_have_is_refused(engine: dict[str, Any], said: str) -> None:
+    kinds = {"pipeline_parallelism": False, "has_moe_layers": False, "sequence_parallel_size": 1}
+    for section, refused in (({}, True), (None, False)):
+        zero = SimpleNamespace(paro_outer_optimizer=section, paro_group_size=2)
+        config = SimpleNamespace(zero_config=zero, _param_dict={"zero_optimization": {}})
+        given = SimpleNamespace(**kinds | engine, _config=config, module=torch.nn.Module())
+        with pytest.raises(ValueError, match=said) if refused else nullcontext():
+            refuse_unsupported(UNSUPPORTED, STRATEGIES["III"], given, None)
