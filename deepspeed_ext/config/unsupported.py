@@ -121,7 +121,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=lambda strategy, engine: "Set tensor_parallel.autotp_size to 1",
     ),
     Unsupported(
-        lambda engine, optimizer: _has_outer_optimizer(engine) and engine.pipeline_parallelism,
+        lambda engine, optimizer: engine.pipeline_parallelism and _has_outer_optimizer(engine),
         "stages of a pipeline take their steps together, and {} lets groups of ranks train apart",
         advice=lambda strategy, engine: f"Remove {OUTER}",
     ),
