@@ -15,6 +15,7 @@ from deepspeed_ext.values import EXACTLY, made, one_of
 
 KEY = f"{SECTION}.{OUTER}"
 NEEDS = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)
+MOST_AT_ONCE = 2**26  # elements that cross in one go: what a transfer holds is bounded
 
 
 @dataclass(frozen=True, config=EXACTLY)
@@ -45,23 +46,28 @@ class OuterSettings:
     offload: Annotated[Literal["none", "cpu"], Field(description='"none" or "cpu"')] = "none"
 
     @classmethod
-    def parse(cls, section: object) -> "OuterSettings":
-        """Return the settings of what stands under the key.
+    def parse(cls, section: object, where: str = KEY, inside: str = "{where}.{key}") -> "OuterSettings":
+        """Return the settings of what stands under the key, or elsewhere.
+
+        Args:
+            section: the sub-keys.
+            where, inside: what errors call this place, and a sub-key there; see ``made``.
 
         Raises:
             ValueError: see ``made``; or there are more fragments than inner steps, or a fragment would still be on its
                 way when the next one leaves.
         """
-        found = made(cls, section, KEY)
+        found = made(cls, section, where, inside)
+        steps, fragments, delay = (inside.format(where=where, key=key) for key in ("steps", "fragments", "delay"))
         if found.fragments > found.steps:
             raise ValueError(
-                f"{KEY}.fragments must be at most {KEY}.steps, since at most one leaves after each inner step; got "
+                f"{fragments} must be at most {steps}, since at most one leaves after each inner step; got "
                 f"{found.fragments} fragments and {found.steps} steps."
             )
         most = found.steps // found.fragments
         if found.delay >= most and found.delay:
             raise ValueError(
-                f"{KEY}.delay must be less than steps / fragments, after which the next fragment leaves: with "
+                f"{delay} must be less than steps / fragments, after which the next fragment leaves: with "
                 f"{found.steps} steps and {found.fragments} fragments less than {most}, got {found.delay}."
             )
         return found

@@ -131,3 +131,12 @@ class UpdateSettings(_Settings):
         For "exact" this is an estimate, ``EXACT_BITS``.
         """
         return EXACT_BITS if isinstance(self.bits, str) else self.bits + 16 / self.difference_block
+
+
+def of_outer_steps(bits: int) -> tuple[LocoSettings, UpdateSettings]:
+    """Return how an outer step quantizes the changes of a group's weights, and the outer weights that come back.
+
+    Args:
+        bits: of an element that crosses, 4 or 8.
+    """
+    return LocoSettings(bits=bits, block_size=_BLOCK), UpdateSettings(bits=bits)

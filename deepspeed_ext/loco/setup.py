@@ -15,13 +15,12 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop
 from deepspeed_ext.loco.kernels import require_kernels
 from deepspeed_ext.loco.sampling import Sampling
-from deepspeed_ext.loco.settings import EXACT, KEY, UPDATES_KEY, LocoSettings, UpdateSettings
+from deepspeed_ext.loco.settings import EXACT, KEY, UPDATES_KEY, LocoSettings, UpdateSettings, of_outer_steps
 from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import HalfDifferences, LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
 
 EVENTS, UPDATE_EVENTS = "Train/LoCo", "Train/Updates"
-_OUTER_BLOCK = 128  # elements of a change that share a scale
 _DENSE = "inter"  # name of the hop between groups for dense parameters; experts have others, with a prefix
 
 
@@ -103,7 +102,7 @@ def outer_hops(engine: Engine, bits: int) -> tuple[MakeReduce, MakeGather]:
     if bits in (32, 16):
         halves = {"differences": HalfDifferences()} if bits == 16 else {}
         return make_reduce, lambda group, name: GatherHop(group, name, **halves)
-    settings, of_updates = LocoSettings(bits=bits, block_size=_OUTER_BLOCK), UpdateSettings(bits=bits)
+    settings, of_updates = of_outer_steps(bits)
 
     def reduce(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         return LocoHop(group, name, settings, *_where_errors_are(engine))

@@ -36,9 +36,7 @@ from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.config.outer import OuterSettings
-
-_MOST = 2**26  # elements that cross in one go: what a transfer holds is bounded
+from deepspeed_ext.config.outer import MOST_AT_ONCE, OuterSettings
 
 
 class InnerStepsOnly:
@@ -187,8 +185,8 @@ class OuterOptimizer(InnerStepsOnly):
             for number, numel in enumerate(numels):
                 here = Span(before, numel).common(mine)
                 before += numel
-                for start in range(here.start, here.stop, _MOST):
-                    span = Span(start, min(_MOST, here.stop - start)).shifted(numel - before)
+                for start in range(here.start, here.stop, MOST_AT_ONCE):
+                    span = Span(start, min(MOST_AT_ONCE, here.stop - start)).shifted(numel - before)
                     yield self._make(number, span, offset)
 
     def _make(self, number: int, span: Span, offset: int) -> Fragment:
