@@ -3,6 +3,7 @@
 """What the arguments of a command line are made of."""
 
 import argparse
+import json
 import os
 import pkgutil
 import sys
@@ -48,6 +49,22 @@ def count(text: str) -> int:
         return int(float(text if factor == 1 else text[:-1]) * factor)
     except (ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(f"expected a number of parameters such as 7e9 or 7B, got {text!r}") from error
+
+
+def sub_key(text: str, alone: str) -> tuple[str, object]:
+    """Return the name and the value of KEY=VALUE; the value is read as JSON, and is a text where it is none.
+
+    Args:
+        text: what was given.
+        alone: the key of a value that stands without one.
+    """
+    key, equals, value = text.partition("=")
+    if not equals:
+        key, value = alone, text
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
 
 
 def new_file(text: str) -> Path:

@@ -10,10 +10,12 @@ import json
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from deepspeed_ext.cli.arguments import count, import_callable, new_file, number
+from deepspeed_ext.cli.arguments import count, import_callable, new_file, number, sub_key
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
+from deepspeed_ext.config.outer import OuterSettings
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import ADAM_BYTES, MUON_BYTES
 from deepspeed_ext.planner import report
@@ -21,6 +23,7 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.clusters import Cluster, read_cluster
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import BUCKET, Experts, Model
+from deepspeed_ext.planner.outer import OuterPlan, plan_outer
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
 
@@ -57,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that one rank would take to orthogonalize them all (default: 0)"
     )
     what.add_argument("--muon", type=rest, nargs="?", const=0.0, metavar="S", help=muon)
+    outer = (
+        "with paro_outer_optimizer, for strategies with os = I: its steps, and other sub-keys, such as 30 bits=4 "
+        "fragments=5 delay=2"
+    )
+    steps, shape = partial(sub_key, alone="steps"), ("H", "KEY=VALUE")
+    what.add_argument("--outer", type=steps, nargs="+", metavar=shape, help=outer)
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
     file = "JSON that describes its nodes and links, instead of the options below; needs --nodes if it has none"
     where.add_argument("--cluster", type=Path, metavar="FILE", help=file)
@@ -82,6 +91,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     cluster = _take_cluster(arguments)
     _check(arguments)
+    settings = _outer(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
@@ -104,16 +114,23 @@ def run(arguments: argparse.Namespace) -> None:
     budget = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
     forms = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
     plans = [plan(sizes, model, rates, budget, [sent]) for sent in forms]
-    _write(arguments, plans, nodes, per_node)
+    outer = None if settings is None else plan_outer(sizes, model, rates, settings, budget)
+    _write(arguments, plans, outer, nodes, per_node)
 
 
-def _write(arguments: argparse.Namespace, plans: list[Plan], nodes: int, per_node: int) -> None:
+def _write(
+    arguments: argparse.Namespace, plans: list[Plan], outer: OuterPlan | None, nodes: int, per_node: int
+) -> None:
     document = {name: found.as_dict() for name, found in zip(("exact", "loco", "both"), plans, strict=True)}
+    if outer is not None:
+        document["outer"] = outer.as_dict()
     if arguments.json == TERMINAL:
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         print()
     else:
         print(report.table(plans))
+        if outer is not None:
+            print(f"\n{report.outer_table(outer)}")
         if arguments.json:
             arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     if arguments.estimate:
@@ -200,6 +217,17 @@ def _check(a: argparse.Namespace) -> None:
     ):
         if wrong:
             raise ValueError(message)
+
+
+def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
+    """Return the settings of --outer; None without."""
+    if arguments.outer is None:
+        return None
+    names = [name for name, _ in arguments.outer]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"--outer gives {', '.join(twice)} twice.")
+    return OuterSettings.parse(dict(arguments.outer), "--outer", "{where} {key}")
 
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.cost import Prediction
+from deepspeed_ext.planner.outer import OuterPlan
 from deepspeed_ext.planner.rates import Rate
 from deepspeed_ext.strategy import STRATEGIES
 
 EXACT = "exact"
+_TOO_LARGE = "  (too large)"
 _COLUMNS = (
     ("GB: p", 8),
     ("g", 8),
@@ -26,6 +28,11 @@ _COLUMNS = (
     ("sum", 8),
     ("busy: in group", 16),
     ("between", 9),
+)
+_OUTER_COLUMNS = (("outer: GB held", 16), ("on its way", 12), ("between", 9), ("s: exposed", 12), ("busy", 8))
+CHANGES_TRAINING = (
+    "An outer optimizer changes the training, so none of these is a choice: "
+    "see deepspeed_ext/zero/README.md#an-outer-optimizer"
 )
 
 
@@ -49,10 +56,34 @@ def table(plans: Sequence[Plan]) -> str:
         *_hidden(first),
         *(f"  {line}" for line in rates(first)),
         "",
-        f"{'':<{width}}" + "".join(f"{title:>{wide}}" for title, wide in _COLUMNS) + "  known as",
+        _titles(width, _COLUMNS),
     ]
-    lines += [_line(one, plan, width) for one, plan in rows]
+    lines += [_line(one, _mark(one, plan), width) for one, plan in rows]
     lines += ["", *(f"{_form(plan)}, {plan.reason}" if _form(plan) != EXACT else plan.reason for plan in plans)]
+    return "\n".join(lines)
+
+
+def outer_table(plan: OuterPlan) -> str:
+    """Return a table of the strategies with an outer optimizer, fastest first.
+
+    A row has what ``table`` shows, of a step in the mean; then bytes that the outer optimizer holds, those of what is
+    on its way, those received between groups in an outer step, and the seconds that this adds and takes.
+    """
+    settings, width = plan.settings, max(len(one.average.name) for one in plan.predictions)
+    parts = "" if settings.fragments == 1 else f", in {settings.fragments} fragments"
+    hidden = f", with a delay of {settings.delay}" if settings.delay else ""
+    kept = ", kept on the host" if settings.offload == "cpu" else ""
+    lines = [
+        f"with an outer step every {settings.steps} steps, in {settings.bits} bits{parts}{hidden}{kept}; without the "
+        f"steps of a warm-up",
+        CHANGES_TRAINING,
+        "",
+        _titles(width, (*_COLUMNS, *_OUTER_COLUMNS)),
+    ]
+    for one in plan.predictions:
+        figures = [f"{part / 1e9:.2f}" for part in (one.held, one.transfer, one.received)]
+        outer = _cells([*figures, f"{one.exposed:.3g}", f"{one.busy:.3g}"], _OUTER_COLUMNS)
+        lines.append(_line(one.average, "" if plan.fits(one) else _TOO_LARGE, width, outer))
     return "\n".join(lines)
 
 
@@ -85,17 +116,29 @@ def _rate(rate: Rate) -> str:
     return f"{rate.bandwidth / 1e9:.3g} GB/s a rank + {rate.latency * 1e6:.3g} us"
 
 
-def _line(one: Prediction, plan: Plan, width: int) -> str:
-    memory, mark = one.memory, "" if plan.fits(one) else "  (too large)"
+def _titles(width: int, columns: Sequence[tuple[str, int]]) -> str:
+    return f"{'':<{width}}{_cells([title for title, _ in columns], columns)}  known as"
+
+
+def _cells(figures: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
+    return "".join(f"{figure:>{wide}}" for figure, (_, wide) in zip(figures, columns, strict=True))
+
+
+def _mark(one: Prediction, plan: Plan) -> str:
     if one is plan.choice:
-        mark = "  <-- choice"
+        return "  <-- choice"
+    return "" if plan.fits(one) else _TOO_LARGE
+
+
+def _line(one: Prediction, mark: str, width: int, more: str = "") -> str:
+    """Return a row; ``more``: cells at its end."""
+    memory = one.memory
     figures = [f"{part / 1e9:.2f}" for part in (memory.parameters, memory.gradients, memory.optimizer, one.transient)]
     figures += [f"{part / 1e9:.2f}" for part in (one.total_memory, one.volume.intra, one.volume.inter)]
     figures += [f"{part:.3g}" for part in (*one.seconds.values(), one.total_seconds)]
     figures += [f"{one.busy[part]:.3g}" for part in ("within", "between")]
-    cells = "".join(f"{figure:>{wide}}" for figure, (_, wide) in zip(figures, _COLUMNS, strict=True))
     known_as = "plain" if one.plain else STRATEGIES[one.strategy].known_as
-    return f"{one.name:<{width}}{cells}  {known_as}{mark}"
+    return f"{one.name:<{width}}{_cells(figures, _COLUMNS)}{more}  {known_as}{mark}"
 
 
 def picture(plans: Sequence[Plan], path: Path) -> None:

@@ -15,6 +15,7 @@ from deepspeed_ext import __main__
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.launching import environment as cpu_environment
 from scripts.emulation.launching import free_port
+from tests.harness.documents import page
 from tests.harness.tiers import deep
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
@@ -59,6 +60,46 @@ def test_a_table_of_all_strategies_and_a_reason(
     (row,) = (line.split() for line in said.splitlines() if line.startswith("NNG  "))
     assert row[8] == "4" and float(row[12]) < 4.1 and "compute is taken" not in said
     assert float(row[14]) == pytest.approx(2 * 3 / 32 * 14 / (400 / 8 / 8), rel=0.01)  # busy between groups
+
+
+def test_a_table_with_an_outer_optimizer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--params", "7B", *NODES, *LINKS, "--memory-gb", "40", "--micro-step-seconds", "0.3"]
+    plan(monkeypatch, *where)
+    without = capsys.readouterr().out
+    plan(monkeypatch, *where, "--outer", "30")
+    said = capsys.readouterr().out
+    assert said.startswith(without)  # it is never the choice
+    first, note, _, titles, *lines = said.removeprefix(f"{without}\n").splitlines()
+    assert first == "with an outer step every 30 steps, in 32 bits; without the steps of a warm-up"
+    assert note.startswith("An outer optimizer changes the training, so none of these is a choice: see ")
+    linked, _, anchor = note.split()[-1].partition("#")
+    assert anchor in page(linked).anchors()
+    column = titles.index("known as")
+    assert all(line[column - 1] == " " != line[column] for line in lines)
+    rows = {line[:3]: line.split() for line in lines}
+    assert set(rows) == {"NNI", "NII", "INI", "III"}
+    # 2 b 4 x 7 GB in an outer step, over 12.5 / 8 GB/s; 4 x 7 / 8 + 8 x 7 / 32 GB, and a copy of 2^26 elements.
+    row = rows["III"]
+    assert row[7] == "0.17" and row[15:18] == ["5.25", "0.27", "5.25"]
+    assert float(row[18]) == float(row[19]) == pytest.approx(5.25 / (12.5 / 8))
+    assert float(row[10]) == float(row[14]) == pytest.approx(3.36 / 30, rel=0.01)
+    assert row[8] == "0.3" and float(row[12]) == pytest.approx(sum(map(float, row[8:12])), rel=0.01)
+    assert float(row[4]) == pytest.approx(3.5 + 5.25 + 0.27, abs=0.011)  # and fp32 gradients
+    assert [line[:3] for line in lines if "(too large)" in line] == ["NNI"]
+    # A fifth of the model in 4.125 bits takes 0.09 s both ways, which two steps of 0.3 s hide.
+    shape = ["30", "bits=4", "fragments=5", "delay=2", "offload=cpu", "lr=0.6"]
+    plan(monkeypatch, *where, "--outer", *shape)
+    _, _, said = capsys.readouterr().out.partition("with an outer step ")
+    assert said.startswith("every 30 steps, in 4 bits, in 5 fragments, with a delay of 2, kept on the host; without")
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("III"))
+    assert row[15:19] == ["0.89", "0.88", "0.68", "0"] and float(row[19]) == pytest.approx(0.433, abs=0.001)
+    plan(monkeypatch, *where, "--outer", *shape, "--json", "-")
+    written = json.loads(capsys.readouterr().out)
+    assert list(written) == ["exact", "loco", "both", "outer"]
+    settings = written["outer"]["settings"]
+    assert [settings[key] for key in ("steps", "bits", "lr", "offload")] == [30, 4, 0.6, "cpu"]
+    fits = {one["strategy"]: one["fits"] for one in written["outer"]["predictions"]}
+    assert fits == {"III": True, "INI": True, "NII": True, "NNI": False}
 
 
 def test_json_and_picture_and_estimate(
@@ -128,6 +169,23 @@ def test_json_and_picture_and_estimate(
         (
             ["--params", "7B", "--picture", "/nowhere/p", *NODES, *LINKS],
             "--picture: there is no folder for /nowh",
+        ),
+        (["--params", "7B", *NODES, *LINKS, "--outer"], "--outer: expected at least one argument"),
+        (
+            ["--params", "7B", *NODES, *LINKS, "--outer", "ten"],
+            "--outer steps must be an integer .*, got 'ten' of type",
+        ),
+        (["--params", "7B", *NODES, *LINKS, "--outer", "10", "bit=4"], "--outer has no key 'bit': .* mean 'bits'?"),
+        (["--params", "7B", *NODES, *LINKS, "--outer", "10", "bits=3"], "--outer bits must be 4, 8, 16 or 32, got 3"),
+        (["--params", "7B", *NODES, *LINKS, "--outer", "10", "steps=5"], "--outer gives steps twice"),
+        (
+            ["--params", "7B", *NODES, *LINKS, "--outer", "4", "fragments=5"],
+            "--outer fragments must be at most --outer steps",
+        ),
+        (["--params", "7B", *NODES, *LINKS, "--outer", "9", "delay=9"], "--outer delay must be less than steps / fr"),
+        (
+            ["--params", "7B", *EXPERTS, *NODES, *LINKS, "--outer", "9"],
+            "an outer optimizer takes no experts of expert",
         ),
         (["--model", "a:b", "--largest-layer", "7", *NODES, *LINKS], "--largest-layer goes with --params"),
         (["--params", "seven", *NODES, *LINKS], "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
