@@ -4,9 +4,10 @@
 
 Note [Outer steps]
     With an outer optimizer each group is a world of its own: gradients, norms and clipping are the group's, and
-    nothing crosses between groups in an *inner step* but whether fp16 gradients have overflowed, so that all count the
-    same steps. Every H inner steps an *outer step* takes, of each element of the optimizer's weights θ, the mean over
-    groups of what they have moved away from the *anchor*, what all groups agreed on last, for a gradient:
+    nothing crosses between groups in an *inner step* but whether gradients have overflowed, where DeepSpeed looks for
+    that: with fp16, and with bf16 in its stages 1 and 2. Every H inner steps an *outer step* takes, of each element of
+    the optimizer's weights θ, the mean over groups of what they have moved away from the *anchor*, what all groups
+    agreed on last, for a gradient:
 
         Δ = mean(anchor - θ);  v = μ v + Δ;  w = w - η (Δ + μ v), or w - η v without Nesterov's
 
