@@ -205,26 +205,55 @@ class Worker:
         return SeedRun(optimizer, name, seed, means, norms, received, count, seconds, whole)
 
     def _configuration(self, optimizer: str, method: Method) -> dict[str, Any]:
-        zero = {"paro_strategy": method.strategy, "paro_group_size": self._args.group_size, **method.zero}
-        chosen = self._task.optimizers[optimizer]
-        schedule = {
-            "warmup_min_lr": 0.0,
-            "warmup_max_lr": [rate for key, rate in chosen["params"].items() if key.endswith("lr")],  # by group
-            "warmup_num_steps": max(2, self._args.steps // 10),
-            "warmup_type": "linear",
-            "total_num_steps": self._args.steps,
-        }
-        return {
-            "train_micro_batch_size_per_gpu": MICRO_BATCH,
-            "gradient_accumulation_steps": self._args.accumulation,
-            "gradient_clipping": 1.0,
-            "bf16": {"enabled": self._task.bf16},
-            "optimizer": chosen,
-            "scheduler": {"type": "WarmupDecayLR", "params": schedule},
-            "zero_allow_untested_optimizer": True,  # SGD
-            "steps_per_print": 1_000_000,
-            "zero_optimization": zero,
-        }
+        return configuration(
+            self._task.optimizers[optimizer],
+            method.strategy,
+            self._args.group_size,
+            method.zero,
+            self._args.steps,
+            self._args.accumulation,
+            bf16=self._task.bf16,
+        )
+
+
+def configuration(
+    optimizer: Mapping[str, Any],
+    strategy: str,
+    group_size: int,
+    zero: Mapping[str, Any],
+    steps: int,
+    accumulation: int = 1,
+    *,
+    bf16: bool,
+) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of a run, during which the learning rate rises for a tenth, and then falls to
+    zero.
+
+    Args:
+        optimizer: its section.
+        strategy, group_size, zero: of ``zero_optimization``.
+        steps: of the optimizer.
+        accumulation: micro-batches in a step.
+        bf16: whether it trains in that, with fp32 masters.
+    """
+    schedule = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": [rate for key, rate in optimizer["params"].items() if key.endswith("lr")],  # by group
+        "warmup_num_steps": max(2, steps // 10),
+        "warmup_type": "linear",
+        "total_num_steps": steps,
+    }
+    return {
+        "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": bf16},
+        "optimizer": optimizer,
+        "scheduler": {"type": "WarmupDecayLR", "params": schedule},
+        "zero_allow_untested_optimizer": True,  # SGD
+        "steps_per_print": 1_000_000,
+        "zero_optimization": {"paro_strategy": strategy, "paro_group_size": group_size, **zero},
+    }
 
 
 def work(args: argparse.Namespace, task: Task) -> None:
