@@ -201,13 +201,12 @@ def main(module: str) -> int:
             order.write_text(json.dumps({"runs": todo, "csv": str(path), "circumstances": started}))
             launch_workers(module, order, args, args.ranks, sys.argv[1:])
         found = outer_rows.by_run(outer_rows.read(path), wanted)
-    return report([found[run] for run in runs], args.groups)
+    return report([found[run] for run in runs])
 
 
-def report(rows: Sequence[OuterRow], groups: Sequence[int]) -> int:
-    """Print tables and the verdict; return the exit status."""
-    for number in groups:
-        print(markdown(*outer_rows.table(rows, number)))
+def report(rows: Sequence[OuterRow]) -> int:
+    """Print a table and the verdict; return the exit status."""
+    print(markdown(*outer_rows.table(rows)))
     verdicts = list(outer_rows.verdict(rows))
     print("\n".join(line for _, line in verdicts))
     return 0 if all(kept for kept, _ in verdicts) else 1

@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables of the emulated cluster and of overlap into README.md, from the rows that are kept.
+"""Writes tables of the emulated cluster, of overlap and of outer optimizers into README.md, from rows that are kept.
 
 A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
-emulated cluster, or ``all`` for how the planner does in each of them; or one of ``OVERLAP``.
+emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; or ``outer``.
 """
 
 import argparse
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import overlap_rows, overlap_tables, verdict
+from tests.perf.lib import outer_rows, overlap_rows, overlap_tables, verdict
 from tests.perf.lib.cluster_rows import KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
+from tests.perf.lib.outer_rows import OuterRow
 from tests.perf.lib.overlap_rows import OverlapRow
 
 README = Path(__file__).parent / "README.md"
@@ -23,6 +24,7 @@ OVERLAP = {
     "overlap-seconds": overlap_tables.seconds,
     "overlap-against": overlap_tables.against,
 }
+OUTER = "outer"
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -81,13 +83,15 @@ def _figures(some: dict[str, MethodRow]) -> Iterator[str]:
             yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
 
 
-def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]) -> None:
+def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow], outer: Sequence[OuterRow]) -> None:
     """Put the tables where the file wants them."""
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
         if name in OVERLAP:
             return match[1] + markdown(*OVERLAP[name](overlap))
+        if name == OUTER:
+            return match[1] + markdown(*outer_rows.table(outer))
         return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
 
     readme.write_text(_TABLE.sub(table, readme.read_text(encoding="utf-8")), encoding="utf-8")
@@ -97,9 +101,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, default=KEPT, help="rows of the emulated cluster")
     parser.add_argument("--overlap-csv", type=Path, default=overlap_rows.KEPT, help="rows of overlap")
+    parser.add_argument("--outer-csv", type=Path, default=outer_rows.KEPT, help="rows of outer optimizers")
     parser.add_argument("--readme", type=Path, default=README, help="what is written")
     args = parser.parse_args()
-    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv))
+    outer = outer_rows.of_defaults(outer_rows.read(args.outer_csv))
+    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv), outer)
 
 
 if __name__ == "__main__":

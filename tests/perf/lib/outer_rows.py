@@ -36,13 +36,13 @@ class Trained:
     plain: str | None = None
 
 
-def _apart(steps: int, plain: str | None = None, **keys: Any) -> Trained:
+def _apart(steps: int, plain: str | None = None, **keys: int) -> Trained:
     return Trained("NII", outer={"steps": steps, **keys}, plain=plain)
 
 
-BITS = {"bits": 4}
-LONG = {"fragments": 3, "delay": 5}
-SHORT = {"fragments": 2, "delay": 2}
+BITS: dict[str, Any] = {"bits": 4}
+LONG: dict[str, Any] = {"fragments": 3, "delay": 5}
+SHORT: dict[str, Any] = {"fragments": 2, "delay": 2}
 METHODS = {  # what says most comes first
     EXACT: Trained(EXACT),
     "H=30": _apart(30),
@@ -243,23 +243,23 @@ def verdict(rows: Sequence[OuterRow]) -> Iterator[tuple[bool, str]]:
         )
 
 
-def table(rows: Sequence[OuterRow], groups: int) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines of a table of all methods with so many groups."""
-    header = [f"{groups} groups", "seeds", "held-out loss", "± seeds", "% from NIG", "each seed"]
+def table(rows: Sequence[OuterRow]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines of a table of all methods."""
+    header = ["inside", "groups", "method", "seeds", "held-out loss", "± seeds", "% from NIG", "each seed"]
     header += ["% from 32 bits", "own weights", "training", "kB a step"]
     lines = []
-    for (optimizer, number, method), cell in cells(rows).items():
-        if number != groups:
-            continue
+    for (optimizer, groups, method), cell in cells(rows).items():
         lines.append(
             [
-                f"{optimizer}, {method}",
-                str(len(cell.rows)),
+                optimizer,
+                str(groups),
+                method,
+                " ".join(str(row.seed) for row in cell.rows),
                 f"{cell.loss:.4f}",
                 "" if cell.spread is None else f"{cell.spread:.4f}",
-                _percent([statistics.fmean(cell.from_exact)] if cell.from_exact else []),
-                _percent(cell.from_exact),
-                _percent([statistics.fmean(cell.from_plain)] if cell.from_plain else []),
+                _mean(cell.from_exact),
+                _percents(cell.from_exact),
+                _mean(cell.from_plain),
                 f"{statistics.fmean(row.own_loss for row in cell.rows):.4f}",
                 f"{statistics.fmean(row.training_loss for row in cell.rows):.4f}",
                 f"{statistics.fmean(row.inter_bytes for row in cell.rows) / 1e3:.1f}",
@@ -268,5 +268,9 @@ def table(rows: Sequence[OuterRow], groups: int) -> tuple[list[str], list[list[s
     return header, lines
 
 
-def _percent(values: Sequence[float]) -> str:
+def _mean(values: Sequence[float]) -> str:
+    return _percents([statistics.fmean(values)] if values else [])
+
+
+def _percents(values: Sequence[float]) -> str:
     return ", ".join(f"{100 * value:+.2f}" for value in values)
