@@ -272,8 +272,10 @@ class _Operations(TorchDispatchMode):
                 reads += tensors
             elif argument.alias_info.is_write:
                 writes += tensors
-        made = [tensor for tensor in _tensors(outputs) if tensor.untyped_storage()._cdata not in known]
         name = schema.name.partition("::")[2]
+        if name == "lift_fresh":  # torch.tensor, on the stream that is current, of numbers of the host
+            known.clear()
+        made = [tensor for tensor in _tensors(outputs) if tensor.untyped_storage()._cdata not in known]
         if made or writes or name in ASKS_DEVICE:  # else it is a view
             filled, read = [] if name in _UNWRITTEN else made, [] if name in _UNREAD else reads
             self._order.operate(name, read, writes + filled, made, bool(given.get("non_blocking")))

@@ -15,7 +15,7 @@ from tests.perf import tables
 from tests.perf.lib import outer_rows
 from tests.perf.lib.outer_rows import EXACT, METHODS, SEEDS, STEPS, OuterRow, Run
 
-pytestmark = pytest.mark.quick
+
 
 FEW = "H=30, 4 bits"
 

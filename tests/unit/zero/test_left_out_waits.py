@@ -51,6 +51,7 @@ FOUND = {
     "zero/sharded/gathers.py:Gathers._send:wait_for_updates": ("IIG", "plain"),
     "zero/sharded/gathers.py:Gathers._all_gather:wait": ("GGG", "units"),
     "zero/sharded/gradients.py:ShardedGradients.end_backward:drain": ("IGG", "pageable"),
+    "zero/outer.py:OuterOptimizer._arrive:finish": ("III", "outer, delayed"),
     "zero/sharded/gradients.py:ShardedGradients.drain:drain": ("GGG", "offload, LoCo"),
     "zero/sharded/gradients.py:ShardedGradients.drain:drain 2": ("IGG", "chunks"),
     "zero/sharded/gradients.py:ShardedGradients.finish:drain": ("IIG", "plain"),
