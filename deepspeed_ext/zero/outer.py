@@ -145,7 +145,7 @@ class OuterOptimizer(InnerStepsOnly):
 
     Attributes:
         settings, topology: the same.
-        step: inner steps since the beginning, or since ``restart``; those of the warm-up included.
+        step: inner steps since the beginning, or since ``restart``; those of the warm-up and skipped ones included.
         fragments: in the order in which they leave.
     """
 
@@ -237,12 +237,25 @@ class OuterOptimizer(InnerStepsOnly):
                 self._use(fragment)
 
     def finish_step(self, applied: bool) -> None:
-        """Count a step that was taken; see ``InnerStepsOnly``."""
-        self.step += applied
+        """Count a step; see ``InnerStepsOnly``.
+
+        One that was skipped counts, too, for other groups may have taken it: they wait for what leaves after it.
+        """
+        if not applied:
+            for number in self._numbers:
+                self.after_step(number)
+            if self._used:
+                self._send()
+        self.step += 1
         if self._used:
             self.reduce.errors.finish_step(True)
             self._tell()
         self._used = False
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Of flat shards."""
+        return sorted({fragment.number for fragment in self.fragments})
 
     def _of(self, number: int) -> Iterator[Fragment]:
         return (fragment for fragment in self.fragments if fragment.number == number)
@@ -376,15 +389,14 @@ class OuterOptimizer(InnerStepsOnly):
             yield
             return
         self.settle()
-        numbers = sorted({fragment.number for fragment in self.fragments})
-        self._shown = [self._weights(number).detach().clone() for number in numbers]
+        self._shown = [self._weights(number).detach().clone() for number in self._numbers]
         for fragment in self.fragments:
             fragment.span.of(self._weights(fragment.number).detach()).copy_(fragment.flat)
         self._send()
         try:
             yield
         finally:
-            for number, weights in zip(numbers, self._shown, strict=True):
+            for number, weights in zip(self._numbers, self._shown, strict=True):
                 self._weights(number).detach().copy_(weights)
             self._shown = None
             self._send()

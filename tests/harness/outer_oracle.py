@@ -38,7 +38,7 @@ def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence
     """Train a copy for each group.
 
     Args:
-        job: of SGD or AdamW.
+        job: of SGD or AdamW; a group alone skips a step in which one of its ranks overflows.
         outer: the section.
         group_size: m.
         offsets: of each trained parameter, when its elements leave; by default after H steps.
@@ -64,8 +64,10 @@ def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence
                     found = _backward(model, job, step, batches[one], n if of_warmup else group_size)
                     losses += found if one == rank and group == rank // group_size else []
             torch.nn.utils.clip_grad_norm_(trained[group], job.clipping)
-        for _, optimizer in copies:
-            optimizer.step()
+        skipping = {rank // group_size for at, rank in job.overflow if at // job.accumulation == step - 1}
+        for group, (_, optimizer) in enumerate(copies):
+            if group not in skipping:
+                optimizer.step()
         if of_warmup:
             anchors = [p.detach().clone() for p in trained[0]]
             continue

@@ -41,13 +41,16 @@ CASES = [
     (4, 2, ALL, replace(JOB, steps=12), {"steps": 4, "fragments": 2, "delay": 1}),
     (6, 2, ("INI", "NII"), replace(JOB, steps=12), {"steps": 6, "fragments": 3, "delay": 1, "warmup_steps": 1}),
     (4, 2, ("NII", "III"), replace(JOB, steps=9), {"steps": 4, "delay": 3, "offload": "cpu"}),
+    # One group skips the step after which a fragment leaves, and then the other one the step after which it is used.
+    (4, 2, ALL, replace(JOB, overflow=((3, 1),)), {"steps": 4}),
+    (4, 2, ALL, replace(JOB, steps=9, overflow=((3, 1), (6, 2))), {"steps": 4, "fragments": 2, "delay": 1}),
 ]
 
 
 def named(value: object) -> str | None:
     """Name a case."""
     if isinstance(value, Job):
-        return f"{value.optimizer} {value.steps}"
+        return f"{value.optimizer} {value.steps}{' skipping' if value.overflow else ''}"
     return None if isinstance(value, int) else " ".join(map(str, value if isinstance(value, tuple) else [value]))
 
 
