@@ -8,14 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from deepspeed_ext.config.outer import OuterSettings
 from tests.perf import tables
 from tests.perf.lib import outer_rows
 from tests.perf.lib.outer_rows import EXACT, METHODS, SEEDS, STEPS, OuterRow, Run
-
-
 
 FEW = "H=30, 4 bits"
 
