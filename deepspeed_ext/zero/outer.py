@@ -373,10 +373,16 @@ class OuterOptimizer(InnerStepsOnly):
         self.settle()
         for fragment in self._of(number):
             both = fragment.span.common(span)
-            mine = both.shifted(-fragment.span.start)
-            mine.of(fragment.flat).copy_(both.of(self._weights(number).detach()))
-            row = Span(self.reduce.rank * fragment.width, fragment.width)
-            own = mine.common(row)
+            if both.numel:
+                self._take(fragment, both.shifted(-fragment.span.start))
+
+    def _take(self, fragment: Fragment, mine: Span) -> None:
+        """Take over elements of a fragment."""
+        here = mine.shifted(fragment.span.start)
+        mine.of(fragment.flat).copy_(here.of(self._weights(fragment.number).detach()))
+        row = Span(self.reduce.rank * fragment.width, fragment.width)
+        own = mine.common(row)
+        if own.numel:
             own.shifted(-row.start).of(fragment.weights).copy_(own.of(fragment.flat))
 
     @contextmanager

@@ -132,7 +132,7 @@ def set_case(names: tuple[str, ...]) -> list[Any]:
 
     rows = []
     for name in names:
-        outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False}
+        outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
         engine, model = training.make_engine(JOB, training.placed(name, 2, **{outer_oracle.KEY: outer}))
         batches = snapshots.steps_of(JOB, 3)
         snapshots.run(engine, JOB, batches[:2])
