@@ -42,7 +42,6 @@ def _apart(steps: int, plain: str | None = None, **keys: int) -> Trained:
 
 BITS: dict[str, Any] = {"bits": 4}
 LONG: dict[str, Any] = {"fragments": 3, "delay": 5}
-SHORT: dict[str, Any] = {"fragments": 2, "delay": 2}
 METHODS = {  # what says most comes first
     EXACT: Trained(EXACT),
     "H=30": _apart(30),
@@ -52,8 +51,6 @@ METHODS = {  # what says most comes first
     "NIG + LoCo + updates": Trained(EXACT, {"zeropp_loco_param": {}, "paro_quantized_updates": {"bits": 4}}),
     "H=10, 4 bits": _apart(10, "H=10", **BITS),
     "H=30, streaming, 4 bits": _apart(30, "H=30, streaming", **LONG, **BITS),
-    "H=10, streaming": _apart(10, **SHORT),
-    "H=10, streaming, 4 bits": _apart(10, "H=10, streaming", **SHORT, **BITS),
 }
 OUTER_SGD: dict[str, dict[str, float]] = {  # for Muon inside a smaller momentum is best, arXiv:2503.09799
     "AdamW": {"lr": 0.7, "momentum": 0.9},
