@@ -4,10 +4,11 @@
 
     python -m tests.perf.outer_convergence --csv FILE
 
-Trains the model of ``lib/convergence.py`` in bf16 with fp32 masters, on as many tokens with each method. Groups train
-apart under NII, which alone trains as NIG does. Losses are those of outer weights, on text that no run trains on: of
-each 220,000 bytes of the corpus the last 20,000, so that it is of the same kind. Beside them stand the losses of each
-group's own weights a step before the end, when the rate is next to zero, and the last outer step has not been taken.
+Trains the model of ``lib/convergence.py`` in bf16 with fp32 masters: with each method on as many tokens, and with
+twice the groups on twice as many. Groups, of one rank by default, train apart under NII, which alone trains as NIG
+does. Losses are those of outer weights, on text that no run trains on: of each 220,000 bytes of the corpus the last
+20,000, so that it is of the same kind. Beside them stand the losses of each group's own weights a step before the end,
+when the rate is next to zero, and the last outer step has not been taken.
 
 A run is added to FILE as soon as it has ended. Started again, the program trains what is missing there of the same
 settings: it may be stopped at any time.
@@ -16,6 +17,7 @@ Exit status 0 if 4 bits end within the bound of 32 bits on average, 1 if they do
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -33,7 +35,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepspeed_ext import outer_weights
-from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, parse, start_rank
+from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, start_rank
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
 from scripts.examples.steps import average, train_step
@@ -83,7 +85,7 @@ class Trainer:
         config = convergence.configuration(
             OPTIMIZERS[run.optimizer],
             method.strategy,
-            self._args.ranks // run.groups,
+            self._args.group_size,
             zero,
             self._args.steps,
             bf16=True,
@@ -92,10 +94,10 @@ class Trainer:
         losses, received, curve, own = self._steps(engine, run)
         engine.destroy()
         return OuterRow(
-            *(DTYPE, self._args.ranks, run.groups, self._args.steps, run.optimizer, run.method, method.strategy),
+            *(DTYPE, dist.get_world_size(), run.groups, self._args.steps, run.optimizer, run.method, method.strategy),
             "" if outer is None else json.dumps(outer),
             run.seed,
-            tokens=self._args.steps * self._args.ranks * MICRO_BATCH * MODEL["sequence_length"],
+            tokens=self._args.steps * dist.get_world_size() * MICRO_BATCH * MODEL["sequence_length"],
             final_loss=curve[-1][1],
             own_loss=own,
             training_loss=statistics.fmean(losses[-max(1, round(FINAL * len(losses))) :]),
@@ -122,7 +124,7 @@ class Trainer:
         curve.append((steps, self._evaluate_outer(engine)))  # what travels has arrived then
         dist.barrier()
         meter.stop()
-        received = meter.split(self._args.ranks // run.groups).inter_mean / (steps - 1)
+        received = meter.split(self._args.group_size).inter_mean / (steps - 1)
         return [average(loss) for loss in losses], received, curve, own
 
     def _evaluate_outer(self, engine: DeepSpeedEngine) -> float:
@@ -163,15 +165,16 @@ def parse_arguments() -> argparse.Namespace:
     add_options(parser, "outer_convergence.log", TIMEOUT)
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS), help="of the runs")
-    parser.add_argument("--groups", type=int, nargs="+", default=list(GROUPS), help="in place of --group-size")
+    parser.add_argument("--groups", type=int, nargs="+", default=list(GROUPS), help="in place of --ranks")
     parser.add_argument("--lr", type=float, help="of the outer optimizer; else as outer_rows.py says")
     parser.add_argument("--momentum", type=float, help="of the outer optimizer; else as outer_rows.py says")
     for option, names in (("--optimizers", list(OPTIMIZERS)), ("--methods", list(METHODS))):
         parser.add_argument(option, nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--csv", type=Path, help="append each run here; those that are there are not trained again")
-    args = parse(parser)
-    if args.steps < 2 or any(args.ranks % groups for groups in args.groups):
-        parser.error("--steps must be at least 2, and each of --groups must divide --ranks")
+    parser.set_defaults(group_size=outer_rows.GROUP_SIZE)
+    args = parser.parse_args()
+    if min(args.steps - 1, args.group_size, *args.groups) < 1:
+        parser.error("--steps must be at least 2, --group-size and --groups at least 1")
     return args
 
 
@@ -189,7 +192,8 @@ def main(module: str) -> int:
         return 0
     exit_on_signals()
     runs = outer_rows.planned(args.optimizers, args.groups, args.seeds, args.methods)
-    wanted = {run: outer_rows.settings_of(run, DTYPE, args.ranks, args.steps, outer_of(args, run)) for run in runs}
+    size = args.group_size
+    wanted = {run: outer_rows.settings_of(run, DTYPE, size, args.steps, outer_of(args, run)) for run in runs}
     with tempfile.TemporaryDirectory() as folder:
         path = (args.csv or Path(folder) / "rows.csv").resolve()
         todo = missing(wanted, outer_rows.read(path))
@@ -198,8 +202,9 @@ def main(module: str) -> int:
             # Rows state the program and the package as they were when the ranks started.
             started = {name: value for name, value in records.circumstances().items() if name != "date"}
             order = Path(folder) / "order.json"
-            order.write_text(json.dumps({"runs": todo, "csv": str(path), "circumstances": started}))
-            launch_workers(module, order, args, args.ranks, sys.argv[1:])
+            for groups, some in itertools.groupby(todo, key=lambda run: run.groups):
+                order.write_text(json.dumps({"runs": list(some), "csv": str(path), "circumstances": started}))
+                launch_workers(module, order, args, groups * size, sys.argv[1:])
         found = outer_rows.by_run(outer_rows.read(path), wanted)
     return report([found[run] for run in runs])
 

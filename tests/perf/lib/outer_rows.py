@@ -57,6 +57,7 @@ OUTER_SGD: dict[str, dict[str, float]] = {  # for Muon inside a smaller momentum
     "Muon": {"lr": 0.7, "momentum": 0.7},
 }
 GROUPS = (2, 4)
+GROUP_SIZE = 1
 SEEDS = (0, 1, 2)
 
 
@@ -72,8 +73,9 @@ class Run(NamedTuple):
 def planned(
     optimizers: Iterable[str], groups: Iterable[int], seeds: Iterable[int], methods: Iterable[str]
 ) -> list[Run]:
-    """Return all runs in the order in which they train."""
-    return [Run(*one) for one in itertools.product(optimizers, groups, seeds, methods)]
+    """Return all runs in the order in which they train: a seed of all of them, before the next one."""
+    product = itertools.product(seeds, groups, optimizers, methods)
+    return [Run(optimizer, number, seed, method) for seed, number, optimizer, method in product]
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,15 @@ def outer_keys(method: str, optimizer: str, **given: float | None) -> dict[str, 
     return {**outer, **OUTER_SGD[optimizer], **{name: value for name, value in given.items() if value is not None}}
 
 
-def settings_of(run: Run, dtype: str, ranks: int, steps: int, outer: Mapping[str, Any] | None) -> tuple[Any, ...]:
+def settings_of(run: Run, dtype: str, group_size: int, steps: int, outer: Mapping[str, Any] | None) -> tuple[Any, ...]:
     """Return what ``OuterRow.settings`` is of a run."""
-    return (dtype, ranks, steps, METHODS[run.method].strategy, "" if outer is None else json.dumps(outer))
+    return (
+        dtype,
+        run.groups * group_size,
+        steps,
+        METHODS[run.method].strategy,
+        "" if outer is None else json.dumps(outer),
+    )
 
 
 def read(path: Path = KEPT) -> list[OuterRow]:
@@ -168,7 +176,7 @@ def by_run(rows: Iterable[OuterRow], wanted: Mapping[Run, tuple[Any, ...]]) -> d
 def of_defaults(rows: Iterable[OuterRow]) -> list[OuterRow]:
     """Return the last row of each run that trained as the program does if nothing else is said, in their order."""
     runs = planned(OUTER_SGD, GROUPS, SEEDS, METHODS)
-    wanted = {run: settings_of(run, "bf16", 4, STEPS, outer_keys(run.method, run.optimizer)) for run in runs}
+    wanted = {run: settings_of(run, "bf16", GROUP_SIZE, STEPS, outer_keys(run.method, run.optimizer)) for run in runs}
     found = by_run(rows, wanted)
     return [found[run] for run in runs if run in found]
 

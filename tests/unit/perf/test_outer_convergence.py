@@ -20,7 +20,7 @@ def row(method: str, loss: float, seed: int = 0, steps: int = STEPS, **given: fl
     """Of two groups and AdamW, with all that the program has by default."""
     run = Run("AdamW", 2, seed, method)
     dtype, ranks, steps, strategy, outer = outer_rows.settings_of(
-        run, "bf16", 4, steps, outer_rows.outer_keys(method, "AdamW", **given)
+        run, "bf16", 1, steps, outer_rows.outer_keys(method, "AdamW", **given)
     )
     found = {"tokens": 1, "own_loss": loss, "training_loss": loss, "inter_bytes": 2000.0, "seconds": 3.0}
     curve = ((STEPS // 2, 2.5), (STEPS, loss))
@@ -49,7 +49,8 @@ def test_what_says_most_trains_first() -> None:
     assert [run.method for run in runs[:3]] == [EXACT, "H=30", FEW] and set(runs[: len(METHODS)]) == {
         Run("AdamW", 2, 0, method) for method in METHODS
     }
-    assert [run.groups for run in runs[: 3 * len(METHODS)]] == [2] * (3 * len(METHODS))
+    assert [run.groups for run in runs[: 4 * len(METHODS)]] == sorted([2, 4] * (2 * len(METHODS)))
+    assert {run.seed for run in runs[: 4 * len(METHODS)]} == {0}
     assert runs[-1].optimizer == "Muon"
 
 
@@ -110,7 +111,7 @@ def trained_case(steps: int, methods: list[str]) -> list[OuterRow]:
     from tests.perf import outer_convergence
 
     with mock.patch.object(outer_convergence, "EVALUATED", 64):
-        trainer = outer_convergence.Trainer(argparse.Namespace(ranks=4, steps=steps, lr=None, momentum=None))
+        trainer = outer_convergence.Trainer(argparse.Namespace(group_size=2, steps=steps, lr=None, momentum=None))
     return [trainer.train(Run("AdamW", 2, 0, method)) for method in methods]
 
 
