@@ -51,6 +51,7 @@ class ZeroConfig(Protocol):
     paro_strategy: str
     paro_group_size: int | None
     paro_overlap_updates: bool
+    paro_parameter_cache_bytes: int
     paro_quantized_updates: dict[str, Any] | None
     paro_outer_optimizer: dict[str, Any] | None
     paro_memory_gb: float | None

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.keys import QUANTIZED_UPDATES, SECTION, STRATEGY, asked_by
+from deepspeed_ext.config.keys import CACHE_BYTES, QUANTIZED_UPDATES, SECTION, STRATEGY, asked_by
+from deepspeed_ext.config.section import offloads
 from deepspeed_ext.loco.settings import EXACT, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
@@ -36,7 +37,7 @@ def _sharded_with_states_inside_groups(strategy: Strategy) -> bool:
     return sharded(strategy) and strategy.os == Placement.I
 
 
-def _sharded_and_gathered_after_steps(strategy: Strategy) -> bool:
+def _sliced(strategy: Strategy) -> bool:
     return sharded(strategy) and strategy.p != strategy.os
 
 
@@ -104,7 +105,7 @@ def _in_16_bits(config: "DeepSpeedConfig") -> bool:
     return bool(config.float16_config.enabled or config.bfloat16_config.enabled)
 
 
-_OFFLOAD_PARAM = ", ".join(name for name, row in STRATEGIES.items() if row.p == row.os != Placement.N)
+_GATHERED_AFTER_STEPS = ", ".join(name for name, row in STRATEGIES.items() if _sliced(row))
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal(f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way"),
@@ -137,11 +138,16 @@ REFUSED: tuple[Refusal, ...] = (
         sharded,
     ),
     Refusal(
-        f"{SECTION}.offload_param.device",
-        lambda c: getattr(c.zero_config.offload_param, "device", "none") != "none",
-        f"updated parameters are gathered between groups on the device; strategies that offload parameters: "
-        f"{_OFFLOAD_PARAM}",
-        _sharded_and_gathered_after_steps,
+        f"{SECTION}.{CACHE_BYTES}",
+        lambda c: c.zero_config.paro_parameter_cache_bytes,
+        f"it keeps slices that are gathered after steps; strategies that have such: {_GATHERED_AFTER_STEPS}",
+        lambda strategy: not _sliced(strategy),
+    ),
+    Refusal(
+        f"{SECTION}.{CACHE_BYTES}",
+        lambda c: c.zero_config.paro_parameter_cache_bytes and not offloads(c.zero_config.offload_param),
+        f"it is for parameters in host memory: set {SECTION}.offload_param.device to cpu as well",
+        _sliced,
     ),
     Refusal(
         f"{SECTION}.stage3_use_all_reduce_for_fetch_params",

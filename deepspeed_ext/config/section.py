@@ -50,6 +50,12 @@ class ParoZeroConfig(DeepSpeedZeroConfig):
     Groups train apart, and every so many steps an outer optimizer brings them together: see ``config.outer``.
     """
 
+    paro_parameter_cache_bytes: int = 0
+    """
+    With ``offload_param``: bytes of slices of parameters that are on the device as well as on the host. See
+    ``zero/sharded/rows.py``.
+    """
+
     paro_memory_gb: float | None = None
     """
     GB (10^9 bytes) that each rank has for model states, for the strategy "fastest". By default a part of the

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_ext.config.keys import (
+    CACHE_BYTES,
     DECISION,
     FASTEST,
     GROUP_SIZE,
@@ -54,6 +55,9 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
         raise must_be(f"{SECTION}.{GROUP_SIZE}", expected, section[GROUP_SIZE], hint)
     if not isinstance(section.get(OVERLAP_UPDATES, False), bool):
         raise must_be(f"{SECTION}.{OVERLAP_UPDATES}", "true or false", section[OVERLAP_UPDATES])
+    cache = section.get(CACHE_BYTES, 0)
+    if cache != 0 and not is_count(cache):
+        raise must_be(f"{SECTION}.{CACHE_BYTES}", "an integer of at least 0 (bytes on each device)", cache)
     check_outer(section, strategy)
     stage = section.get("stage")
     if strategy is None:

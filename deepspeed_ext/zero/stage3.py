@@ -48,6 +48,7 @@ from deepspeed_ext.zero.sharded.coordinator import coordinator_of
 from deepspeed_ext.zero.sharded.expert_windows import WindowGradients
 from deepspeed_ext.zero.sharded.gathers import Gathers, partition
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
+from deepspeed_ext.zero.sharded.rows import HostMemory
 from deepspeed_ext.zero.sharded.shards import GradientShards
 from deepspeed_ext.zero.sharded.slices import Slices
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
@@ -75,6 +76,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         families: of parameters, with their process groups and hops.
         bucket: elements (of whole parameters) gathered at a time after the step.
         sequential: whether parameters are gathered one by one.
+        cache_bytes: of slices on the host that are on the device as well.
         dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
         The others are the parent's.
 
@@ -107,6 +109,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     model_parallel_rank: int
     norm_for_param_grads: dict[int, Tensor]
     offload_optimizer: bool
+    offload_param: bool
     offload_optimizer_pin_memory: bool
     param_names: dict[Any, str]
     partition_count: Any
@@ -130,13 +133,14 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         families: Families,
         bucket: int,
         sequential: bool = False,
+        cache_bytes: int = 0,
         dp_process_group: object = None,
         reduce_scatter: bool = True,
         overlap_comm: bool = False,
         **kwargs: Any,
     ) -> None:
         self._take(strategy, families, ReductionStream(self._find_stream))
-        self._gather_bucket, self._sequential = bucket, sequential
+        self._gather_bucket, self._sequential, self._cache_bytes = bucket, sequential, cache_bytes
         self._overlap = overlap_comm
         self._state = GradientState.NONE
         super().__init__(
@@ -159,12 +163,18 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         """Hold parameters as p says, once DeepSpeed has sharded them and watches their modules."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
-        how = self._gather_bucket, self._sequential
+        how = self._gather_bucket, self._sequential, HostMemory.of(kwargs["offload_param_config"], self._cache_bytes)
         self.gathers = partition(kwargs["module"], offload, self.strategy, self.families, *how)
         self.slices = {name: gathers.slices for name, gathers in self.gathers.items()}
         for gathers in self.gathers.values():
             gathers.on_change(self.resync.ask)
         return offload
+
+    @override
+    def _configure_offloading(self, *args: Any, **kwargs: Any) -> None:
+        """Let the parent make flat buffers of slices on the host as of those on the device."""
+        super()._configure_offloading(*args, **kwargs)
+        self.offload_param = self.offload_param and not self._sliced
 
     @override
     def _get_parameter_partitions(self) -> list[Tensor]:
@@ -175,6 +185,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _set_fp16_partitioned_groups_flat(self) -> None:
         for slices in self.slices.values():
             slices.forget_blocks()
+        self.lp_param_buffer = self.slices[DENSE].rows.home(self.lp_param_buffer)
         offset = 0
         for number, group in enumerate(self.fp16_groups):
             flat, offset = self._slices_of(group).make_block(number, self.lp_param_buffer, offset, group)
@@ -597,6 +608,8 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def checkpoint_event_prologue(self) -> None:
         """Prepare for a checkpoint that is saved or loaded."""
         self.drain_parameters()
+        for slices in self.slices.values():
+            slices.settle()
         super().checkpoint_event_prologue()
 
     @override
@@ -631,11 +644,11 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         if self._stepping and sub_group_id == 0:  # not before the step is known to be applied
             self.resync.begin(stepping=True)
         slices = self._slices_of(self.fp16_groups[sub_group_id])
-        if self.resync.now or slices.always_whole:
+        if slices.stepped_in_place(self.resync.now):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            slices.change(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id])
+            slices.change(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.now)
         if self._starts_updates_early:
             slices.gather_updates_of(sub_group_id)
 

@@ -150,7 +150,7 @@ class WindowGathers:
         device = get_accelerator().current_device_name()
         mine = [piece.columns.of(held[number][piece.row]) for number, piece in pieces[collectives.rank]]
         sent = torch.cat(
-            [part.to(device=device, dtype=dtype, non_blocking=True) for part in mine]
+            [part.to(device, non_blocking=True).to(dtype) for part in mine]  # what the host converts has no order
             or [torch.empty(0, dtype=dtype, device=device)]
         )
         if collectives.size == 1:

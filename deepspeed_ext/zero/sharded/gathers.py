@@ -7,6 +7,7 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 """
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -15,13 +16,15 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
-from deepspeed.utils import get_z3_leaf_modules
+from deepspeed.utils import get_z3_leaf_modules, log_dist
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.transfer_queue import TransferQueue
+from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, fetch_nothing, forget_units, make_units
@@ -31,6 +34,7 @@ from deepspeed_ext.zero.families import DENSE, Families, family_of
 from deepspeed_ext.zero.sharded.expert_windows import WindowGathers
 from deepspeed_ext.zero.sharded.handles import GatherHandle, ResidentHandle
 from deepspeed_ext.zero.sharded.modifier_rank import OWNER, REPLICAS
+from deepspeed_ext.zero.sharded.rows import HostMemory, RowCache, choose_cached
 from deepspeed_ext.zero.sharded.slices import Slices
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
@@ -58,7 +62,7 @@ class Gathers:
         self._path = slices.strategy.p, Placement.N
         # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
         several = self._redistribution.hops(*self._path) > 1
-        self._side_streams = several or slices.sliced
+        self._side_streams = (several or slices.sliced) and slices.rows.keeps_order
         threads = (slices.sliced and self._redistribution.pairwise, several and self._redistribution.pairwise)
         self._queue = TransferQueue(True, self._side_streams, *threads)
         self.live = self.most_live = 0
@@ -157,10 +161,7 @@ class Gathers:
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
-        device = get_accelerator().current_device_name()
-        held = [self.slices.held(param).to(device=device, dtype=dtype, non_blocking=True) for param in params]
-        shard = [joined_and_aligned(held, self._redistribution.multiple)]
-        del held
+        shard = [joined_and_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
         return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
 
     @torch.no_grad()
@@ -267,6 +268,7 @@ def partition(
     families: Families,
     bucket: int,
     sequential: bool,
+    host: HostMemory,
 ) -> dict[str, Gathers]:
     """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says; those of each family.
 
@@ -274,6 +276,7 @@ def partition(
         offload: DeepSpeed's, with a coordinator of ours.
         bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
         sequential: whether each parameter is gathered by itself.
+        host: which slices are in host memory.
     """
     blocks, coordinator = chunked_modules(module), offload.param_coordinator
     coordinator.watch(blocks)
@@ -284,15 +287,17 @@ def partition(
     _let_go(windowed, offload)
     experts.update(id(one.module) for one in windowed)
     leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
+    cache = RowCache(_cached(module, strategy, families, host))
     members = {
         name: Gathers(
             Slices(
                 [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
                 strategy,
                 family.topology,
-                family.gather,
+                host.rows(family.gather),
                 bucket,
                 coordinator.wait_for_current,
+                cache,
             ),
             sequential,
             [*leaves, *chunks],
@@ -301,6 +306,31 @@ def partition(
     }
     members[DENSE].fetch_windows(windowed)
     return members
+
+
+def _cached(module: nn.Module, strategy: Strategy, families: Families, host: HostMemory) -> frozenset[int]:
+    """Return the ds_ids of the parameters whose slices stay on the device, and say how many these are."""
+    if not host.cache_bytes:
+        return frozenset()
+    topologies = {name: family.topology for name, family in families.items()}
+
+    def nbytes_of(param: ZeroParameter) -> int:
+        topology = topologies[family_of(param)]
+        if param.ds_persist or topology.sizes.groups == 1:
+            return 0
+        chunk = FlatLayout.of(param.ds_numel, strategy.os, topology).chunk
+        return chunk * topology.sizes.groups * param.ds_tensor.element_size()
+
+    chosen = choose_cached(module, nbytes_of, host.cache_bytes)
+    sizes = {param.ds_id: nbytes_of(param) for param in cast(Iterable[ZeroParameter], module.parameters())}
+    kept, all_of_them = sum(sizes[ds_id] for ds_id in chosen), sum(sizes.values())
+    log_dist(
+        f"deepspeed_ext: {SECTION}.{CACHE_BYTES} {host.cache_bytes} keeps {kept:,} of {all_of_them:,} bytes of slices "
+        f"on each device ({len(chosen)} of {len(sizes)} parameters), the ends of the model first",
+        ranks=[0],
+        level=logging.WARNING,
+    )
+    return chosen
 
 
 def _let_go(windowed: Sequence[WindowedModule], offload: DeepSpeedZeRoOffload) -> None:

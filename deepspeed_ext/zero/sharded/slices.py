@@ -19,8 +19,10 @@ Note [Rows]
     run by another thread.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +35,13 @@ from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
-from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
 from deepspeed_ext.strategy import Placement, Strategy, full_bucket
 from deepspeed_ext.zero.arrivals import announce
 from deepspeed_ext.zero.sharded.modifier_rank import REPLICAS
+from deepspeed_ext.zero.sharded.rows import DeviceRows, RowCache
 from deepspeed_ext.zero.shards import Window, in_forward_order
 
 
@@ -48,12 +50,23 @@ class _Change(NamedTuple):
 
     updated: Tensor
     held: Tensor
+    whole: bool
 
-    def update(self, window: Span) -> Update:
-        """Return what is sent of a window, whose end may be padding."""
+    def row(self, window: Span) -> Tensor:
+        """Return a window of what it is now, on the device; its end may be missing, where the window has padding."""
+        device = get_accelerator().current_device_name()
+        return self.updated[window.start : window.stop].to(device=device, dtype=self.held.dtype)
+
+    def filled_row(self, window: Span) -> Tensor:
+        """Return the same with its padding."""
+        row = self.row(window)
+        return torch.nn.functional.pad(row, (0, window.numel - row.numel()))
+
+    def update(self, window: Span, rows: DeviceRows) -> Update:
+        """Return what is sent of a window, without its padding."""
         held = self.held[window.start : window.stop]
-        updated = self.updated[window.start : window.stop]
-        return Update(lambda: updated.to(device=held.device, dtype=held.dtype), held, held.numel())
+        (on_device,) = rows.use([held.view(1, -1)], held.dtype)
+        return Update(lambda: self.row(window), on_device.view(-1), held.numel())
 
 
 class Slices:
@@ -63,9 +76,10 @@ class Slices:
         params: ZeRO parameters, trainable and frozen.
         strategy: one with p = I or G.
         topology: process groups of the data-parallel group.
-        redistribution: its gathers.
+        rows: where they are, and how they are completed.
         bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
         written: called when the current stream has been given to write what is held.
+        cache: copies on the device of rows on the host.
     """
 
     def __init__(
@@ -73,13 +87,14 @@ class Slices:
         params: Iterable[ZeroParameter],
         strategy: Strategy,
         topology: Topology,
-        redistribution: ParameterRedistribution,
+        rows: DeviceRows,
         bucket: int,
         written: Callable[[], None],
+        cache: RowCache,
     ) -> None:
         self.strategy = strategy
         self.topology = topology
-        self.redistribution = redistribution
+        self.redistribution, self.rows, self._cache = rows.redistribution, rows, cache
         self.bucket = max(1, bucket)
         self.written = written
         self.params = list(params)
@@ -90,7 +105,9 @@ class Slices:
         self._windows: list[Window] = []  # in the order in which they travel
         self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows that its slice is in
         # Gathers between groups, after a step: one after the other, for the first one is needed first.
-        self._updates = TransferQueue(overlap=True, side_streams=True, background=redistribution.pairwise, owed=True)
+        self._updates = TransferQueue(
+            overlap=True, side_streams=rows.keeps_order, background=self.redistribution.pairwise, owed=True
+        )
         self._update_of: dict[int, Started] = {}  # number of the window: the gather into it
         self._changed: dict[int, _Change] = {}  # number of the block: what is sent as what the others lack of it
         announce(self)
@@ -119,7 +136,7 @@ class Slices:
             param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
         for some in self.batches(self.params) if self.sliced else ():
             for param, mine in self._gather_slices(some):
-                self._hold(param, mine.contiguous())
+                self._hold(param, self.rows.keep(mine, lasting=not param.requires_grad))
 
     def release(self, param: ZeroParameter) -> None:
         """Give a parameter back to DeepSpeed, sharded as it is."""
@@ -129,11 +146,13 @@ class Slices:
     def forget(self) -> None:
         """Forget all slices, once their parameters are released."""
         self._slices.clear()
+        self._cache.clear()
         self.forget_blocks()
 
     def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
         self._slices[param.ds_id] = slice_
         param.ds_tensor.data = slice_[self.redistribution.row]
+        self._cache.take(param.ds_id, slice_)
 
     def held(self, param: ZeroParameter) -> Tensor:
         """Return what this rank holds of the parameter: (rows, chunk), one row where it is no slice."""
@@ -219,10 +238,14 @@ class Slices:
             column += numel
         return block
 
-    @property
-    def always_whole(self) -> bool:
-        """Whether updates always travel as they are, or none do."""
-        return self.redistribution.differences is None
+    def stepped_in_place(self, resync: bool) -> bool:
+        """Whether a step writes this rank's row itself, since what is sent of it is the row as it is.
+
+        Args:
+            resync: whether updates travel as they are in this step.
+        """
+        whole = resync or self.redistribution.differences is None
+        return whole and not (self.sliced and self.rows.on_host)
 
     def forget_blocks(self) -> None:
         """Let go of the buffer of ``make_block``."""
@@ -241,6 +264,8 @@ class Slices:
             for some in self.batches(param for param in self.params if param.ds_id not in self._columns):
                 for param, mine in self._gather_slices(some):
                     self.held(param).copy_(mine)
+                    self._cache.take(param.ds_id, mine)
+            self.settle()
             self.written()
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
@@ -270,7 +295,7 @@ class Slices:
         self.written()
         self._gather_windows([place for place, window in enumerate(self._in_order()) if window.buffer == number])
 
-    def change(self, number: int, updated: Tensor, held: Tensor) -> None:
+    def change(self, number: int, updated: Tensor, held: Tensor, whole: bool) -> None:
         """Take what a step has made of this rank's row of a block, to be sent as what the others lack of it.
 
         That does the next gather, until which the row stays what they hold.
@@ -279,8 +304,10 @@ class Slices:
             number: of the block.
             updated: of any dtype and device, 1D.
             held: the row without its padding, 1D.
+            whole: whether it is sent as it is.
         """
-        self._changed[number] = _Change(updated, held)
+        whole = whole or self.redistribution.differences is None
+        self._changed[number] = _Change(updated, held, whole)
 
     def forget_changes(self) -> None:
         """Forget what was taken to be sent by a step that has not ended."""
@@ -311,21 +338,36 @@ class Slices:
 
     def _gather_windows(self, numbers: Sequence[int]) -> None:
         windows = {number: self._windows[number] for number in numbers}
-        changed = {number: window for number, window in windows.items() if window.buffer in self._changed}
-        updates = [self._changed[window.buffer].update(window.span) for window in changed.values()]
-        codes = self.redistribution.encode(updates, Placement.I) if changed else []
-        code_of = {number: (code, update.most) for number, code, update in zip(changed, codes, updates, strict=True)}
-        del updates, codes
-        for block in {window.buffer for window in changed.values()}:
-            del self._changed[block]
+        code_of = self._encode(windows)
+        changes = {window.buffer: self._changed.pop(window.buffer, None) for window in windows.values()}
         for number, window in windows.items():
-            rows = window.span.of(self._blocks[window.buffer].detach())
+            rows, change = window.span.of(self._blocks[window.buffer].detach()), changes[window.buffer]
+            arrived = partial(self._to_cache, window)
             if number in code_of:
                 code, width = code_of.pop(number)
-                transfer = self.redistribution.update_rows(code, rows[:, :width])
+                transfer = self.rows.update(code, rows[:, :width], arrived)
             else:
-                transfer = self.redistribution.complete_rows(rows)
+                updated = None if change is None else partial(change.filled_row, window.span)
+                transfer = self.rows.complete(rows, arrived, updated)
             self._update_of[number] = self._updates.start(transfer)
+
+    def _encode(self, windows: Mapping[int, Window]) -> dict[int, tuple[Tensor, int]]:
+        """Return what is sent of windows as what the others lack, by their numbers, and of how many elements."""
+        changes = {number: self._changed.get(window.buffer) for number, window in windows.items()}
+        updates = {
+            number: change.update(windows[number].span, self.rows)
+            for number, change in changes.items()
+            if change is not None and not change.whole
+        }
+        codes = self.redistribution.encode(list(updates.values()), Placement.I) if updates else []
+        return {number: (code, updates[number].most) for number, code in zip(updates, codes, strict=True)}
+
+    def _to_cache(self, window: Window, arrived: Tensor) -> None:
+        """Write what has arrived of a window, on the device, to what is there as well."""
+        for ds_id in window.members:
+            columns = self._columns[ds_id][1]
+            both = window.span.common(columns)
+            self._cache.arrive(ds_id, both.shifted(-columns.start), both.shifted(-window.span.start).of(arrived))
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""
@@ -333,7 +375,44 @@ class Slices:
             self._updates.finish(update)
         self._update_of.clear()
 
+    def settle(self) -> None:
+        """Make the host wait as well, before it reads what it holds."""
+        self.drain()
+        if self.rows.on_host:
+            self._updates.synchronize()
+
     # Reading and writing ##############################################################################
+
+    def use(self, params: Sequence[ZeroParameter], dtype: torch.dtype) -> list[Tensor]:
+        """Return the rows of parameters on the device, side by side in their order: (rows, width) each.
+
+        What reads them waits for their update first; see ``wait_for_updates``.
+        """
+        if not (self.sliced and self.rows.on_host):
+            return self.rows.use([self.held(param) for param in params], dtype)
+        found: list[Tensor] = []
+        for cached, run in itertools.groupby(params, key=lambda param: param.ds_id in self._cache):
+            if cached:
+                found += [self._cache[param.ds_id].to(dtype) for param in run]
+            else:
+                found += self.rows.use(self._runs(run), dtype)
+        return found
+
+    def _runs(self, params: Iterable[ZeroParameter]) -> Iterator[Tensor]:
+        """Yield what is held of parameters; those that are side by side in a block together."""
+        block, columns = -1, Span(0, 0)
+        for param in params:
+            number, own = self._columns.get(param.ds_id, (-1, Span(0, 0)))
+            if number == block >= 0 and own.start == columns.stop:
+                columns = Span(columns.start, columns.numel + own.numel)
+                continue
+            if block >= 0:
+                yield columns.of(self._blocks[block].detach())
+            if number < 0:
+                yield self.held(param)
+            block, columns = number, own
+        if block >= 0:
+            yield columns.of(self._blocks[block].detach())
 
     def wait(self) -> None:
         """Make the current stream wait for the gathers of all windows; see ``wait_for_updates``."""
@@ -357,7 +436,9 @@ class Slices:
         layout, whole = self.layout(param), param.data.reshape(-1)
         missing = layout.rows * layout.cols * layout.chunk - layout.numel
         padded = torch.nn.functional.pad(whole, (0, missing)) if missing else whole
-        self.held(param).copy_(padded.view(layout.rows, layout.cols, layout.chunk)[:, self.redistribution.col])
+        rows = padded.view(layout.rows, layout.cols, layout.chunk)[:, self.redistribution.col]
+        self.held(param).copy_(rows)
+        self._cache.take(param.ds_id, rows)
 
 
 def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:
