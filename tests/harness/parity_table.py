@@ -20,7 +20,6 @@ FILE = Path(__file__).with_name("parity_rows.json")
 GRADIENT_PATHS = ("INI", "GNG", "III", "IIG", "IGG", "GGG")
 # One for each way to hold parameters: p = os = I, p = I with os = G, p = os = G.
 PARAMETER_PATHS = ("III", "ING", "GIG")
-GATHERED_AFTER_STEPS = ("ING", "IIG", "IGG")
 
 EXACT = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}  # rounding of fp32 stays far below
 # What stages of stock differ by, or an ulp or two.
@@ -223,11 +222,6 @@ TABLES = {
             ),
             Excluded(
                 "stage 3 has other gradients of leaf modules", {"network": ("mixture",), "coalesced": ("coalesced",)}
-            ),
-            Excluded(
-                "after a step parameters are gathered on the device",
-                {"parameters": ("hostparameters",)},
-                GATHERED_AFTER_STEPS,
             ),
         ),
         TRIPLES,

@@ -8,7 +8,7 @@ NIG = {"paro_strategy": "NIG", "paro_group_size": 2}
 IIG = {"paro_strategy": "IIG", "paro_group_size": 2}
 III = {"paro_strategy": "III", "paro_group_size": 2}
 GGG = {"paro_strategy": "GGG", "paro_group_size": 2}
-OFFLOADING = ("INI", "III", "GNG", "GIG", "GGG")  # the strategies that offload parameters
+OFFLOADING = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")  # the strategies that offload parameters
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nowhere"}
 
 

@@ -339,7 +339,7 @@ class Slices:
     def _gather_windows(self, numbers: Sequence[int]) -> None:
         windows = {number: self._windows[number] for number in numbers}
         code_of = self._encode(windows)
-        changes = {window.buffer: self._changed.pop(window.buffer, None) for window in windows.values()}
+        changes = {block: self._changed.pop(block, None) for block in {window.buffer for window in windows.values()}}
         for number, window in windows.items():
             rows, change = window.span.of(self._blocks[window.buffer].detach()), changes[window.buffer]
             arrived = partial(self._to_cache, window)

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from hypothesis.strategies import SearchStrategy
 
 from tests.campaigns.fuzz.cases import Plain
-from tests.campaigns.fuzz.drawing import OFFLOADING, REPLICATED, SHARDED, one_of
+from tests.campaigns.fuzz.drawing import REPLICATED, SHARDED, SLICED, one_of
 
 ALL = (*REPLICATED, *SHARDED)
 
@@ -203,10 +203,16 @@ CONTRADICTIONS: tuple[Row, ...] = (
     ),
     Row("parameters on the host, p = N", ("offload_param",), some.just({"offload_param": CPU}), strategies=REPLICATED),
     Row(
-        "parameters on the host, p is not os",
-        ("offload_param",),
-        some.just({"offload_param": CPU}),
-        strategies=of(lambda s: s in SHARDED and s not in OFFLOADING),
+        "a cache of parameters on the host, p = os",
+        ("paro_parameter_cache_bytes",),
+        some.just({"offload_param": CPU, "paro_parameter_cache_bytes": 100}),
+        strategies=of(lambda s: s in SHARDED and s not in SLICED),
+    ),
+    Row(
+        "a cache of parameters that are not on the host",
+        ("paro_parameter_cache_bytes",),
+        some.just({"paro_parameter_cache_bytes": 100, "offload_param": None}),
+        strategies=SLICED,
     ),
     Row(
         "parameters on NVMe",

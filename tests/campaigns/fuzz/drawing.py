@@ -15,7 +15,7 @@ Draw = Callable[[SearchStrategy[Any]], Any]
 
 REPLICATED = ("NNG", "NGG", "NIG", "NII", "NNI", "NNN")
 SHARDED = ("GGG", "IIG", "IGG", "III", "INI", "ING", "GNG", "GIG")
-OFFLOADING = ("GGG", "III", "INI", "GNG", "GIG")  # their parameters may be on the host
+SLICED = ("IIG", "ING", "IGG")  # p = I, and parameters are gathered after steps
 WIDTHS = some.sampled_from((7, 1, 5, 13, 29, 37))
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-1, "warmup_num_steps": 2}}
 BUCKETS = some.sampled_from((300, 50, 1000, 5_000_000))
@@ -190,8 +190,10 @@ def sharded_keys(draw: Draw, case: dict[str, Any], strategy: str) -> dict[str, A
     elif key:
         zero[key] = draw(one_of(20, 60, 300))
     offload_to_host(draw, zero, case)
-    if strategy in OFFLOADING and seldom(draw, 8):
+    if seldom(draw, 8):
         zero["offload_param"] = {"device": "cpu", "pin_memory": draw(some.booleans())}
+        if strategy in SLICED:
+            maybe(draw, zero, 2, paro_parameter_cache_bytes=one_of(100, 2000, 10**6))
     case["zero_init"] = draw(one_of(None, None, None, "config"))
     return zero
 

@@ -12,7 +12,7 @@ from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
 from deepspeed_ext.config.validate import check_section
 from deepspeed_ext.strategy import STRATEGIES
 from scripts import ROOT
-from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, OFFLOADING, config
+from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, config
 
 pytestmark = pytest.mark.quick
 
@@ -55,6 +55,8 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NIG", "paro_group_size": 2.0}, "got 2.0 of type float"),
     ({"paro_strategy": "NIG", "paro_group_size": True}, "got True of type bool"),
     ({"paro_strategy": "NIG", "paro_group_size": "auto"}, "got 'auto'"),
+    ({"paro_strategy": "IIG", "paro_parameter_cache_bytes": -1}, "an integer of at least 0 .*got -1"),
+    ({"paro_strategy": "IIG", "paro_parameter_cache_bytes": True}, "an integer of at least 0 .*got True of type bool"),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
     (
         {"paro_strategy": "NIG", "stage": 3},
@@ -97,7 +99,8 @@ def test_bad_sections_get_one_paragraph(section: dict[str, Any], message: str) -
 def test_options_are_frozen() -> None:
     """A key added by accident fails here; one added on purpose is added here and to the table of keys."""
     of_updates = ("paro_overlap_updates", "paro_quantized_updates")
-    assert ("paro_strategy", "paro_group_size", *of_updates, "paro_outer_optimizer") == KEYS
+    others = ("paro_outer_optimizer", "paro_parameter_cache_bytes")
+    assert ("paro_strategy", "paro_group_size", *of_updates, *others) == KEYS
     assert OF_FASTEST == ("paro_memory_gb", "paro_decision_file", "paro_micro_step_seconds")
     assert (*KEYS, *OF_FASTEST, "stage3_leaf_bytes") == OURS
     assert MICS_KEYS == ("mics_shard_size", "mics_hierarchical_params_gather")
@@ -200,16 +203,18 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         cannot(in_zero("stage3_module_granularity_threshold"), "NIG"),
     ),
+    (
+        IIG | {"paro_parameter_cache_bytes": 9},
+        {},
+        cannot(in_zero("paro_parameter_cache_bytes"), "IIG") + ".*offload_param",
+    ),
     *(
         (
-            {**size, "paro_strategy": name, "offload_param": CPU},
+            {"paro_strategy": name, "offload_param": CPU, "paro_parameter_cache_bytes": 9},
             {},
-            cannot(in_zero("offload_param.device"), name) + how,
+            cannot(in_zero("paro_parameter_cache_bytes"), name) + ".*that have such: ING, IIG, IGG. ",
         )
-        for size in ({"paro_group_size": 2}, {})
-        for name, how in dict.fromkeys(
-            ("ING", "IIG", "IGG"), f".*that offload parameters: {', '.join(OFFLOADING)}. "
-        ).items()
+        for name in ("III", "GGG")
     ),
     *(
         (strategy | {"offload_param": NVME}, {}, cannot(in_zero("offload_param.device"), strategy["paro_strategy"]))

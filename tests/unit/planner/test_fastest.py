@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written_costs_no_run(ranks: Any, tmp_path: Path
         ({"stage": 3}, {}, False, {n for n, row in STRATEGIES.items() if row.stage == 3}),
         ({}, {}, True, {n for n, row in STRATEGIES.items() if row.stage == 3}),
         ({"stage3_leaf_bytes": 10**6}, {}, False, {n for n, row in STRATEGIES.items() if row.stage == 3}),
-        ({"offload_param": {"device": "cpu"}}, {}, False, {"INI", "III", "GNG", "GIG", "GGG"}),
+        ({"offload_param": {"device": "cpu"}}, {}, False, {n for n, row in STRATEGIES.items() if row.stage == 3}),
         ({"zeropp_loco_param": {}}, {}, False, set(STRATEGIES)),
         ({"paro_quantized_updates": {}}, {}, False, {n for n, row in STRATEGIES.items() if row.p.name != "G"}),
         ({}, {"gradient_allreduce_op": "sum"}, False, {n for n, row in STRATEGIES.items() if row.stage != 3}),
