@@ -156,7 +156,7 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
         together = training.replicas_equal(weights, own.topology.intra)
         engine.destroy()
         oracle = expected(job, outer, group_size, offsets)
-        apart = ((weights - oracle.weights).abs().max() / oracle.weights.abs().max()).item()
+        apart = ((weights.cpu() - oracle.weights).abs().max() / oracle.weights.abs().max()).item()
         of_losses = max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True))
         rows.append(Found(name, apart, of_losses, same, together))
     return rows

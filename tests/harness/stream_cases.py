@@ -74,6 +74,10 @@ _APART = ("NNI", "NII", "INI", "III")  # those that may have an outer optimizer
 _OUTER = {"paro_outer_optimizer": {"steps": 2, "fragments": 2, "bits": 4}}
 _DELAYED = {"paro_outer_optimizer": {"steps": 4, "delay": 2, "warmup_steps": 1, "bits": 16, "offload": "cpu"}}
 _OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+_HOST = {"offload_param": {"device": "cpu", "pin_memory": True}}
+_PAGEABLE = {"offload_param": {"device": "cpu", "pin_memory": False}}
+_CACHED = {"paro_parameter_cache_bytes": 2000}
+_SLICED = ("ING", "IIG", "IGG")
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
 _PLAIN = replace(_JOB, groups=1, frozen=(), network=None, skipped=((2, 1), (3, 1)))  # a layer rests for a step
@@ -127,6 +131,12 @@ OPTIONS = {
         ("NNI", "NIG"), {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}}, _EXPERTS, gathering=False
     ),
     "experts, sharded": Options(("ING", "III", "IGG", "GGG"), _OVERLAP, _AUTOEP, gathering=False),
+    "parameters on the host": Options(_SLICED, {**_OVERLAP, **_HOST}, replace(_ADAM, steps=3), saving=True),
+    "parameters and offload": Options(_SLICED, {**_HOST, **_CACHED, **_OFFLOAD}, _ADAM),
+    "parameters, in few bits": Options(
+        ("ING", "IIG"), {**_OVERLAP, **_HOST, **_CACHED, **_FEW_BITS}, _BF16, gathering=False
+    ),
+    "parameters, pageable": Options(("IIG",), {**_OVERLAP, **_PAGEABLE}, _BF16),
     "outer": Options(_APART, {**_OVERLAP, **_OUTER}, replace(_ADAM, steps=3), saving=True),
     "outer, delayed": Options(_APART, {**_OVERLAP, **_DELAYED}, replace(_EVERY, steps=7), gathering=False),
     "outer, offload": Options(("NII", "III"), {**_OUTER, **_OFFLOAD}, replace(_ADAM, steps=3)),

@@ -9,17 +9,19 @@ to few bits is compared with a run that rounds nothing, and loosely; the rest wi
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from deepspeed import comm as dist
 
-from tests.harness import snapshots, training
+from tests.harness import outer_oracle, snapshots, training
 from tests.harness.device_on_host import cases
 from tests.harness.training import placed
 
 EXACT, ROUNDED = 1e-5, 0.5  # of weights, which are about 1
 WHOLE = ("offload_optimizer", "overlap_comm")  # keys that round nothing
+OUTER = ("III", "NII", "INI", "NNI")
 RESUMED = (
     ("Adam", {}, ("NIG", "IIG")),
     ("Adam", {"zeropp_loco_param": {}, **cases.PINNED}, ("NII", "IGG")),
@@ -30,9 +32,13 @@ RESUMED = (
 
 def check(place: Any) -> None:
     """Check them all; collective."""
-    for title in list(cases.OPTIONS)[: 2 if place.small else None]:
+    together = [title for title, given in cases.OPTIONS.items() if outer_oracle.KEY not in given.zero]
+    for title in together[: 2 if place.small else None]:
         for name in cases.OPTIONS[title].strategies:
             _train(place, title, name)
+    for name in OUTER[: 1 if place.small else None]:
+        for keys in ({"fragments": 3}, {"fragments": 3, "offload": "cpu"}, {"delay": 1}):
+            _train_apart(place, name, {"steps": 3, **keys})
     for optimizer, zero, names in RESUMED[: 1 if place.small else None]:
         job = snapshots.job_of("bf16", zero, optimizer)
         for name in names:
@@ -44,6 +50,15 @@ def check(place: Any) -> None:
         for name in ("NIG", "IIG"):
             title = f"{name}, {'pinned' if pinned else 'pageable'}: offloaded and reloaded"
             place.report.check(title, cases.offloaded(name, "Muon", pinned) == (name, True, ("cpu", True), "cuda"))
+
+
+def _train_apart(place: Any, name: str, outer: dict[str, Any]) -> None:
+    """Train with an outer optimizer, beside ten lines in one process."""
+    job = replace(cases.OPTIONS["outer"].job, optimizer="SGD", steps=7)
+    (row,) = outer_oracle.beside([name], job, outer, 2)
+    title = f"{name}, outer {outer}"
+    place.report.figure(f"{title}: largest difference of weights", row.weights)
+    place.report.check(title, row.weights <= EXACT and row.anchors and row.together)
 
 
 def _train(place: Any, title: str, name: str) -> None:

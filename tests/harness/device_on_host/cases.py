@@ -19,6 +19,8 @@ from tests.harness.training import SMALL, Job, placed
 
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PAGEABLE = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+HOST = {"offload_param": {"device": "cpu", "pin_memory": True}}
+_CACHED = {"paro_parameter_cache_bytes": 1500}
 _LOCO = {"zeropp_loco_param": {"hadamard": True, "reset_T": 2}}
 _FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
 _OUTER = {"paro_outer_optimizer": {"steps": 2, "fragments": 2, "bits": 4}}
@@ -51,6 +53,12 @@ OPTIONS = {
     "LoCo": Options(("NIG", "IIG"), {**_LOCO, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
     "LoCo, pageable": Options(("NGG", "III"), {**_LOCO, **PAGEABLE}, stock=False),
     "in few bits": Options(("NIG", "ING"), {**_FEW_BITS, **PINNED}, replace(_JOB, accumulation=1), stock=False),
+    "parameters": Options(("ING", "IIG", "IGG"), HOST),
+    "parameters, cached": Options(("IIG",), {**HOST, **PINNED, **_CACHED}, replace(_JOB, frozen=(1,)), stock=False),
+    "parameters, pageable": Options(("IIG",), {"offload_param": {"device": "cpu"}}),
+    "parameters, in few bits": Options(
+        ("ING", "IIG"), {**HOST, **_FEW_BITS}, replace(_JOB, accumulation=1), stock=False
+    ),
     "outer": Options(("NII", "III"), _DELAYED, replace(_JOB, steps=5, accumulation=1), stock=False),
     "outer, pinned": Options(("NII", "INI"), {**_OUTER, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
     "Muon": Options(("NIG", "IIG"), {}, replace(_JOB, optimizer="Muon"), stock=False),
