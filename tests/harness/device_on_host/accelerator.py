@@ -20,7 +20,8 @@ class DeviceOrder(Order):
     """The order of a device beside a host: each runs what has its own tensors, and copies are on the current stream.
 
     The host waits for copies, unless they are told not to block and its memory is pinned. Pinned memory that is freed
-    is not given out before copies are over, as torch does it.
+    is not given out before copies are over, as torch does it. What has gaps, or another dtype than its target, the
+    host reads when the copy is asked for, whatever writes it on a stream.
     """
 
     knows_host = True
@@ -35,6 +36,8 @@ class DeviceOrder(Order):
         if name not in _COPIES:  # numbers of the host are arguments of the kernel
             self.run(self.of_host, name, hosts)
             reads = [tensor for tensor in reads if tensor.device.type != "cpu"]
+        else:
+            self.run(self.of_host, name, [tensor for tensor in reads if _made_ready(tensor, (*writes, *made))])
         super().operate(name, reads, writes, made, non_blocking)
         if name in _COPIES and hosts:
             if non_blocking and all(tensor.is_pinned() for tensor in hosts):
@@ -42,6 +45,12 @@ class DeviceOrder(Order):
                     self.record(tensor, self.current)
             else:
                 self.synchronize("copy", self.current.clock)
+
+
+def _made_ready(source: Tensor, targets: tuple[Tensor, ...]) -> bool:
+    """Whether the host reads what is copied to a device, at once: it packs what has gaps, and converts dtypes."""
+    alike = all(target.dtype == source.dtype for target in targets)
+    return source.device.type == "cpu" and not (source.is_contiguous() and alike)
 
 
 def _tensors(dtype: torch.dtype) -> Any:

@@ -18,6 +18,7 @@ LOCO = {"zeropp_loco_param": {}}
         ("Adam", {}, ("NIG", "IIG"), False),
         ("Adam", {**LOCO, **cases.PINNED}, ("NII", "IIG"), True),
         ("Adam", {**LOCO, "paro_quantized_updates": {}}, ("NIG", "ING"), True),
+        ("Adam", cases.HOST, ("ING", "IIG"), True),
         ("Muon", {}, ("NIG", "III"), False),
         ("Muon", cases.PAGEABLE, ("NIG", "GNG"), True),
     ],

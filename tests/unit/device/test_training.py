@@ -26,6 +26,10 @@ WATCHED = [
     ("offload, LoCo", ("NIG", "IIG")),
     ("in few bits, offload", ("ING",)),
     ("windows", ("IIG",)),
+    ("parameters on the host", ("ING", "IIG")),
+    ("parameters and offload", ("IGG",)),
+    ("parameters, in few bits", ("IIG",)),
+    ("parameters, pageable", ("IIG",)),
     *deep(
         ("pageable", ("NGG",)),
         ("in few bits", ("NIG",)),
