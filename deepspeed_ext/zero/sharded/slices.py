@@ -79,7 +79,7 @@ class Slices:
         rows: where they are, and how they are completed.
         bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
         written: called when the current stream has been given to write what is held.
-        cache: copies on the device of rows on the host.
+        cache: copies on the device of rows on the host; kept as an attribute.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Slices:
     ) -> None:
         self.strategy = strategy
         self.topology = topology
-        self.redistribution, self.rows, self._cache = rows.redistribution, rows, cache
+        self.redistribution, self.rows, self.cache = rows.redistribution, rows, cache
         self.bucket = max(1, bucket)
         self.written = written
         self.params = list(params)
@@ -146,13 +146,13 @@ class Slices:
     def forget(self) -> None:
         """Forget all slices, once their parameters are released."""
         self._slices.clear()
-        self._cache.clear()
+        self.cache.clear()
         self.forget_blocks()
 
     def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
         self._slices[param.ds_id] = slice_
         param.ds_tensor.data = slice_[self.redistribution.row]
-        self._cache.take(param.ds_id, slice_)
+        self.cache.take(param.ds_id, slice_)
 
     def held(self, param: ZeroParameter) -> Tensor:
         """Return what this rank holds of the parameter: (rows, chunk), one row where it is no slice."""
@@ -264,7 +264,7 @@ class Slices:
             for some in self.batches(param for param in self.params if param.ds_id not in self._columns):
                 for param, mine in self._gather_slices(some):
                     self.held(param).copy_(mine)
-                    self._cache.take(param.ds_id, mine)
+                    self.cache.take(param.ds_id, mine)
             self.settle()
             self.written()
 
@@ -367,7 +367,7 @@ class Slices:
         for ds_id in window.members:
             columns = self._columns[ds_id][1]
             both = window.span.common(columns)
-            self._cache.arrive(ds_id, both.shifted(-columns.start), both.shifted(-window.span.start).of(arrived))
+            self.cache.arrive(ds_id, both.shifted(-columns.start), both.shifted(-window.span.start).of(arrived))
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""
@@ -391,9 +391,9 @@ class Slices:
         if not (self.sliced and self.rows.on_host):
             return self.rows.use([self.held(param) for param in params], dtype)
         found: list[Tensor] = []
-        for cached, run in itertools.groupby(params, key=lambda param: param.ds_id in self._cache):
+        for cached, run in itertools.groupby(params, key=lambda param: param.ds_id in self.cache):
             if cached:
-                found += [self._cache[param.ds_id].to(dtype) for param in run]
+                found += [self.cache[param.ds_id].to(dtype) for param in run]
             else:
                 found += self.rows.use(self._runs(run), dtype)
         return found
@@ -438,7 +438,7 @@ class Slices:
         padded = torch.nn.functional.pad(whole, (0, missing)) if missing else whole
         rows = padded.view(layout.rows, layout.cols, layout.chunk)[:, self.redistribution.col]
         self.held(param).copy_(rows)
-        self._cache.take(param.ds_id, rows)
+        self.cache.take(param.ds_id, rows)
 
 
 def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:

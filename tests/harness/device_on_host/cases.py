@@ -249,3 +249,37 @@ def _held(engine: Any) -> list[Tensor]:
     """Return weights and states of the optimizer, but step counts."""
     states = [one for state in engine.optimizer.optimizer.state.values() for one in state.values()]
     return [*_weights(engine), *(one for one in states if torch.is_tensor(one) and one.dim())]
+
+
+class Held(NamedTuple):
+    """Where slices are.
+
+    Attributes:
+        places: devices of them, and whether they are pinned.
+        host: bytes of them.
+        cached: bytes of those that are on the device as well.
+        whole: bytes of the parameters.
+    """
+
+    places: set[tuple[str, bool]]
+    host: int
+    cached: int
+    whole: int
+
+
+def slices_held(library: str, name: str, budget: int) -> Held:
+    """Train with parameters on the host, and see where they are."""
+    register(library)
+    found = []
+
+    def look_at(engine: Any) -> None:
+        slices = engine.optimizer.slices["dense"]
+        rows = [slices.held(param) for param in slices.params]
+        places = {(one.device.type, one.is_pinned()) for one in rows}
+        whole = sum(param.ds_numel * param.ds_tensor.element_size() for param in slices.params)
+        found.append(Held(places, sum(one.nbytes for one in rows), slices.cache.nbytes, whole))
+
+    zero = placed(name, **HOST, paro_parameter_cache_bytes=budget)
+    with device_on_host(library):
+        training.train(replace(_JOB, frozen=(1,), sizes=(64, 128, 128, 64)), zero, look=look_at)
+    return found[0]

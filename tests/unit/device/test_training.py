@@ -55,3 +55,14 @@ def test_states_are_on_the_host_between_offload_and_reload(
 ) -> None:
     for rows in run_on_device(cases.offload_states, names, "Muon", pinned):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
+
+
+@pytest.mark.parametrize("name", ["IIG", *deep("ING", "IGG")])
+def test_a_group_holds_its_parameters_once_in_pinned_memory_and_some_on_the_device(
+    run_on_device: Any, name: str
+) -> None:
+    budget = 20_000
+    for held in run_on_device(cases.slices_held, name, budget):
+        assert held.places == {("cpu", True)}
+        assert held.host == pytest.approx(held.whole / 2, rel=0.01)
+        assert 0.5 * budget < held.cached <= budget

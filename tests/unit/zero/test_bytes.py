@@ -82,6 +82,13 @@ def test_frozen_parameters_are_gathered_but_neither_reduced_nor_updated(ranks: A
     check(rows, GroupSizes(4, 2), states, 2)
 
 
+def test_parameters_on_the_host_send_the_same(ranks: Any) -> None:
+    zero = {"offload_param": {"device": "cpu"}, "paro_parameter_cache_bytes": 10**5}
+    parameters, _, rows = ranks(4).run(bytes_case, ("ING", "IIG", "IGG"), 2, 2, zero)[0]
+    states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4)
+    check(rows, GroupSizes(4, 2), states, 2)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_one_big_bucket_and_overlap_send_the_same(ranks: Any, overlap: bool) -> None:
     zero = {"reduce_bucket_size": 10**8, "allgather_bucket_size": 10**8, "overlap_comm": overlap}
