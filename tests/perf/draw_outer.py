@@ -23,10 +23,13 @@ def draw(rows: Sequence[OuterRow]) -> Any:
     """Draw a line of panels for each optimizer and number of groups: curves, and differences from NIG by seed."""
     kinds = list(dict.fromkeys((row.optimizer, row.groups) for row in rows))
     drawing = figure.Figure(figsize=(12, 4.2 * len(kinds)), layout="constrained")
+    lines: tuple[list[Any], list[str]] = [], []
     for panels, (optimizer, groups) in zip(drawing.subplots(len(kinds), 2, squeeze=False), kinds, strict=True):
         some = [row for row in rows if (row.optimizer, row.groups) == (optimizer, groups)]
         _draw_curves(panels[0], some, f"{optimizer}, {groups} groups: outer weights on held-out text")
         _draw_ends(panels[1], some, f"{optimizer}, {groups} groups: after the last step, a point a seed")
+        lines = max(lines, panels[0].get_legend_handles_labels(), key=lambda found: len(found[1]))
+    drawing.legend(*lines, loc="outside upper center", ncols=4)  # a method has one color, in the order of all of them
     return drawing
 
 
@@ -43,7 +46,6 @@ def _draw_curves(axes: Any, rows: Sequence[OuterRow], title: str) -> None:
             ]
             axes.plot(steps, apart, marker="o", markersize=3, color=color(method), label=method)
     axes.set(xlabel="step", ylabel="loss, % from NIG", title=title)
-    axes.legend(fontsize=7)
 
 
 def _draw_ends(axes: Any, rows: Sequence[OuterRow], title: str) -> None:
