@@ -199,11 +199,15 @@ class FSDP2(TorchMethod):
         nodes: parameters are cut in the node only (HSDP).
         between: how parameters are from forward to backward: "cut"; cut in the "node"; or "whole", and so are the
             gradients until the last micro-batch.
+        apart: each node trains by itself.
     """
 
-    def __init__(self, workload: Workload, name: str, nodes: bool = False, between: str = "cut") -> None:
+    def __init__(
+        self, workload: Workload, name: str, nodes: bool = False, between: str = "cut", apart: bool = False
+    ) -> None:
         reshard = {"cut": True, "node": workload.group_size, "whole": False}[between]
-        model, mesh = workload.make_model(), _mesh(workload.group_size if nodes else None)
+        model, mesh = workload.make_model(), _mesh(workload.group_size if nodes or apart else None)
+        mesh = mesh["ranks"] if apart else mesh
         for module in [*cast(nn.ModuleList, model.blocks), model]:
             unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
             if workload.direct:
@@ -237,6 +241,46 @@ class FSDP2(TorchMethod):
         gradients = [p.grad for p in (*cuts, *wholes)] + [param.unsharded_accumulated_grad for param in params]
         gradients += [unit._partial_reduce_output for unit in units]
         return _count([*cuts, *wholes, *in_node], gradients, self._optimizer)
+
+
+class OuterFSDP2(FSDP2):
+    """``fully_shard`` in each node, and DiLoCo between nodes, in fp32: one all-reduce of what ranks have changed.
+
+    Each rank holds the outer states of its part, as with torchft's DiLoCo.
+
+    Args:
+        every: H.
+        outer: arguments of the outer optimizer, PyTorch's SGD.
+    """
+
+    def __init__(self, workload: Workload, name: str, every: int, outer: Mapping[str, Any]) -> None:
+        super().__init__(workload, name, apart=True)
+        self.setup += f"; an outer step every {every} steps, SGD, {', '.join(f'{k} {v}' for k, v in outer.items())}"
+        self._every, self._taken, self._ranks = every, 0, _mesh(workload.group_size).get_group("nodes")
+        self._anchors = [p.to_local().detach().clone() for p in self._model.parameters()]
+        self._outer = torch.optim.SGD(self._anchors, **outer)
+
+    def _end_step(self) -> None:
+        super()._end_step()
+        self._taken += 1
+        if self._taken % self._every == 0:
+            self._take_outer_step([p.to_local() for p in self._model.parameters()])
+
+    @torch.no_grad()
+    def _take_outer_step(self, parts: Sequence[Tensor]) -> None:
+        pairs = list(zip(self._anchors, parts, strict=True))
+        change = torch.cat([(anchor - part).flatten() for anchor, part in pairs])
+        dist.all_reduce(change, group=self._ranks)
+        means = change.div_(self._ranks.size()).split([part.numel() for part in parts])
+        for (anchor, part), mean in zip(pairs, means, strict=True):
+            anchor.grad = mean.view_as(part)
+        self._outer.step()
+        torch._foreach_copy_(list(parts), self._anchors)
+
+    def _states(self) -> StateBytes:
+        outer = _count((), (), self._outer, self._anchors).optimizer
+        states = super()._states()
+        return replace(states, optimizer=states.optimizer + outer)
 
 
 class DirectReduceScatter(ReduceScatter):
@@ -346,7 +390,9 @@ class Ours(Engine):
         states, hop = held(self._engine), self._engine.optimizer.families["dense"].reduce.inter
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
         errors = sum(getattr(kept, "nbytes", lambda: 0)() for kept in (hop.errors, hop.sums.errors))
-        return replace(states, optimizer=states.optimizer + errors)
+        outer = getattr(self._engine.optimizer.outer, "fragments", ())
+        kept = sum(part.nbytes for one in outer for part in (one.anchor, one.weights, one.momentum))
+        return replace(states, optimizer=states.optimizer + errors + kept)
 
 
 # All of them ######################################################################################

@@ -12,6 +12,7 @@ import itertools
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -148,7 +149,7 @@ class SideBySide:
         self._described = replace(found, bucket=workload.bucket, **described)
         self.compute = Compute(workload)
         self.methods = {method.name: method for method in methods(names, workload, keys)}
-        self._steps = dict.fromkeys([COMPUTE, *self.methods], 0)
+        self._steps: Counter[str] = Counter()
 
     def warm_up(self) -> dict[str, tuple[float, float, float]]:
         """Open connections, record modules, make moments; return what is held."""
@@ -188,8 +189,14 @@ class SideBySide:
 
         return self._undisturbed(run, 1)
 
-    def steps_in_a_row(self, method: Method, count: int) -> Turn:
-        """Time so many steps after another one, since each step waits for what the previous one has left under way.
+    def take(self, method: Method, count: int) -> None:
+        """Take so many steps that are not timed."""
+        for _ in range(count):
+            method.step(self._batches(method))
+        method.finish()
+
+    def steps_in_a_row(self, method: Method, count: int, before: int = 1) -> Turn:
+        """Time so many steps after others, since each step waits for what the previous one has left under way.
 
         A step lasts from the end of the one before to its own, each on the rank that gets there last: ranks of one
         machine have one clock.
@@ -197,14 +204,14 @@ class SideBySide:
 
         def run() -> list[float]:
             ends = []
-            for batches in [self._batches(method) for _ in range(count + 1)]:
+            for batches in [self._batches(method) for _ in range(count + before)]:
                 method.step(batches)
                 ends.append(time.perf_counter())
             method.finish()
-            ends = over_ranks(ends, dist.ReduceOp.MAX)
+            ends = over_ranks(ends[before - 1 :], dist.ReduceOp.MAX)
             return [end - begin for begin, end in itertools.pairwise(ends)]
 
-        return self._undisturbed(run, count + 1)
+        return self._undisturbed(run, count + before)
 
     def _undisturbed(self, run: Callable[[], list[float]], steps: int) -> Turn:
         """Take a turn from which the host of this machine has taken little: the best of some, none of them long."""
