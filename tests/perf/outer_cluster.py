@@ -173,7 +173,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure an outer optimizer beside what crosses in every step.")
     add_arguments(parser, "outer_cluster", SETTINGS, METHODS)
     parser.add_argument("--blocks", type=int, default=4, help="of the model")
-    parser.add_argument("--pause", type=float, default=0.18, help="seconds that a step sleeps")
+    parser.add_argument("--pause", type=float, default=0.08, help="seconds that a step sleeps")
     parser.add_argument("--every", type=int, default=30, help="H")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each method")
     parser.add_argument("--steps", type=int, default=1, help="of a turn without an outer optimizer that are timed")

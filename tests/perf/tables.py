@@ -3,7 +3,7 @@
 """Writes tables of the emulated cluster, of overlap and of outer optimizers into README.md, from rows that are kept.
 
 A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
-emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; or ``outer``.
+emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; ``outer``; or ``outer-cluster``.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import outer_rows, overlap_rows, overlap_tables, verdict
+from tests.perf.lib import outer_cluster_rows, outer_rows, overlap_rows, overlap_tables, verdict
 from tests.perf.lib.cluster_rows import KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
 from tests.perf.lib.outer_rows import OuterRow
 from tests.perf.lib.overlap_rows import OverlapRow
@@ -24,7 +24,7 @@ OVERLAP = {
     "overlap-seconds": overlap_tables.seconds,
     "overlap-against": overlap_tables.against,
 }
-OUTER = "outer"
+OUTER, OUTER_CLUSTER = "outer", "outer-cluster"
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -83,7 +83,13 @@ def _figures(some: dict[str, MethodRow]) -> Iterator[str]:
             yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
 
 
-def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow], outer: Sequence[OuterRow]) -> None:
+def write(
+    readme: Path,
+    rows: Sequence[MethodRow],
+    overlap: Sequence[OverlapRow],
+    outer: Sequence[OuterRow],
+    clusters: Sequence[outer_cluster_rows.OuterRow] = (),
+) -> None:
     """Put the tables where the file wants them."""
 
     def table(match: re.Match[str]) -> str:
@@ -92,6 +98,8 @@ def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]
             return match[1] + markdown(*OVERLAP[name](overlap))
         if name == OUTER:
             return match[1] + markdown(*outer_rows.table(outer))
+        if name == OUTER_CLUSTER:
+            return match[1] + markdown(*outer_cluster_rows.table(clusters))
         return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
 
     readme.write_text(_TABLE.sub(table, readme.read_text(encoding="utf-8")), encoding="utf-8")
@@ -101,11 +109,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, default=KEPT, help="rows of the emulated cluster")
     parser.add_argument("--overlap-csv", type=Path, default=overlap_rows.KEPT, help="rows of overlap")
-    parser.add_argument("--outer-csv", type=Path, default=outer_rows.KEPT, help="rows of outer optimizers")
+    parser.add_argument("--outer-csv", type=Path, default=outer_rows.KEPT, help="rows of training with them")
+    parser.add_argument("--outer-cluster-csv", type=Path, default=outer_cluster_rows.KEPT, help="of their steps")
     parser.add_argument("--readme", type=Path, default=README, help="what is written")
     args = parser.parse_args()
     outer = outer_rows.of_defaults(outer_rows.read(args.outer_csv))
-    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv), outer)
+    clusters = outer_cluster_rows.read(args.outer_cluster_csv)
+    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv), outer, clusters)
 
 
 if __name__ == "__main__":
