@@ -3,7 +3,8 @@
 """Writes tables of the emulated cluster, of overlap and of outer optimizers into README.md, from rows that are kept.
 
 A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
-emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; ``outer``; or ``outer-cluster``.
+emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; ``outer``; or
+``outer-cluster``.
 """
 
 import argparse
