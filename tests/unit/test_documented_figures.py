@@ -194,6 +194,47 @@ def test_what_is_said_of_loco_has_its_rows() -> None:
     assert "it is {} and {} worse".format(*(one.replace("%", " %") for one in worse)) in text
 
 
+def test_what_is_said_of_steps_with_an_outer_optimizer_has_its_rows() -> None:
+    rows = rows_of("outer_cluster.csv")
+    seconds = {(row["method"], row["link_mbit"]): float(row["seconds_median"]) for row in rows}
+    ours, peer = "III outer, streaming", "FSDP2 outer"
+    both, exact = "NIG + LoCo + updates", "III outer, 32 bits"
+
+    def ratio(method: str, link: str, other: str = ours) -> float:
+        return seconds[method, link] / seconds[other, link]
+
+    def own(method: str, link: str) -> float:
+        return seconds[method, link] / seconds[method, "unlimited"]
+
+    section = page("tests/perf/README.md").section("## An outer optimizer between two emulated nodes")
+    text = " ".join(section.text.split())
+    assert {f"{ratio(method, '20'):.0f}" for method in ("DDP", "HSDP")} == {"75"}
+    for said in (
+        f"streaming, takes {seconds[ours, '20']:.3f} s. {both} takes {ratio(both, '20'):.1f} times as long",
+        f"FSDP2 with the outer step {ratio(peer, '20'):.1f} times, DDP and HSDP 75 times",
+        f"streaming is at {own(ours, '20'):.2f} and meets both",
+        f"it is {ratio(both, '20', 'III outer'):.1f} times as fast, "
+        f"and at {own('III outer', '20'):.2f} of its own time",
+        f"streaming takes {seconds[ours, '5']:.3f} s, {own(ours, '5'):.2f} of its own time without a limit",
+        f"{both} takes {ratio(both, '5'):.1f} times as long, FSDP2 with the outer step {ratio(peer, '5'):.1f} times, "
+        f"HSDP {ratio('HSDP', '5'):.0f} times and DDP {ratio('DDP', '5'):.0f} times",
+        f"{both} takes {ratio(both, '100'):.1f} times as long as streaming",
+        f"FSDP2 with the outer step {ratio(peer, '100'):.1f} times. Without",
+        f"at {ratio('DDP', 'unlimited'):.2f} of the time of streaming",
+        f"outer step takes {ratio(peer, 'unlimited'):.2f} of it",
+        f"III takes {seconds[exact, '20']:.3f} s at 20 Mbit/s, "
+        f"and FSDP2 with the outer step {seconds[peer, '20']:.3f} s",
+    ):
+        assert said in text, said
+    for row in rows:
+        sent = float(row["link_bytes"]) / float(row["header_factor"])
+        assert not row["formula_bytes"] or abs(sent / float(row["formula_bytes"]) - 1) < 0.003, row["method"]
+        assert row["method"] != exact or float(row["weights_difference"]) == 0
+    zero = " ".join(page(STRATEGIES_PAGE).section("## An outer optimizer").text.split())
+    assert f"{ratio(both, '20'):.1f} times as fast as one of {both}" in zero
+    assert f"{ratio(peer, '20'):.1f} times as fast as one of FSDP2" in zero
+
+
 def test_the_table_of_kernels_is_that_of_the_rows() -> None:
     rows = {row["case"]: row for row in rows_of("loco_kernels.csv") if "compress" not in row["case"]}
     shown = page("tests/perf/README.md").section("## Kernels of differences").rows("kernel")
