@@ -66,7 +66,7 @@ class DeviceRows:
         device = get_accelerator().current_device_name()
         return [run.to(device=device, dtype=dtype, non_blocking=True) for run in runs]
 
-    def complete(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
+    def gather(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
         """Redistribute G -> I a window of a block, as it is.
 
         Args:
@@ -76,16 +76,16 @@ class DeviceRows:
         """
         if updated is not None:
             rows[self.redistribution.row].copy_(updated())
-        return (yield from self.redistribution.complete_rows(rows))
+        return self.redistribution.complete_rows(rows)
 
     def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
         """Redistribute G -> I what each group has encoded of its own row.
 
         Args:
             code: of this rank's row.
-            rows, arrived: see ``complete``.
+            rows, arrived: see ``gather``.
         """
-        return (yield from self.redistribution.update_rows(code, rows))
+        return self.redistribution.update_rows(code, rows)
 
 
 class HostRows(DeviceRows):
@@ -127,7 +127,7 @@ class HostRows(DeviceRows):
         for one, other in zip(source, target, strict=True):
             other.copy_(one, non_blocking=self._pinned)
 
-    def complete(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
+    def gather(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
         """Gather a window on the device, and copy it to the host."""
         mine = self._on_device(rows[self.redistribution.row]) if updated is None else updated()
         found = yield from self.redistribution.inter.all_gather(mine)

@@ -348,7 +348,7 @@ class Slices:
                 transfer = self.rows.update(code, rows[:, :width], arrived)
             else:
                 updated = None if change is None else partial(change.filled_row, window.span)
-                transfer = self.rows.complete(rows, arrived, updated)
+                transfer = self.rows.gather(rows, arrived, updated)
             self._update_of[number] = self._updates.start(transfer)
 
     def _encode(self, windows: Mapping[int, Window]) -> dict[int, tuple[Tensor, int]]:
