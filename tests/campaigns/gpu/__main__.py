@@ -57,7 +57,7 @@ TABLE = (
     ("T6", "gloo ranks that share the GPU: all strategies beside stock DeepSpeed", 300, {}),
     ("T10", "gloo ranks that share the GPU: states on the host, few bits, Muon, checkpoints", 300, {}),
     ("T7", "NCCL at one rank, without the short cuts", 150, {}),
-    ("T3", "torch's CUDA sanitizer over T1 and T2", 600, {"TORCH_CUDA_SANITIZER": "1"}),
+    ("T3", "torch's CUDA sanitizer over T1 and T2", 420, {"TORCH_CUDA_SANITIZER": "1"}),
     ("T3B", "torch's CUDA sanitizer over other strategies", 240, {"TORCH_CUDA_SANITIZER": "1"}),
     ("T5", "host synchronizations in micro-steps 5 to 10", 180, {}),
     ("T4", "what overlaps with what", 120, {}),

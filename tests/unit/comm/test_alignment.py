@@ -28,6 +28,7 @@ from deepspeed_ext.strategy import GroupSizes, Placement, Strategy
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.sharded.gathers import Gathers
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
+from deepspeed_ext.zero.sharded.rows import DeviceRows, RowCache
 from deepspeed_ext.zero.sharded.slices import Slices
 from deepspeed_ext.zero.shards import Window
 
@@ -186,6 +187,7 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         held.params, held.bucket = params, BUCKET
         held._layouts = {param.ds_id: layout for param, layout in zip(params, layouts, strict=True)}
         rows = cluster.groups if held.sliced else 1
+        held.rows, held.cache = DeviceRows(gathers), RowCache()
         held._slices = {param.ds_id: param.ds_tensor.expand(rows, -1) for param in params}
         used = Gathers.__new__(Gathers)
         used.slices, used._redistribution, used._topology, used._buckets = held, gathers, topology, {}
