@@ -44,8 +44,7 @@ from deepspeed_ext.zero.families import (
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 from deepspeed_ext.zero.sharded.coordinator import coordinator_of
-from deepspeed_ext.zero.sharded.gathers import partition
-from deepspeed_ext.zero.sharded.rows import HostMemory
+from deepspeed_ext.zero.sharded.gathers import GatherSettings, partition
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 
@@ -244,22 +243,13 @@ def _replacements(
 
     if strategy.p == Placement.N:
         return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make_stage12)]
-    how = config.allgather_bucket_size, config.allgather_sequential
-    cache_bytes = config.paro_parameter_cache_bytes
+    gathering = GatherSettings.of(config)
 
     def make_stage3(*args: Any, **kwargs: Any) -> Stage3Optimizer:
-        return Stage3Optimizer(
-            *args,
-            **kwargs,
-            strategy=strategy,
-            families=families(),
-            bucket=how[0],
-            sequential=how[1],
-            cache_bytes=cache_bytes,
-        )
+        return Stage3Optimizer(*args, **kwargs, strategy=strategy, families=families(), gathering=gathering)
 
     def make_inference(module: nn.Module, **kwargs: Any) -> DeepSpeedZeRoOffload:
-        return _inference(module, strategy, families_of(topologies, topologies, gather), how, cache_bytes, kwargs)
+        return _inference(module, strategy, families_of(topologies, topologies, gather), gathering, kwargs)
 
     return [
         (deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", make_stage3),
@@ -271,15 +261,13 @@ def _inference(
     module: nn.Module,
     strategy: Strategy,
     families: Families,
-    how: tuple[int, bool],
-    cache_bytes: int,
+    gathering: GatherSettings,
     arguments: dict[str, Any],
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
     with coordinator_of(families[DENSE].topology.shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **arguments)
-    host = HostMemory.of(arguments["offload_param_config"], cache_bytes)
-    partition(module, offload, strategy, families, *how, host)
+    partition(module, offload, strategy, families, gathering)
     return offload
 
 

@@ -46,9 +46,8 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host
 from deepspeed_ext.zero.sharded import saved
 from deepspeed_ext.zero.sharded.coordinator import coordinator_of
 from deepspeed_ext.zero.sharded.expert_windows import WindowGradients
-from deepspeed_ext.zero.sharded.gathers import Gathers, partition
+from deepspeed_ext.zero.sharded.gathers import Gathers, GatherSettings, partition
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
-from deepspeed_ext.zero.sharded.rows import HostMemory
 from deepspeed_ext.zero.sharded.shards import GradientShards
 from deepspeed_ext.zero.sharded.slices import Slices
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
@@ -74,9 +73,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     Args:
         strategy: one with p = I or G.
         families: of parameters, with their process groups and hops.
-        bucket: elements (of whole parameters) gathered at a time after the step.
-        sequential: whether parameters are gathered one by one.
-        cache_bytes: of slices on the host that are on the device as well.
+        gathering: how parameters are gathered, and where they are.
         dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
         The others are the parent's.
 
@@ -131,16 +128,14 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         *args: Any,
         strategy: Strategy,
         families: Families,
-        bucket: int,
-        sequential: bool = False,
-        cache_bytes: int = 0,
+        gathering: GatherSettings,
         dp_process_group: object = None,
         reduce_scatter: bool = True,
         overlap_comm: bool = False,
         **kwargs: Any,
     ) -> None:
         self._take(strategy, families, ReductionStream(self._find_stream))
-        self._gather_bucket, self._sequential, self._cache_bytes = bucket, sequential, cache_bytes
+        self._gathering = gathering
         self._overlap = overlap_comm
         self._state = GradientState.NONE
         super().__init__(
@@ -163,8 +158,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         """Hold parameters as p says, once DeepSpeed has sharded them and watches their modules."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
-        how = self._gather_bucket, self._sequential, HostMemory.of(kwargs["offload_param_config"], self._cache_bytes)
-        self.gathers = partition(kwargs["module"], offload, self.strategy, self.families, *how)
+        self.gathers = partition(kwargs["module"], offload, self.strategy, self.families, self._gathering)
         self.slices = {name: gathers.slices for name, gathers in self.gathers.items()}
         for gathers in self.gathers.values():
             gathers.on_change(self.resync.ask)
@@ -477,7 +471,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
         configured = self.sub_group_size
         if self._sliced:
-            self.sub_group_size = min(configured, max(1, self._gather_bucket // self.topology.sizes.ranks))
+            self.sub_group_size = min(configured, max(1, self._gathering.bucket // self.topology.sizes.ranks))
         try:
             return super()._create_fp16_sub_groups(params_group)
         finally:
@@ -607,7 +601,6 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     @override
     def checkpoint_event_prologue(self) -> None:
         """Prepare for a checkpoint that is saved or loaded."""
-        self.drain_parameters()
         for slices in self.slices.values():
             slices.settle()
         super().checkpoint_event_prologue()

@@ -9,7 +9,7 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -25,7 +25,7 @@ from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
-from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
 from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, fetch_nothing, forget_units, make_units
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
@@ -38,6 +38,26 @@ from deepspeed_ext.zero.sharded.rows import HostMemory, RowCache, choose_cached
 from deepspeed_ext.zero.sharded.slices import Slices
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
+
+
+class GatherSettings(NamedTuple):
+    """How the parameters of a model are gathered, and where they are.
+
+    Attributes:
+        bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
+        sequential: whether each parameter is gathered by itself (DeepSpeed's ``allgather_sequential``).
+        host: which slices are in host memory.
+    """
+
+    bucket: int
+    sequential: bool
+    host: HostMemory
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> "GatherSettings":
+        """Return what a configuration says."""
+        host = HostMemory.of(config.offload_param, config.paro_parameter_cache_bytes)
+        return cls(config.allgather_bucket_size, config.allgather_sequential, host)
 
 
 class Gathers:
@@ -266,17 +286,13 @@ def partition(
     offload: DeepSpeedZeRoOffload,
     strategy: Strategy,
     families: Families,
-    bucket: int,
-    sequential: bool,
-    host: HostMemory,
+    settings: GatherSettings,
 ) -> dict[str, Gathers]:
     """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says; those of each family.
 
     Args:
         offload: DeepSpeed's, with a coordinator of ours.
-        bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
-        sequential: whether each parameter is gathered by itself.
-        host: which slices are in host memory.
+        settings: how they are gathered, and where they are.
     """
     blocks, coordinator = chunked_modules(module), offload.param_coordinator
     coordinator.watch(blocks)
@@ -287,19 +303,19 @@ def partition(
     _let_go(windowed, offload)
     experts.update(id(one.module) for one in windowed)
     leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
-    cache = RowCache(_cached(module, strategy, families, host))
+    cache = RowCache(_cached(module, strategy, families, settings.host))
     members = {
         name: Gathers(
             Slices(
                 [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
                 strategy,
                 family.topology,
-                host.rows(family.gather),
-                bucket,
+                settings.host.rows(family.gather),
+                settings.bucket,
                 coordinator.wait_for_current,
                 cache,
             ),
-            sequential,
+            settings.sequential,
             [*leaves, *chunks],
         )
         for name, family in families.items()

@@ -72,10 +72,9 @@ class DeviceRows:
         Args:
             rows: (rows, width), as they are held; written.
             arrived: called with the same on the device if that is not where they are held.
-            updated: gives this rank's row, 1D, of its dtype and on the device; None if it is held already.
+            updated: gives this rank's row, 1D, of its dtype and on the device, where a step could not write it in
+                place; here it can.
         """
-        if updated is not None:
-            rows[self.redistribution.row].copy_(updated())
         return self.redistribution.complete_rows(rows)
 
     def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
