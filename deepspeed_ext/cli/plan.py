@@ -23,12 +23,13 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.clusters import Cluster, read_cluster
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import BUCKET, Experts, Model
+from deepspeed_ext.planner.host import HostParameters
 from deepspeed_ext.planner.outer import OuterPlan, plan_outer
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket
+from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement, full_bucket
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-FLOPS = 6  # for each parameter and token, forward and backward
+FLOPS, FROZEN_FLOPS = 6, 4  # for each parameter and token, forward and backward
 TERMINAL = Path("-")  # as a file
 FETCHED = 50_000_000  # elements in a gather, assumed if only the size of the model is known
 
@@ -66,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps, shape = partial(sub_key, alone="steps"), ("H", "KEY=VALUE")
     what.add_argument("--outer", type=steps, nargs="+", metavar=shape, help=outer)
+    offload = "offload_param: parameters in pinned host memory (p = I and G)"
+    what.add_argument("--offload-param", action="store_true", help=offload)
+    cache = "paro_parameter_cache_bytes, in 10^9 bytes: of them on each device as well"
+    what.add_argument("--parameter-cache-gb", type=rest, default=0.0, metavar="G", help=cache)
+    what.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
     file = "JSON that describes its nodes and links, instead of the options below; needs --nodes if it has none"
     where.add_argument("--cluster", type=Path, metavar="FILE", help=file)
@@ -74,6 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--group-size", type=ranks, help="paro_group_size (default: ranks per node)")
     where.add_argument("--intra-gbps", type=amount, metavar="G", help="Gbit/s that a rank receives inside its node")
     where.add_argument("--inter-gbps", type=amount, metavar="G", help="Gbit/s that a node receives from others")
+    copies = "10^9 bytes/s that a rank copies from host memory to its device, and back, while all of its node do"
+    where.add_argument("--host-gbps", type=amount, metavar="G", help=copies)
     where.add_argument("--latency-us", type=rest, default=0.0, metavar="U", help="of a message between groups")
     where.add_argument("--memory-gb", type=amount, metavar="G", help="10^9 bytes of a rank for model states")
     output = parser.add_argument_group("output")
@@ -95,10 +103,11 @@ def run(arguments: argparse.Namespace) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
-    model = _model(arguments)
+    model = _offloaded(_model(arguments), arguments)
     if cluster is not None and cluster.tflops is not None and arguments.tokens is not None:
-        parameters = model.states.parameters / BYTES[arguments.dtype]
-        model = replace(model, compute=FLOPS * parameters * arguments.tokens / (cluster.tflops * 1e12))
+        parameters, trained = (one / BYTES[arguments.dtype] for one in (model.states.parameters, model.states.updated))
+        flops = FROZEN_FLOPS * parameters + (FLOPS - FROZEN_FLOPS) * trained
+        model = replace(model, compute=flops * arguments.tokens / (cluster.tflops * 1e12))
     if arguments.estimate and model.states.updated != model.states.parameters:
         raise ValueError(
             f"--estimate assumes, as DeepSpeed's estimators do, that all parameters are trained; of {arguments.model} "
@@ -113,7 +122,8 @@ def run(arguments: argparse.Namespace) -> None:
         model = replace(model, streams=not get_accelerator().is_synchronized_device())
     budget = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
     forms = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
-    plans = [plan(sizes, model, rates, budget, [sent]) for sent in forms]
+    allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
+    plans = [plan(sizes, model, rates, budget, [sent], allowed) for sent in forms]
     outer = None if settings is None else plan_outer(sizes, model, rates, settings, budget)
     _write(arguments, plans, outer, nodes, per_node)
 
@@ -151,7 +161,7 @@ def _take_cluster(arguments: argparse.Namespace) -> Cluster | None:
         if arguments.tokens is not None:
             raise ValueError("--tokens goes with --cluster, whose file tells tflops.")
         return None
-    replaced = ("ranks_per_node", "intra_gbps", "inter_gbps", "memory_gb")
+    replaced = ("ranks_per_node", "intra_gbps", "inter_gbps", "memory_gb", "host_gbps")
     given = [name for name in replaced if getattr(arguments, name) is not None]
     given += ["latency_us"] if arguments.latency_us else []
     if given:
@@ -198,6 +208,16 @@ def _check(a: argparse.Namespace) -> None:
         (
             trainable and of_params and a.trainable > a.params,
             f"--trainable {a.trainable} is more than --params {a.params}.",
+        ),
+        (a.parameter_cache_gb and not a.offload_param, "--parameter-cache-gb goes with --offload-param."),
+        (
+            a.host_gbps is not None and a.inter_gbps is None,
+            "--host-gbps goes with --intra-gbps and --inter-gbps; without them all rates are measured.",
+        ),
+        ((a.offload_param or a.offload_optimizer) and a.estimate, f"{known}, nothing in host memory here."),
+        (
+            (a.offload_param or a.offload_optimizer) and a.outer,
+            "--outer takes nothing in host memory but its own states.",
         ),
         (largest and not of_params, "--largest-layer goes with --params; of a --model it is counted."),
         (a.estimate and experts, f"{known}, no experts. Leave out one of the two."),
@@ -294,6 +314,17 @@ def _model(arguments: argparse.Namespace) -> Model:
     )
 
 
+def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
+    """Return the model with what is in host memory."""
+    held = model.states
+    if arguments.offload_optimizer:
+        held = replace(held, optimizer=0.0)
+    if arguments.offload_param:
+        host = HostParameters(cache=arguments.parameter_cache_gb * 1e9)
+        held, model = replace(held, parameters=0.0), replace(model, host=host)
+    return model if held == model.states else replace(model, held=held)
+
+
 def _experts(params: int, ranks: int, width: int) -> tuple[Experts, ...]:
     """Return the share of the experts that each of ``ranks`` ranks has."""
     states = ModelStates.of(params // ranks, parameter_bytes=width, gradient_bytes=width)
@@ -303,7 +334,8 @@ def _experts(params: int, ranks: int, width: int) -> tuple[Experts, ...]:
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
     if arguments.inter_gbps is not None:
         latency = arguments.latency_us / 1e6
-        return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latency)
+        host = float("inf") if arguments.host_gbps is None else arguments.host_gbps * 1e9
+        return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latency, host=host)
     if not launched:
         raise ValueError("expected --intra-gbps and --inter-gbps (or a launcher, whose ranks measure them).")
     import deepspeed
@@ -316,4 +348,4 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
-    return probe.measure(get_topology(None, sizes.group_size), dtype)
+    return probe.measure(get_topology(None, sizes.group_size), dtype, pinned=arguments.offload_param or None)

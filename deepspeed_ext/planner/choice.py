@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import Model, Prediction, predict, predict_plain
 from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.planner.step import HOST
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
 # Predictions within this of each other count as equally fast; then the one with less memory is better.
@@ -55,7 +56,7 @@ class Plan:
         compute, within, between = (chosen.seconds[part] for part in ("compute", "within", "between"))
         said = (
             f"{chosen.name}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and exposed "
-            f"{within:.3g} s within groups and {between:.3g} s between; "
+            f"{within:.3g} s within groups and {between:.3g} s between{self._copied(chosen)}; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
         close = [one for one in self.predictions if self.fits(one) and self._ties(one) and self._larger(one)]
@@ -69,6 +70,10 @@ class Plan:
         if self.model.matrices:
             said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
         return said + self._compared()
+
+    def _copied(self, one: Prediction) -> str:
+        copies = one.seconds[HOST]
+        return "" if self.model.host is None else f", and {copies:.3g} s of copies from and to the host"
 
     def _compared(self) -> str:
         """Return a clause about the smallest plain stage that is at least as fast as the choice; empty if none is."""

@@ -31,6 +31,8 @@ class Cluster:
         latency_us: microseconds of one step of a ring between nodes; a collective over k nodes takes k - 1 steps.
         memory_gb: 10^9 bytes of a rank for model states; None for no limit.
         memory_gbps: 10^9 bytes/s of a rank's memory, which bounds an optimizer step; None: the step takes no time.
+        host_gbps: 10^9 bytes/s that a rank copies from host memory to its device, and back, while all of its node do;
+            None: these copies take no time.
         tflops: 10^12 floating-point operations/s that a rank reaches in training; None if unknown.
     """
 
@@ -41,14 +43,15 @@ class Cluster:
     latency_us: Annotated[float, _LATENCY] = 0.0
     memory_gb: Annotated[float | None, _AMOUNT] = None
     memory_gbps: Annotated[float | None, _AMOUNT] = None
+    host_gbps: Annotated[float | None, _AMOUNT] = None
     tflops: Annotated[float | None, _AMOUNT] = None
 
     def rates(self, sizes: GroupSizes) -> Rates:
         """Return the rates of the hops of groups of consecutive ranks."""
         steps = max(1, sizes.groups - 1)
-        memory = float("inf") if self.memory_gbps is None else self.memory_gbps * _GIGA
+        memory, host = (float("inf") if one is None else one * _GIGA for one in (self.memory_gbps, self.host_gbps))
         latency = self.latency_us * _MICRO * steps
-        return Rates.of_links(sizes, self.ranks_per_node, self.intra_gbps, self.inter_gbps, latency, memory)
+        return Rates.of_links(sizes, self.ranks_per_node, self.intra_gbps, self.inter_gbps, latency, memory, host)
 
     @property
     def budget(self) -> float | None:

@@ -3,7 +3,8 @@
 """What a step costs under a strategy. Pure.
 
 Note [Cost model]
-    A step is a timeline of compute, the link inside groups and the link between groups (Note [Timeline of a step]).
+    A step is a timeline of compute, the link inside groups and the link between groups (Note [Timeline of a step]),
+    and of copies from and to the host if parameters are there (Note [Cost of parameters in host memory]).
     Its input are the strategy's phases: each takes messages * latency + bytes / bandwidth over each hop, and is sent
     in buckets.
 
@@ -25,12 +26,13 @@ Note [Plain ZeRO]
     hides them. With Muon there is no such prediction, since DeepSpeed's stages move much more for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from deepspeed_ext.comm.owners import ROUNDS
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
+from deepspeed_ext.planner.host import Copies, HostParameters
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.planner.step import LAYERS, Move, Moves, Overlap, Step
 from deepspeed_ext.strategy import (
@@ -89,6 +91,7 @@ class Model:
         matrices: bytes of the matrices that the step needs whole, as they are moved: those of Muon.
         orthogonalizing: seconds that one rank would take to orthogonalize all of them.
         experts: experts of expert parallelism.
+        host: how parameters are in host memory, where they are sharded; None if they are on the device.
     """
 
     states: ModelStates
@@ -106,6 +109,7 @@ class Model:
     matrices: float = 0.0
     orthogonalizing: float = 0.0
     experts: tuple[Experts, ...] = ()
+    host: HostParameters | None = None
 
     def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
         """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""
@@ -156,7 +160,8 @@ class Model:
         """Return what runs under compute."""
         sharded = strategy.p != Placement.N
         gradients = sharded or self.streams if self.overlap is None else self.overlap
-        return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams)
+        copies = self.streams and (self.host is None or self.host.pinned)
+        return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams, copies=copies)
 
 
 @dataclass(frozen=True)
@@ -170,11 +175,12 @@ class Prediction:
         memory: bytes of model states.
         transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, or before that
             Muon's momentum until the step is decided; the largest gathered layer; the error feedback before and after
-            the step (Note [Errors of buckets]). Activations and buckets are not included.
-        host: bytes that are offloaded.
+            the step (Note [Errors of buckets]); windows of updates that go to host memory. Activations and buckets are
+            not included.
+        host: bytes in host memory.
         volume: bytes received in a step.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and of those
-            between, and the update.
+            between, the update, and the exposed part of copies from and to the host.
         busy: seconds for which each part works in a step, exposed or not.
         plain: whether this is a plain stage instead; see Note [Plain ZeRO].
     """
@@ -229,7 +235,8 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     strategy, ddp = STRATEGIES[name], name == "NNN"
     bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if ddp else model.bucket
     # DDP gathers no updates, so nothing waits for any.
-    overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True)
+    copies = model.overlaps(strategy).copies
+    overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
     one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap)
     return replace(one, plain=True)
 
@@ -242,30 +249,12 @@ def _prediction(
     sent: Compression,
     overlap: Overlap,
 ) -> Prediction:
-    sharded = strategy.p != Placement.N
-    total, moves = Volume(), []
     families = model.families(sizes)
-    of_all = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
-    for phases, by_layer in zip(of_all, (sharded, False, False, False, sharded), strict=True):
-        within = between = 0.0
-        units, hops = 0, rates.of(phases[0].kind)
-        for phase, (_, family) in zip(phases, families, strict=True):
-            volume = sent.volume(phase, model.gradient_bytes, family.updated_bytes)
-            messages = family.fetches if by_layer else family.buckets
-            total += volume * model.times(phase)
-            within += hops.intra.seconds(volume.intra, messages)
-            between += hops.inter.seconds(volume.inter, messages)
-            units += messages
-        moves.append(Move(phases[0].kind, within, between, units=min(units, model.layers)))
+    copies = _copies(strategy, families, sent)
+    total, moves = _moves(strategy, families, model, rates, sent, copies)
     whole_matrices = strategy.exchange(sizes, model.matrices)
-    total += whole_matrices
-    hops, rounds = rates.gather, min(ROUNDS, model.layers)
-    within, between = (
-        rate.seconds(nbytes, 2 * rounds)
-        for rate, nbytes in ((hops.intra, whole_matrices.intra), (hops.inter, whole_matrices.inter))
-    )
-    moves.append(Move(Direction.GATHER, within, between, rounds))
-    memory = _sum_of(strategy.memory(ranks, family.held or family.states) for ranks, family in families)
+    moves.append(_exchange(whole_matrices, model.layers, rates))
+    memory = _sum_of(strategy.memory(ranks, _held(strategy, family)) for ranks, family in families)
     whole = _sum_of(strategy.memory(ranks, family.states) for ranks, family in families)
     host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
     update = UPDATE_TOUCHES * memory.optimizer / rates.memory
@@ -281,9 +270,73 @@ def _prediction(
         model.orthogonalizing / sharing,
     )
     usage = step.usage()
-    transient = sum(_transient(strategy, ranks, family, sent) for ranks, family in families)
+    transient = sum(_transient(strategy, ranks, family, sent) for ranks, family in families) + copies.windows
     few_bits = sent.loco is not None, sent.updates is not None
+    memory = replace(memory, parameters=memory.parameters + copies.cached)
+    total += whole_matrices
     return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy)
+
+
+def _moves(
+    strategy: Strategy,
+    families: Sequence[tuple[GroupSizes, Model]],
+    model: Model,
+    rates: Rates,
+    sent: Compression,
+    copies: Copies,
+) -> tuple[Volume, list[Move]]:
+    """Return the bytes that a rank receives in a step, and the moves, without those of whole matrices."""
+    sharded, total, moves = strategy.p != Placement.N, Volume(), []
+    of_all = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
+    for phases, by_layer in zip(of_all, (sharded, False, False, False, sharded), strict=True):
+        within = between = 0.0
+        units, hops = 0, rates.of(phases[0].kind)
+        for phase, (_, family) in zip(phases, families, strict=True):
+            volume = sent.volume(phase, model.gradient_bytes, family.updated_bytes)
+            messages = family.fetches if by_layer else family.buckets
+            total += volume * model.times(phase)
+            within += hops.intra.seconds(volume.intra, messages)
+            between += hops.inter.seconds(volume.inter, messages)
+            units += messages
+        moves.append(Move(phases[0].kind, within, between, units=min(units, model.layers)))
+    moves[0] = replace(moves[0], up=copies.use / rates.host)
+    # What a step waits for is one unit, which every layer waits for.
+    units = 1 if copies.in_step else moves[-1].units
+    moves[-1] = replace(moves[-1], units=units, up=copies.up / rates.host, down=copies.down / rates.host)
+    return total, moves
+
+
+def _exchange(matrices: Volume, layers: int, rates: Rates) -> Move:
+    """Return the move of the matrices that a step needs whole."""
+    hops, rounds = rates.gather, min(ROUNDS, layers)
+    within, between = (
+        rate.seconds(nbytes, 2 * rounds)
+        for rate, nbytes in ((hops.intra, matrices.intra), (hops.inter, matrices.inter))
+    )
+    return Move(Direction.GATHER, within, between, rounds)
+
+
+def _copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sent: Compression) -> Copies:
+    """Return what is copied between host and device, of all families; the first one has the cache."""
+    found = Copies()
+    for number, (ranks, family) in enumerate(families):
+        host = family.host if family.host is None or not number else replace(family.host, cache=0.0)
+        found += Copies.of(
+            host,
+            strategy,
+            ranks,
+            family.states,
+            few_bits=sent.updates is not None,
+            offloaded_optimizer=not (family.held or family.states).optimizer,
+            window=family.bucket * family.updated_bytes,
+        )
+    return found
+
+
+def _held(strategy: Strategy, model: Model) -> ModelStates:
+    """Return the bytes that devices hold; whole parameters are not offloaded."""
+    held = model.held or model.states
+    return replace(held, parameters=model.states.parameters) if strategy.p == Placement.N else held
 
 
 def _sum_of(parts: Iterable[StateBytes]) -> StateBytes:

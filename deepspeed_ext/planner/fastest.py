@@ -20,7 +20,17 @@ from deepspeed_ext.comm.agreement import all_reduced, broadcast_text
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
-from deepspeed_ext.config.keys import FASTEST, LOCO, MEMORY, MICRO_STEP, QUANTIZED_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.keys import (
+    CACHE_BYTES,
+    FASTEST,
+    LOCO,
+    MEMORY,
+    MICRO_STEP,
+    QUANTIZED_UPDATES,
+    SECTION,
+    STRATEGY,
+)
+from deepspeed_ext.config.section import offloads
 from deepspeed_ext.config.unsupported import has_native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
@@ -31,6 +41,7 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.decisions import Decisions, say
+from deepspeed_ext.planner.host import HostParameters
 from deepspeed_ext.planner.models import describe, micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, ModelStates, Placement, Strategy
 
@@ -128,7 +139,16 @@ def _described(engine: Engine, model: nn.Module) -> Model:
         streams=not get_accelerator().is_synchronized_device(),
         overlap=config._param_dict[SECTION].get("overlap_comm"),
         overlap_updates=zero.paro_overlap_updates,
+        host=_host_parameters(config),
     )
+
+
+def _host_parameters(config: Config) -> HostParameters | None:
+    """Return how parameters are in host memory; None if they are not."""
+    zero = config.zero_config
+    if zero.offload_param is None or not offloads(zero.offload_param):
+        return None
+    return HostParameters(zero.offload_param.pin_memory, float(zero.paro_parameter_cache_bytes))
 
 
 def _flops(config: Config, model: nn.Module) -> float:
@@ -191,7 +211,8 @@ def _reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
 
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
     dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
-    rates = probe.measure(topology, dtype, config.zero_config.reduce_scatter)
+    pinned = None if model.host is None else model.host.pinned
+    rates = probe.measure(topology, dtype, config.zero_config.reduce_scatter, pinned)
     loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
     sent = Compression(
         None if loco is None else LocoSettings.parse(loco),
@@ -237,5 +258,6 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "paro_overlap_updates": model.overlap_updates,
         MICRO_STEP: zero.paro_micro_step_seconds,
         **({"matrices": model.matrices} if model.matrices else {}),  # older decisions do not have this key
+        **({CACHE_BYTES: zero.paro_parameter_cache_bytes} if zero.paro_parameter_cache_bytes else {}),
         **({"experts": [asdict(one) for one in model.experts]} if model.experts else {}),
     }

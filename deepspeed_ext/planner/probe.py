@@ -36,7 +36,12 @@ DEVICE_MATRIX = 4096  # on a device, where smaller products would take less time
 DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device, if it has room, since its caches hold 64 MiB
 
 
-def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatter: bool = True) -> Rates:
+def measure(
+    topology: Topology,
+    dtype: torch.dtype = torch.float32,
+    reduce_scatter: bool = True,
+    pinned: bool | None = None,
+) -> Rates:
     """Measure the rates of this topology's hops. Collective over all ranks.
 
     It takes a few seconds; at 100 Mbit/s between groups, about ten.
@@ -45,11 +50,12 @@ def measure(topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatt
         topology: the groups.
         dtype: of gradients and parameters.
         reduce_scatter: DeepSpeed's key of that name.
+        pinned: whether parameters in host memory are pinned; None if there are none, whose copies are not measured.
     """
     groups = {"intra": topology.intra, "inter": topology.inter}
     gathers = {level: _rate(GatherHop(group, level), dtype) for level, group in groups.items()}
     reductions = {level: _rate(make_reduce(group, level, reduce_scatter), dtype) for level, group in groups.items()}
-    return Rates(HopRates(**gathers), HopRates(**reductions), _memory())
+    return Rates(HopRates(**gathers), HopRates(**reductions), _memory(), _host(pinned))
 
 
 def flops(dtype: torch.dtype) -> float:
@@ -109,6 +115,19 @@ def _timed(run: Callable[[], Tensor], times: int = 1) -> float:
 def _slowest(seconds: list[float]) -> float:
     """Return the median of the slowest rank's times; the same on all ranks."""
     return statistics.median(all_reduce_max(torch.tensor(seconds, dtype=torch.float32)).tolist())
+
+
+def _host(pinned: bool | None) -> float:
+    """Return the bytes per second that a rank copies to its device while all others do the same."""
+    device = get_accelerator()
+    if pinned is None or device.is_synchronized_device():
+        return float("inf")
+    source = torch.ones(MEMORY_BYTES // 4)
+    source = device.pin_memory(source) if pinned else source
+    target = torch.empty_like(source, device=device.current_device_name())
+    run = lambda: target.copy_(source, non_blocking=pinned)  # noqa: E731
+    run()
+    return source.nbytes / _slowest([_seconds(run)])
 
 
 def _memory() -> float:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the hops of a redistribution are: computed from the links' figures, or fitted to measurements. Pure.
+"""How fast hops and copies are: computed from the links' figures, or fitted to measurements. Pure.
 
 Note [Rates]
     A *rate* says how long a hop takes when all ranks run it at once: latency + bytes / bandwidth, where bytes are what
@@ -63,18 +63,21 @@ class HopRates:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of all hops, and of the memory that optimizers work in.
+    """The rates of all hops, of the memory that optimizers work in, and of copies from and to the host.
 
     Attributes:
         gather: all-gathers.
         reduce: reduce-scatters.
         memory: bytes per second that a rank reads and writes while all ranks of its node do; infinite leaves the
             optimizer's step out.
+        host: bytes per second that a rank copies from host memory to its device, and back, while all ranks of its node
+            do; infinite leaves these copies out.
     """
 
     gather: HopRates
     reduce: HopRates
     memory: float = float("inf")
+    host: float = float("inf")
 
     @classmethod
     def of_links(
@@ -85,6 +88,7 @@ class Rates:
         inter_gbps: float,
         latency: float = 0.0,
         memory: float = float("inf"),
+        host: float = float("inf"),
     ) -> "Rates":
         """Return the rates for the links' figures.
 
@@ -94,7 +98,7 @@ class Rates:
             intra_gbps: Gbit/s that one rank receives from ranks of its node.
             inter_gbps: Gbit/s that one node receives from others, in each direction; its ranks share it.
             latency: seconds of a message between groups; a message within a group has none.
-            memory: see the class.
+            memory, host: see the class.
 
         Raises:
             ValueError: a figure is not positive.
@@ -103,6 +107,7 @@ class Rates:
             ("intra_gbps", intra_gbps),
             ("inter_gbps", inter_gbps),
             ("ranks_per_node", ranks_per_node),
+            ("host", host),
         ):
             if not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value!r}.")
@@ -114,7 +119,7 @@ class Rates:
             intra=Rate(0.0, own if within_node else min(own, node / rings)),
             inter=Rate(latency, own if one_node else min(own, node / flows)),
         )
-        return cls(hops, hops, memory)
+        return cls(hops, hops, memory, host)
 
     def of(self, kind: Direction) -> HopRates:
         """Return the rates of redistributions in that direction."""
@@ -125,7 +130,7 @@ class Rates:
         hops = {kind: asdict(getattr(self, kind)) for kind in ("gather", "reduce")}
         for rate in (rate for kind in hops.values() for rate in kind.values()):
             rate["bandwidth"] = _finite(rate["bandwidth"])
-        return {**hops, "memory": _finite(self.memory)}
+        return {**hops, "memory": _finite(self.memory), "host": _finite(self.host)}
 
 
 def _rings(sizes: GroupSizes, ranks_per_node: int) -> int:

@@ -9,6 +9,7 @@ from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.cost import Prediction
 from deepspeed_ext.planner.outer import OuterPlan
 from deepspeed_ext.planner.rates import Rate
+from deepspeed_ext.planner.step import COMPUTE, HOST, UPDATE
 from deepspeed_ext.strategy import STRATEGIES
 
 EXACT = "exact"
@@ -29,6 +30,7 @@ _COLUMNS = (
     ("busy: in group", 16),
     ("between", 9),
 )
+_HOST_COLUMNS = (("host: GB", 11), ("s: copies", 11), ("busy", 8))
 _OUTER_COLUMNS = (("outer: GB held", 16), ("on its way", 12), ("between", 9), ("s: exposed", 12), ("busy", 8))
 CHANGES_TRAINING = (
     "An outer optimizer changes the training, so none of these is a choice: "
@@ -40,7 +42,7 @@ def table(plans: Sequence[Plan]) -> str:
     """Return a table of the strategies of all plans and the plain stages, fastest first.
 
     A row has what each rank holds, what it receives in a step, the seconds that each part adds to a step, and for how
-    long the links are busy.
+    long the links are busy. If something is in host memory, further columns show the bytes there, and copies.
 
     Args:
         plans: plans for the same model and cluster.
@@ -50,15 +52,17 @@ def table(plans: Sequence[Plan]) -> str:
     rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
     width = max(len(one.name) for one, _ in rows)
     n, m, k = first.sizes.ranks, first.sizes.group_size, first.sizes.groups
+    on_host = any(one.host for one, _ in rows)
     limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
     lines = [
         f"{n} ranks in {k} group(s) of {m}, {first.model.accumulation} micro-step(s) a step, a rank's memory: {limit}",
         *_hidden(first),
+        *_copied(first),
         *(f"  {line}" for line in rates(first)),
         "",
-        _titles(width, _COLUMNS),
+        _titles(width, (*_COLUMNS, *(_HOST_COLUMNS if on_host else ()))),
     ]
-    lines += [_line(one, _mark(one, plan), width) for one, plan in rows]
+    lines += [_line(one, _mark(one, plan), width, _of_host(one) if on_host else "") for one, plan in rows]
     lines += ["", *(f"{_form(plan)}, {plan.reason}" if _form(plan) != EXACT else plan.reason for plan in plans)]
     return "\n".join(lines)
 
@@ -100,13 +104,25 @@ def _hidden(plan: Plan) -> list[str]:
     return ["compute is taken as 0 s, so it hides no communication: give --micro-step-seconds"]
 
 
+def _copied(plan: Plan) -> list[str]:
+    if plan.model.host is None or plan.rates.host != float("inf"):
+        return []
+    return ["copies from and to the host are taken as 0 s: give --host-gbps"]
+
+
+def _of_host(one: Prediction) -> str:
+    return _cells([f"{one.host / 1e9:.2f}", f"{one.seconds[HOST]:.3g}", f"{one.busy[HOST]:.3g}"], _HOST_COLUMNS)
+
+
 def rates(plan: Plan) -> list[str]:
-    """Return a line for each kind of hop."""
+    """Return a line for each kind of hop, and for memory and copies where their rates are known."""
     lines = []
     for kind, hops in (("all-gather", plan.rates.gather), ("reduce-scatter", plan.rates.reduce)):
         lines.append(f"{kind:<15}within groups {_rate(hops.intra)}, between groups {_rate(hops.inter)}")
     if plan.rates.memory != float("inf"):
         lines.append(f"{'memory':<15}{plan.rates.memory / 1e9:.3g} GB/s")
+    if plan.rates.host != float("inf"):
+        lines.append(f"{'from/to host':<15}{plan.rates.host / 1e9:.3g} GB/s a rank, in each direction")
     return lines
 
 
@@ -135,7 +151,8 @@ def _line(one: Prediction, mark: str, width: int, more: str = "") -> str:
     memory = one.memory
     figures = [f"{part / 1e9:.2f}" for part in (memory.parameters, memory.gradients, memory.optimizer, one.transient)]
     figures += [f"{part / 1e9:.2f}" for part in (one.total_memory, one.volume.intra, one.volume.inter)]
-    figures += [f"{part:.3g}" for part in (*one.seconds.values(), one.total_seconds)]
+    parts = (one.seconds[part] for part in (COMPUTE, "within", "between", UPDATE))
+    figures += [f"{part:.3g}" for part in (*parts, one.total_seconds)]
     figures += [f"{one.busy[part]:.3g}" for part in ("within", "between")]
     known_as = "plain" if one.plain else STRATEGIES[one.strategy].known_as
     return f"{one.name:<{width}}{_cells(figures, _COLUMNS)}{more}  {known_as}{mark}"

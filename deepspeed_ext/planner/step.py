@@ -23,6 +23,8 @@ Note [Timeline of a step]
     - Matrices that the step needs whole (Muon's) go to their owners in rounds after all reductions. A round is
       orthogonalized when it has arrived, and its updates go back while the next round is orthogonalized.
     - In a gather, the hop between groups comes first; in a reduction, the hop within the group.
+    - What is in host memory is copied to the device before its hops, and what has arrived is copied to the host after
+      them: each direction by an engine of its own, or, from pageable memory, by the cores that compute.
 """
 
 import math
@@ -34,19 +36,28 @@ from deepspeed_ext.strategy import Direction
 
 LAYERS = 32  # most layers of a timeline: larger models are divided into this many parts
 FORWARD = 1 / 3  # of a micro-step's compute
-COMPUTE, UPDATE = Resource.COMPUTE.value, "update"
-PARTS = (COMPUTE, Resource.WITHIN.value, Resource.BETWEEN.value, UPDATE)
+COMPUTE, UPDATE, HOST = Resource.COMPUTE.value, "update", "host"
+PARTS = (COMPUTE, Resource.WITHIN.value, Resource.BETWEEN.value, UPDATE, HOST)
 _SIMULATED = 4  # micro-steps that are run: if there are more, those in the middle are alike
 
 
 @dataclass(frozen=True)
 class Move:
-    """A move of a whole state: seconds over each hop, and the number of its buckets (``units``)."""
+    """A move of a whole state.
+
+    Attributes:
+        direction: which hop comes first.
+        within, between: seconds over each hop.
+        units: the number of its buckets.
+        up, down: seconds of the copies to the device, and back to the host.
+    """
 
     direction: Direction
     within: float
     between: float
     units: int
+    up: float = 0.0
+    down: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -78,12 +89,14 @@ class Overlap:
         updates: whether gathers of updated parameters do.
         within: whether hops inside groups do; if not, the cores that compute run them.
         at_once: whether both hops of a message run at the same time, as in a collective over all ranks.
+        copies: whether copies between host and device do.
     """
 
     gradients: bool = True
     updates: bool = True
     within: bool = True
     at_once: bool = False
+    copies: bool = True
 
 
 @dataclass(frozen=True)
@@ -206,14 +219,15 @@ class _Tasks:
     def _gather(self, place: int, after: list[int]) -> list[int]:
         """Add a gather of a layer's parameters; ``place`` counts layers in forward order, then in backward order."""
         move = self._moves.use
-        needed = (move.within or move.between) and place < self._step.gathers * self._layers
+        needed = (move.within or move.between or move.up) and place < self._step.gathers * self._layers
         return self._unit(move, after) if needed else []
 
     def _unit(self, move: Move, after: list[int]) -> list[int]:
-        """Add the hops of one bucket of a move; return the tasks after which it has arrived."""
+        """Add the hops and the copies of one bucket of a move; return the tasks after which it has arrived."""
         hops = [(self._within, Resource.WITHIN, move.within), (Resource.BETWEEN, Resource.BETWEEN, move.between)]
         if move.direction == Direction.GATHER:
             hops.reverse()
+        after = self._copy(Resource.TO_DEVICE, move.up / move.units, after)
         ends = [] if self._overlap.at_once else after
         yields = move.direction == Direction.REDUCE  # reductions yield to gathers that a layer waits for
         for resource, part, seconds in hops:
@@ -223,4 +237,9 @@ class _Tasks:
                 ends.append(self._line.add(resource, seconds / move.units, after, part.value, yields))
             else:
                 ends = [self._line.add(resource, seconds / move.units, ends, part.value, yields)]
-        return ends or after
+        return self._copy(Resource.TO_HOST, move.down / move.units, ends or after)
+
+    def _copy(self, direction: Resource, seconds: float, after: list[int]) -> list[int]:
+        """Add a copy between host and device; return the tasks after which it has been made."""
+        engine = direction if self._overlap.copies else Resource.COMPUTE
+        return [self._line.add(engine, seconds, after, HOST)] if seconds else after

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline of compute, the link inside groups and the link between groups, which work at the same time. Pure.
+"""A timeline of compute, of links, and of copies from and to the host, which work at the same time. Pure.
 
 A task occupies one resource for some seconds, after the tasks that it needs. A resource serves one task at a time, in
 the order in which they became ready. So the time of a timeline is the time of compute, plus the time for which compute
@@ -19,6 +19,8 @@ class Resource(Enum):
     COMPUTE = "compute"
     WITHIN = "within"
     BETWEEN = "between"
+    TO_DEVICE = "to the device"
+    TO_HOST = "to the host"
 
 
 @dataclass(frozen=True)

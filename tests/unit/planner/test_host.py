@@ -1,0 +1,115 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What parameters in host memory cost in a predicted step, against figures by hand. Pure."""
+
+from dataclasses import replace
+
+import pytest
+
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner import report
+from deepspeed_ext.planner.choice import plan
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.cost import Experts, Model, Prediction, predict, predict_plain_stage
+from deepspeed_ext.planner.host import HostParameters
+from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement
+
+pytestmark = pytest.mark.quick
+
+CLUSTER = GroupSizes(8, 4)  # m = 4, k = 2
+STATES = ModelStates.of(10**9, 4 * 10**8)  # 2 GB, of which 0.8 GB are trained
+QUICK = HopRates(*[Rate(0.0, 1e15)] * 2)
+RATES = Rates(QUICK, QUICK, memory=1e15, host=1e9)
+SHARDED = [name for name, row in STRATEGIES.items() if row.p != Placement.N]
+MODEL = Model(
+    STATES,
+    accumulation=3,
+    fetches=20,
+    bucket=10**7,
+    held=replace(STATES, parameters=0.0),
+    host=HostParameters(),
+)
+FEW_BITS = Compression(LocoSettings(), UpdateSettings())
+
+
+def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES) -> Prediction:
+    return predict(STRATEGIES[name], CLUSTER, model, rates, sent)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_bytes_are_those_of_the_formulas(name: str) -> None:
+    """Copies at 1 GB/s: a slice in each of six gathers, and after the step what of it has been updated."""
+    row, found = STRATEGIES[name], of(name)
+    held = 2.0 / CLUSTER.shards(row.p)
+    assert found.busy["host"] == pytest.approx(6 * held + 0.8 / CLUSTER.shards(row.p))
+    assert found.host == pytest.approx(1e9 * held) and found.memory.parameters == 0.0
+    whole = of(name, replace(MODEL, held=None, host=None))
+    windows = 2 * 2 * 10**7 / 4 if name in ("ING", "IIG", "IGG") else 0.0
+    assert found.transient == pytest.approx(whole.transient + windows)
+    assert whole.host == whole.busy["host"] == 0.0 and whole.volume == found.volume
+    kept = of(name, replace(MODEL, regathered=False))
+    assert kept.busy["host"] == pytest.approx(3 * held + 0.8 / CLUSTER.shards(row.p))
+
+
+def test_whole_parameters_are_not_offloaded() -> None:
+    found = of("NIG")
+    assert (found.busy["host"], found.host, found.memory.parameters) == (0.0, 0.0, STATES.parameters)
+
+
+def test_a_cache_saves_its_bytes_of_each_gather() -> None:
+    half = replace(MODEL, host=HostParameters(cache=0.25e9))
+    assert of("IIG", half).busy["host"] == pytest.approx(6 * 0.25 + 0.2)
+    assert of("IIG", half).memory.parameters == 0.25e9 and of("IIG", half).host == 0.5e9
+    assert of("IIG", replace(MODEL, host=HostParameters(cache=9e9))).busy["host"] == pytest.approx(0.2)
+    assert of("III", half).busy["host"] == of("III").busy["host"], "it is for slices of several rows"
+
+
+def test_updates_in_few_bits_and_offloaded_optimizers_need_what_is_on_the_host() -> None:
+    assert of("IIG", sent=FEW_BITS).busy["host"] == pytest.approx(6 * 0.5 + 2 * 0.2)
+    both = replace(MODEL, held=replace(STATES, parameters=0.0, optimizer=0.0))
+    assert of("IIG", both).busy["host"] == pytest.approx(6 * 0.5 + 0.2 + 0.1)
+    assert of("III", both).busy["host"] == pytest.approx(6 * 0.5), "it has updated what is there"
+
+
+def test_copies_run_under_compute_in_both_directions() -> None:
+    """A gather takes 0.5 s and a micro-step 3 s, so that only what a micro-step begins with is waited for."""
+    layer = 0.5 / 20
+    found = of("IIG", replace(MODEL, compute=3.0))
+    # The first layer: its window goes down in the first micro-step, and its slice up in each of the three.
+    assert found.seconds["host"] == pytest.approx(0.2 / 20 + 3 * layer, abs=1e-3)
+    assert found.total_seconds == pytest.approx(9.0 + found.seconds["host"], abs=1e-3)
+    within = of("III", replace(MODEL, compute=3.0)).seconds["host"]
+    assert within == pytest.approx(0.2 + 3 * layer, abs=1e-3), "a step of DeepSpeed's waits for the copy"
+    slow = of("IIG", replace(MODEL, compute=0.3))  # less than the copies: these are what a step takes
+    assert slow.total_seconds == pytest.approx(6 * 0.5, abs=0.25)
+
+
+def test_pageable_memory_hides_nothing() -> None:
+    pageable = replace(MODEL, compute=3.0, host=HostParameters(pinned=False))
+    for model in (pageable, replace(MODEL, compute=3.0, streams=False)):
+        assert of("IIG", model).seconds["host"] == pytest.approx(of("IIG", model).busy["host"]) == pytest.approx(3.2)
+
+
+def test_plain_zero_3_and_experts_are_copied_as_well() -> None:
+    plain = predict_plain_stage("GGG", CLUSTER, MODEL, RATES)
+    assert plain.busy["host"] == pytest.approx(6 * 0.25 + 0.1)
+    own = ModelStates.of(10**9)
+    experts = Experts(2, own, held=replace(own, parameters=0.0))  # among 4 ranks in groups of 2
+    with_experts = of("IIG", replace(MODEL, experts=(experts,), host=HostParameters(cache=0.25e9)))
+    assert with_experts.busy["host"] == pytest.approx(6 * (0.25 + 1.0) + 0.2 + 1.0)
+
+
+def test_a_plan_shows_them() -> None:
+    found = plan(CLUSTER, MODEL, RATES, allowed=lambda row: row.name in SHARDED)
+    table = report.table([found])
+    assert (
+        "host: GB" in table and "from/to host   1 GB/s a rank" in table and "of copies from and to the host" in table
+    )
+    unknown = report.table([plan(CLUSTER, MODEL, replace(RATES, host=float("inf")))])
+    assert "taken as 0 s: give --host-gbps" in unknown
+    on_device = plan(CLUSTER, replace(MODEL, held=None, host=None), RATES)
+    assert "host: GB" not in report.table([on_device]) and "copies" not in on_device.reason
+    assert found.as_dict()["rates"]["host"] == 1e9 and found.as_dict()["predictions"][0]["busy"]["host"] > 0
+    with pytest.raises(ValueError, match="host must be above 0, got -1"):
+        Rates.of_links(CLUSTER, 4, 100, 10, host=-1)
