@@ -126,6 +126,29 @@ def test_json_and_picture_and_estimate(
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_is_in_host_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    size = ["--params", "7B", "--trainable", "1B", *NODES, "--accumulation", "2"]
+    offloaded = [*size, "--offload-param", "--offload-optimizer", "--parameter-cache-gb", "0.75"]
+    plan(monkeypatch, *offloaded, *LINKS, "--host-gbps", "10", "--json", str(tmp_path / "plan.json"))
+    said = capsys.readouterr().out
+    written = json.loads((tmp_path / "plan.json").read_text())["exact"]
+    found = {one["strategy"]: one for one in written["predictions"]}
+    assert found and not [name for name in found if name[0] == "N"] and "\nZeRO-1 " not in said
+    # Slices of 14/8 GB without the cache, four times; the updated part, 2/8 GB, back; of that 2/32 GB were there.
+    assert found["IIG"]["busy"]["host"] == pytest.approx((4 * (1.75 - 0.75) + 0.25 + 2 / 32) / 10)
+    assert found["IIG"]["memory"]["parameters"] == 0.75e9 and found["IIG"]["host"] == 1.75e9 + 12e9 / 32
+    assert "from/to host   10 GB/s" in said and "s: copies" in said
+    path = write_cluster(tmp_path, host_gbps=10, memory_gb=None, latency_us=None)
+    plan(monkeypatch, *[one for one in offloaded if one not in NODES], "--nodes", "4", "--cluster", path)
+    assert capsys.readouterr().out == said
+    plan(monkeypatch, *size, "--offload-optimizer", *LINKS)
+    said = capsys.readouterr().out
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("NNG  "))
+    assert row[3] == "0.00" and row[15] == "0.38" and "give --host-gbps" not in said  # 12 GB / 32 on the host
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -187,6 +210,11 @@ def test_json_and_picture_and_estimate(
             ["--params", "7B", *EXPERTS, *NODES, *LINKS, "--outer", "9"],
             "an outer optimizer takes no experts of expert",
         ),
+        (["--params", "7B", "--parameter-cache-gb", "1", *NODES, *LINKS], "--parameter-cache-gb goes with --offload-"),
+        (["--params", "7B", "--host-gbps", "1", *NODES], "--host-gbps goes with --intra-gbps and --inter-gbps"),
+        (["--params", "7B", "--host-gbps", "0", *NODES, *LINKS], "--host-gbps: must be above 0, got 0"),
+        (["--params", "7B", "--offload-param", "--estimate", *NODES, *LINKS], "nothing in host memory"),
+        (["--params", "7B", "--offload-param", "--outer", "9", *NODES, *LINKS], "--outer takes nothing in host mem"),
         (["--model", "a:b", "--largest-layer", "7", *NODES, *LINKS], "--largest-layer goes with --params"),
         (["--params", "seven", *NODES, *LINKS], "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
         (["--model", "no_such_module:f", *NODES, *LINKS], "'no_such_module:f' cannot be imported"),
@@ -219,6 +247,11 @@ def test_a_cluster_in_a_file(
     path = write_cluster(tmp_path, tflops=100)  # 3 steps of a ring of 4 groups; 6 x 7e9 x 1000 / 1e14 s
     plan(monkeypatch, "--params", "7B", "--cluster", path, "--nodes", "4", "--tokens", "1000")
     assert capsys.readouterr().out == expected
+    frozen = ["--params", "7B", "--trainable", "1B"]  # 6e9 parameters of 4 FLOPs, and 1e9 of 6
+    plan(monkeypatch, *frozen, "--cluster", path, "--nodes", "4", "--tokens", "1000")
+    of_frozen = capsys.readouterr().out
+    plan(monkeypatch, *frozen, *by_options[:-1], "0.3")
+    assert capsys.readouterr().out == of_frozen
     plan(monkeypatch, "--params", "7B", "--cluster", write_cluster(tmp_path, nodes=4), "--micro-step-seconds", "0.42")
     assert capsys.readouterr().out == expected
 

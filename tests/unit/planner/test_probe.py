@@ -40,6 +40,33 @@ def clock_case() -> list[tuple[float, int]]:
     return found
 
 
+def test_copies_from_the_host_are_measured_where_there_is_a_device(ranks: Any) -> None:
+    """Where parameters are on the host, from memory of their kind."""
+    assert ranks(1).run(host_case)[0] == [(float("inf"), 0), (float("inf"), 0), (1.0, 0), (1.0, 1)]
+
+
+def host_case() -> list[tuple[float, int]]:
+    """MiB a second, and how often memory was pinned: on the host, without parameters there, and with both."""
+    from unittest import mock
+
+    from deepspeed_ext.planner import probe
+
+    found = []
+    for on_host, pinned in ((True, True), (False, None), (False, False), (False, True)):
+        device = mock.Mock(
+            is_synchronized_device=lambda on_host=on_host: on_host,
+            current_device_name=lambda: "cpu",
+            pin_memory=mock.Mock(side_effect=lambda tensor: tensor),
+        )
+        with (
+            mock.patch.object(probe, "get_accelerator", lambda device=device: device),
+            mock.patch.object(probe, "_seconds", lambda run: run().nbytes / 2**20),
+        ):
+            rate = probe._host(pinned)
+        found.append((rate / 2**20, device.pin_memory.call_count))  # as if a MiB took a second
+    return found
+
+
 def test_memory_is_measured_beyond_caches_where_there_is_room(ranks: Any) -> None:
     host, small, large = ranks(1).run(memory_case)[0]
     assert host == 64 and small == 64 and large == 128
