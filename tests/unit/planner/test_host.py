@@ -85,10 +85,19 @@ def test_copies_run_under_compute_in_both_directions() -> None:
     assert slow.total_seconds == pytest.approx(6 * 0.5, abs=0.25)
 
 
+@pytest.mark.parametrize("n, m, copied", [(4, 4, 6 * 0.5 + 0.2), (8, 1, 6 * 2.0 + 0.8)])
+def test_one_group_and_groups_of_one_rank(n: int, m: int, copied: float) -> None:
+    model = replace(MODEL, host=HostParameters(cache=0.0 if m == 1 else 9e9))  # one group has no slices of rows
+    found = predict(STRATEGIES["IIG"], GroupSizes(n, m), model, RATES)
+    assert found.busy["host"] == pytest.approx(copied) and found.memory.parameters == 0.0
+
+
 def test_pageable_memory_hides_nothing() -> None:
     pageable = replace(MODEL, compute=3.0, host=HostParameters(pinned=False))
     for model in (pageable, replace(MODEL, compute=3.0, streams=False)):
         assert of("IIG", model).seconds["host"] == pytest.approx(of("IIG", model).busy["host"]) == pytest.approx(3.2)
+    plain = predict_plain_stage("GGG", CLUSTER, pageable, RATES)
+    assert plain.seconds["host"] == pytest.approx(plain.busy["host"])
 
 
 def test_plain_zero_3_and_experts_are_copied_as_well() -> None:
