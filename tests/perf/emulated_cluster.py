@@ -40,7 +40,7 @@ from tests.perf.lib import verdict
 from tests.perf.lib.blocks import make_blocks
 from tests.perf.lib.cluster_rows import BOTH, LOCO, MUON, NATIVE, SETTINGS, SIZES, UPDATES, MethodRow, Setting
 from tests.perf.lib.peers import PEERS, Workload
-from tests.perf.lib.settings import add_arguments, run_all, work
+from tests.perf.lib.settings import add_arguments, require_positive, run
 from tests.perf.lib.side_by_side import LONG, SideBySide
 
 BLOCKS = 4
@@ -132,17 +132,20 @@ def parse_arguments() -> argparse.Namespace:
     add_arguments(parser, "emulated_cluster", SETTINGS, all_methods())
     parser.add_argument("--rounds", type=int, default=3, help="steps of each method at each rate, at least")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    require_positive(parser, args, "rounds")
     return args
 
 
 def main() -> int:
     args = parse_arguments()
-    if args.worker is not None:
-        work(args, lambda: Worker(SETTINGS[args.setting], args).rows())
-        return 0
-    return run_all(args, __spec__.name, SETTINGS, MethodRow, verdict.print_all)
+    return run(
+        args,
+        __spec__.name,
+        SETTINGS,
+        MethodRow,
+        lambda: Worker(SETTINGS[args.setting], args).rows(),
+        verdict.print_all,
+    )
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ from tests.perf.lib.outer_cluster_rows import (
     OuterRow,
     OuterSetting,
 )
-from tests.perf.lib.peers import LEAN, Method, Ours, OuterFSDP2, Workload
-from tests.perf.lib.settings import add_arguments, run_all, work
+from tests.perf.lib.peers import Method, Ours, OuterFSDP2, Workload
+from tests.perf.lib.settings import add_arguments, require_positive, run
 from tests.perf.lib.side_by_side import WARM_UP_STEPS, SideBySide, Turn
 
 BLOCK = 2 * WIDTH * HIDDEN
@@ -63,16 +63,8 @@ class Worker:
     def __init__(self, setting: OuterSetting, args: argparse.Namespace) -> None:
         self._setting, self._args = setting, args
         self._pauses = Pauses()
-        workload = Workload(
-            1,
-            setting.ranks_per_node,
-            functools.partial(make_blocks, args.blocks, WIDTH, HIDDEN, self._pauses),
-            bucket=BLOCK,
-            ddp_mib=4 * BLOCK / 2**20,
-            zero={"overlap_comm": True},
-            lean=LEAN
-            | {"stage3_max_live_parameters": 3 * BLOCK, "stage3_prefetch_bucket_size": BLOCK, "sub_group_size": BLOCK},
-        )
+        make_model = functools.partial(make_blocks, args.blocks, WIDTH, HIDDEN, self._pauses)
+        workload = Workload.overlapping(1, setting.ranks_per_node, make_model, BLOCK)
         every_step = [name for name in args.methods if name not in OUTER and name != PEER]
         self._ranks = SideBySide(every_step, workload, WIDTH, {"paro_overlap_updates": True}, {})
         for name in args.methods:
@@ -178,17 +170,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each method")
     parser.add_argument("--steps", type=int, default=1, help="of a turn without an outer optimizer that are timed")
     args = parser.parse_args()
-    if min(args.blocks, args.rounds, args.steps) < 1 or args.every < 15 or args.pause <= 0:
-        parser.error("--blocks, --rounds, --steps and --pause must be positive, and --every at least 15")
+    require_positive(parser, args, "blocks", "rounds", "steps", "pause")
+    if args.every < 15:
+        parser.error(f"--every must be at least 15, got {args.every}")
     return args
 
 
 def main() -> int:
     args = parse_arguments()
-    if args.worker is not None:
-        work(args, lambda: Worker(SETTINGS[args.setting], args).rows())
-        return 0
-    return run_all(args, __spec__.name, SETTINGS, OuterRow, print_all)
+    return run(args, __spec__.name, SETTINGS, OuterRow, lambda: Worker(SETTINGS[args.setting], args).rows(), print_all)
 
 
 if __name__ == "__main__":

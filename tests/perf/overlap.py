@@ -45,19 +45,11 @@ from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import overlap_verdict
 from tests.perf.lib.blocks import Pauses, make_blocks
 from tests.perf.lib.overlap_rows import BLOCK, HIDDEN, RATIOS, SETTINGS, WIDTH, OverlapRow, OverlapSetting
-from tests.perf.lib.peers import LEAN, PEERS, Workload
-from tests.perf.lib.settings import add_arguments, run_all, work
+from tests.perf.lib.peers import PEERS, Workload
+from tests.perf.lib.settings import add_arguments, require_positive, run
 from tests.perf.lib.side_by_side import SideBySide
 
-ZERO = {"overlap_comm": True}  # of all that is DeepSpeed's
 OURS = {"paro_overlap_updates": True}
-# A block is gathered while the one before it runs, and sub-groups are as small as buckets: 7 GB of parameters have
-# several, too.
-PREFETCHING = LEAN | {
-    "stage3_max_live_parameters": 3 * BLOCK,
-    "stage3_prefetch_bucket_size": BLOCK,
-    "sub_group_size": BLOCK,
-}
 
 
 # What runs in the ranks ###########################################################################
@@ -69,15 +61,8 @@ class Worker:
     def __init__(self, setting: OverlapSetting, args: argparse.Namespace) -> None:
         self._setting, self._args = setting, args
         self._pauses = Pauses()
-        workload = Workload(
-            setting.accumulation,
-            setting.ranks_per_node,
-            functools.partial(make_blocks, setting.blocks, WIDTH, HIDDEN, self._pauses),
-            bucket=BLOCK,
-            ddp_mib=4 * BLOCK / 2**20,
-            zero=ZERO,
-            lean=PREFETCHING,
-        )
+        make_model = functools.partial(make_blocks, setting.blocks, WIDTH, HIDDEN, self._pauses)
+        workload = Workload.overlapping(setting.accumulation, setting.ranks_per_node, make_model, BLOCK)
         streams = not get_accelerator().is_synchronized_device()
         described = {"streams": streams, "overlap": True, "overlap_updates": True}
         self._side_by_side = SideBySide(args.methods, workload, WIDTH, OURS, described)
@@ -143,20 +128,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each method with each compute")
     parser.add_argument("--steps", type=int, default=2, help="of a turn that are timed, behind one that is not")
     args = parser.parse_args()
-    for name in ("rounds", "steps", "blocks", "mbit", "ratios"):
-        given = getattr(args, name)
-        values = given if isinstance(given, list | tuple) else [] if given is None else [given]
-        if not all(value > 0 for value in values):
-            parser.error(f"--{name} must be positive, got {given}")
+    require_positive(parser, args, "rounds", "steps", "blocks", "mbit", "ratios")
     return args
 
 
 def main() -> int:
     args = parse_arguments()
-    if args.worker is not None:
-        work(args, lambda: Worker(_setting(args.setting, args), args).rows())
-        return 0
-    return run_all(args, __spec__.name, SETTINGS, OverlapRow, overlap_verdict.print_all)
+    return run(
+        args,
+        __spec__.name,
+        SETTINGS,
+        OverlapRow,
+        lambda: Worker(_setting(args.setting, args), args).rows(),
+        overlap_verdict.print_all,
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 
 import csv
 import statistics
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,6 +104,16 @@ class MethodRow:
         return statistics.median(self.seconds)
 
     @property
+    def spread(self) -> dict[str, float]:
+        """Seconds of steps, as files keep them."""
+        return {"median": self.median, "min": min(self.seconds), "max": max(self.seconds)}
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step beyond those without communication; what is done inside nodes is in it."""
+        return self.median - self.compute
+
+    @property
     def memory(self) -> float:
         return sum(self.held)
 
@@ -119,7 +130,6 @@ class MethodRow:
     def to_csv(self) -> dict[str, Any]:
         """Return what identifies a result, and the result."""
         setting = SETTINGS[self.setting]
-        low, high = min(self.seconds), max(self.seconds)
         return {
             "setting": self.setting,
             "nodes": setting.nodes,
@@ -130,14 +140,18 @@ class MethodRow:
             "method": self.method,
             "setup": self.setup,
             "steps": len(self.seconds),
-            "seconds_median": round(self.median, 5),
-            "seconds_min": round(low, 5),
-            "seconds_max": round(high, 5),
+            **{f"seconds_{name}": round(value, 5) for name, value in self.spread.items()},
             "stolen_median": round(statistics.median(self.stolen), 3),
             "compute_seconds": round(self.compute, 5),
             "floor_seconds": round(self.floor, 5),
             "predicted_seconds": "" if self.predicted is None else round(self.predicted, 5),
             "predicted_within_seconds": round(self.parts["within"], 5) if self.parts else "",
+            **self.counted(),
+        }
+
+    def counted(self) -> dict[str, Any]:
+        """Return the last columns of every file: bytes, and how far weights are apart."""
+        return {
             "link_bytes": round(self.link_bytes),
             "header_factor": round(self.headers, 5),
             "formula_bytes": "" if self.formula_bytes is None else round(self.formula_bytes),
@@ -175,6 +189,11 @@ class MethodRow:
 
 def read(path: Path = KEPT) -> list[MethodRow]:
     """Return the last that a file has of each setting, method and rate."""
+    return read_last(path, MethodRow, lambda row: (row.setting, row.method, row.mbit))
+
+
+def read_last(path: Path, row: type[_Row], key: Callable[[_Row], Hashable]) -> list[_Row]:
+    """Return the last row that a file has of each key."""
     with path.open(newline="", encoding="utf-8") as file:
-        rows = [MethodRow.from_csv(kept) for kept in csv.DictReader(file)]
-    return list({(row.setting, row.method, row.mbit): row for row in rows}.values())
+        rows = [row.from_csv(kept) for kept in csv.DictReader(file)]
+    return list({key(one): one for one in rows}.values())

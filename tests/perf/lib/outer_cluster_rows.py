@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of ``outer_cluster.py``, its results, and the table of them."""
 
-import csv
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.perf.lib.cluster_rows import BOTH, MethodRow, rate_name
+from tests.perf.lib.cluster_rows import BOTH, MethodRow, rate_name, read_last
 from tests.perf.lib.records import RESULTS
 
 KEPT = RESULTS / "outer_cluster.csv"
@@ -60,17 +59,10 @@ class OuterRow(MethodRow):
     every: int = 30
     timed: int = 1
 
-    @property
-    def exposed(self) -> float:
-        """Seconds of a step beyond those without communication; what is done inside nodes is in it."""
-        return self.median - self.compute
-
     def to_csv(self) -> dict[str, Any]:
         """Return what identifies a result, and the result."""
         seconds = {
-            "median": self.median,
-            "min": min(self.seconds),
-            "max": max(self.seconds),
+            **self.spread,
             "compute": self.compute,
             "exposed": self.exposed,
             "pause": self.pause,
@@ -86,13 +78,7 @@ class OuterRow(MethodRow):
             "steps_of_a_turn": self.timed,
             **{f"seconds_{name}": round(value, 5) for name, value in seconds.items()},
             "stolen_median": round(statistics.median(self.stolen), 3),
-            "link_bytes": round(self.link_bytes),
-            "header_factor": round(self.headers, 5),
-            "formula_bytes": "" if self.formula_bytes is None else round(self.formula_bytes),
-            "parameter_bytes": round(self.held[0]),
-            "gradient_bytes": round(self.held[1]),
-            "optimizer_bytes": round(self.held[2]),
-            "weights_difference": f"{self.difference:.2e}",
+            **self.counted(),
         }
 
     @classmethod
@@ -108,9 +94,7 @@ class OuterRow(MethodRow):
 
 def read(path: Path = KEPT) -> list[OuterRow]:
     """Return the last that a file has of each setting and method."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [OuterRow.from_csv(kept) for kept in csv.DictReader(file)]
-    return list({(row.setting, row.method): row for row in rows}.values())
+    return read_last(path, OuterRow, lambda row: (row.setting, row.method))
 
 
 def table(rows: Sequence[OuterRow], ranks_per_node: int = 1) -> tuple[list[str], list[list[str]]]:

@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of ``overlap.py``, and its results."""
 
-import csv
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from tests.perf.lib.cluster_rows import MethodRow
+from tests.perf.lib.cluster_rows import MethodRow, read_last
 from tests.perf.lib.overlap_bound import Compute, LinkSeconds, bound, of_peer, of_strategy
 from tests.perf.lib.records import RESULTS
 
@@ -105,11 +104,6 @@ class OverlapRow(MethodRow):
         return self.link.total(self.accumulation)
 
     @property
-    def exposed(self) -> float:
-        """Seconds of a step beyond those without communication; what is done inside nodes is in it."""
-        return self.median - self.compute
-
-    @property
     def hidden(self) -> float:
         """What of the shorter, compute or communication, was hidden by the longer."""
         return (self.compute + self.wire - self.median) / min(self.compute, self.wire)
@@ -140,9 +134,7 @@ class OverlapRow(MethodRow):
     def to_csv(self) -> dict[str, Any]:
         """Return what identifies a result, and the result."""
         seconds = {
-            "median": self.median,
-            "min": min(self.seconds),
-            "max": max(self.seconds),
+            **self.spread,
             "forward": self.emulated.forward,
             "backward": self.emulated.backward,
             "compute": self.compute,
@@ -166,13 +158,7 @@ class OverlapRow(MethodRow):
             **{f"seconds_{name}": round(value, 5) for name, value in seconds.items()},
             "seconds_predicted": "" if self.predicted is None else round(self.predicted, 5),
             "stolen_median": round(statistics.median(self.stolen), 3),
-            "link_bytes": round(self.link_bytes),
-            "header_factor": round(self.headers, 5),
-            "formula_bytes": "" if self.formula_bytes is None else round(self.formula_bytes),
-            "parameter_bytes": round(self.held[0]),
-            "gradient_bytes": round(self.held[1]),
-            "optimizer_bytes": round(self.held[2]),
-            "weights_difference": f"{self.difference:.2e}",
+            **self.counted(),
         }
 
     @classmethod
@@ -191,6 +177,4 @@ class OverlapRow(MethodRow):
 
 def read(path: Path = KEPT) -> list[OverlapRow]:
     """Return the last that a file has of each setting, compute and method."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [OverlapRow.from_csv(kept) for kept in csv.DictReader(file)]
-    return list({(row.setting, row.ratio, row.method): row for row in rows}.values())
+    return read_last(path, OverlapRow, lambda row: (row.setting, row.ratio, row.method))

@@ -75,6 +75,26 @@ class Workload:
     optimizer: str = "AdamW"
     direct: bool = True
 
+    @classmethod
+    def overlapping(
+        cls, accumulation: int, group_size: int, make_model: Callable[[], nn.Module], block: int
+    ) -> "Workload":
+        """Return one whose buckets have the size of a block of the model, with overlap of all that is DeepSpeed's.
+
+        A block is gathered while the one before it runs, and sub-groups are as small as buckets: 7 GB of parameters
+        have several, too.
+        """
+        live = {"stage3_max_live_parameters": 3 * block, "stage3_prefetch_bucket_size": block, "sub_group_size": block}
+        return cls(
+            accumulation,
+            group_size,
+            make_model,
+            bucket=block,
+            ddp_mib=4 * block / 2**20,
+            zero={"overlap_comm": True},
+            lean=LEAN | live,
+        )
+
 
 class Method(ABC):
     """One way to train; ``setup`` is its configuration in words."""

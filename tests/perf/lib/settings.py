@@ -39,34 +39,39 @@ def add_arguments(
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
 
 
-def work(args: argparse.Namespace, measure: Callable[[], Iterable[MethodRow]]) -> None:
-    """Live as a rank: measure and report."""
-    first = start_rank()
-    rows = measure()
-    if first:
-        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
-    dist.destroy_process_group()
+def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
+    """End the program if one of these options, or a number in its list, is not positive; None is."""
+    for name in names:
+        given = getattr(args, name)
+        values = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        if not all(value > 0 for value in values):
+            parser.error(f"--{name} must be positive, got {given}")
 
 
-def run_all(
+def run(
     args: argparse.Namespace,
     module: str,
     settings: Mapping[str, Any],
     row: Callable[..., _Row],
+    measure: Callable[[], Iterable[_Row]],
     print_all: Callable[[list[_Row]], bool],
 ) -> int:
-    """Launch each setting that is asked for.
+    """Measure as a rank, or launch the ranks of each setting that is asked for.
 
     Args:
         args: of the program.
         module: the program.
         settings: by name.
         row: makes one of what a rank has reported.
+        measure: what a rank does.
         print_all: prints a setting's rows; returns whether something is wrong with them.
 
     Returns:
         The exit status.
     """
+    if args.worker is not None:
+        _work(args.worker, measure)
+        return 0
     failed = False
     for name in args.settings:
         setting = settings[name]
@@ -78,3 +83,12 @@ def run_all(
         if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result
             records.append_rows(args.csv, [one.to_csv() for one in rows])
     return int(failed)
+
+
+def _work(report: Path, measure: Callable[[], Iterable[MethodRow]]) -> None:
+    """Live as a rank: measure and report."""
+    first = start_rank()
+    rows = measure()
+    if first:
+        report.write_text(json.dumps([asdict(row) for row in rows]))
+    dist.destroy_process_group()
