@@ -3,6 +3,7 @@
 """The model of the benchmarks on emulated clusters; its compute may be emulated, too."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +51,32 @@ class ShortcutBlock(nn.Module):
         return outputs if self._pauses is None else Sleep.apply(outputs, self._pauses)
 
 
+class AdaptedBlock(nn.Module):
+    """Two frozen layers with a shortcut, each with a LoRA adapter beside it."""
+
+    def __init__(self, width: int, hidden: int, rank: int) -> None:
+        super().__init__()
+        self.rise = nn.Linear(width, hidden, bias=False).requires_grad_(False)
+        self.fall = nn.Linear(hidden, width, bias=False).requires_grad_(False)
+        self.rise_adapter, self.fall_adapter = _adapter(width, rank, hidden), _adapter(hidden, rank, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        risen = nn.functional.gelu(self.rise(inputs) + self.rise_adapter(inputs))
+        return inputs + self.fall(risen) + self.fall_adapter(risen)
+
+
+def _adapter(inputs: int, rank: int, outputs: int) -> nn.Sequential:
+    adapter = nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False))
+    nn.init.zeros_(adapter[1].weight)  # as LoRA begins
+    return adapter
+
+
 class Blocks(nn.Module):
     """Blocks that return their own loss."""
 
-    def __init__(self, count: int, width: int, hidden: int, pauses: Pauses | None = None) -> None:
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(ShortcutBlock(width, hidden, pauses) for _ in range(count))
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         inputs.requires_grad_()  # or DeepSpeed's own leaf modules crash: the first block has nothing to hook
@@ -67,4 +88,10 @@ class Blocks(nn.Module):
 def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = None) -> Blocks:
     """Return the same model on every call and every rank."""
     torch.manual_seed(0)
-    return Blocks(count, width, hidden, pauses)
+    return Blocks(ShortcutBlock(width, hidden, pauses) for _ in range(count))
+
+
+def make_adapted_blocks(count: int, width: int, hidden: int, rank: int) -> Blocks:
+    """Return the same model on every call and every rank: frozen layers, and adapters of this rank."""
+    torch.manual_seed(0)
+    return Blocks(AdaptedBlock(width, hidden, rank) for _ in range(count))

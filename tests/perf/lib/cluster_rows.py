@@ -104,6 +104,10 @@ class MethodRow:
         return statistics.median(self.seconds)
 
     @property
+    def stolen_median(self) -> float:
+        return statistics.median(self.stolen)
+
+    @property
     def spread(self) -> dict[str, float]:
         """Seconds of steps, as files keep them."""
         return {"median": self.median, "min": min(self.seconds), "max": max(self.seconds)}
@@ -141,7 +145,7 @@ class MethodRow:
             "setup": self.setup,
             "steps": len(self.seconds),
             **{f"seconds_{name}": round(value, 5) for name, value in self.spread.items()},
-            "stolen_median": round(statistics.median(self.stolen), 3),
+            "stolen_median": round(self.stolen_median, 3),
             "compute_seconds": round(self.compute, 5),
             "floor_seconds": round(self.floor, 5),
             "predicted_seconds": "" if self.predicted is None else round(self.predicted, 5),

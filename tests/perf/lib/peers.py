@@ -358,9 +358,10 @@ class Engine(Method):
                 **zero,
             },
         }
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         before = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
         try:
-            self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+            self._engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
         finally:
             # hpZ leaves its group here, where every later ZeRO-3 would take it for its own. Nothing reads it later.
             groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = before

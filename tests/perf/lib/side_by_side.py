@@ -56,9 +56,10 @@ class Compute(Method):
     def __init__(self, workload: Workload) -> None:
         super().__init__(COMPUTE, "no communication")
         self._model, self._accumulation = workload.make_model(), workload.accumulation
-        mine = list(self._model.parameters())[dist.get_rank() :: dist.get_world_size()]
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        mine = trainable[dist.get_rank() :: dist.get_world_size()]
         self._momenta = [(p, torch.zeros_like(p)) for p in mine] if workload.optimizer == MUON else []
-        flat = torch.cat([p.detach().flatten() for p in self._model.parameters()])
+        flat = torch.cat([p.detach().flatten() for p in trainable])
         self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
         self._share.grad = torch.zeros_like(self._share)
         self._optimizer = torch.optim.AdamW([self._share], **ADAMW)

@@ -25,13 +25,19 @@ def print_all(rows: Sequence[MethodRow]) -> bool:
     return print_each(rows, lambda row: row.mbit, _print_one)
 
 
-def print_each(rows: Sequence[_Row], by: Callable[[_Row], object], say: Callable[[list[_Row]], None]) -> bool:
+def print_each(
+    rows: Sequence[_Row],
+    by: Callable[[_Row], object],
+    say: Callable[[list[_Row]], None],
+    wrong: Callable[[list[_Row]], list[str]] | None = None,
+) -> bool:
     """Say something of the rows that share a value, the fastest first, and what is wrong with them, if anything is.
 
     Args:
         rows: of a setting.
         by: gives the value.
         say: prints what there is to say.
+        wrong: tells what is wrong; ``problems`` by default.
 
     Returns:
         Whether methods trained differently, or sent other bytes than they must.
@@ -40,7 +46,7 @@ def print_each(rows: Sequence[_Row], by: Callable[[_Row], object], say: Callable
     for value in dict.fromkeys(map(by, rows)):
         some = sorted((row for row in rows if by(row) == value), key=lambda row: row.median)
         say(some)
-        for problem in problems(some):
+        for problem in (wrong or problems)(some):
             print(f"  FAIL: {problem}")
             failed = True
     return failed
