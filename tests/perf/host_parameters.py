@@ -5,25 +5,26 @@
     python -m tests.perf.host_parameters --csv tests/perf/results/host_parameters.csv
 
 For models that the devices do not hold: two emulated nodes of two ranks (``scripts/emulation``), in full training and
-in training of LoRA adapters beside a frozen base. Methods take turns in the same processes, as in
+in training of LoRA adapters beside a frozen base; with LoRA also of a smaller model over slower links. Methods take
+turns in the same processes, as in
 ``emulated_cluster.py``, and a step's time is that of the slowest rank.
 
 On a CPU the host and the device have the same memory. So each copy between them makes its rank sleep for as long as
 its bytes would take over PCIe (``lib/pcie.py``), and no compute or communication of that rank goes on meanwhile. By
-default that is 25 GB/s, PCIe 4.0 x16: links between nodes, of 100 Mbit/s by default, are 2,000 times slower.
+default that is 25 GB/s, PCIe 4.0 x16: a link of 100 Mbit/s between nodes is 2,000 times
+slower.
 
 For each method: seconds of a step; the bytes that a node has sent in it, by its interface; those that a rank has
 copied between host and device; and the *floor*: the time of compute alone, of the method's own bytes over the
 link between nodes, and of its copies.
 
-Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting, of some minutes.
+Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting, of two to four minutes.
 
 Exit status 0 if ING and IIG are at least 5 times as fast as ZeRO-3 in full training and 50 times with LoRA, weights
 agree, and bytes are those of the formulas; 1 if not; 2 if it could not run.
 """
 
 import argparse
-import functools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -32,10 +33,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from tests.perf.lib import verdict
-from tests.perf.lib.blocks import make_adapted_blocks, make_blocks
 from tests.perf.lib.host_parameter_rows import (
-    BLOCKS,
-    HIDDEN,
     METHODS,
     SETTINGS,
     WIDTH,
@@ -46,9 +44,11 @@ from tests.perf.lib.host_parameter_rows import (
     speeds,
 )
 from tests.perf.lib.pcie import Pcie
-from tests.perf.lib.peers import Workload
+from tests.perf.lib.peers import Method, Workload
 from tests.perf.lib.settings import add_arguments, require_positive, run
-from tests.perf.lib.side_by_side import SideBySide, over_ranks
+from tests.perf.lib.side_by_side import SideBySide, Turn, over_ranks
+
+SHORT, MOST = 3.0, 6  # steps that take less than this together go on, up to this number of them in a turn
 
 
 class Worker:
@@ -56,11 +56,8 @@ class Worker:
 
     def __init__(self, setting: HostSetting, args: argparse.Namespace) -> None:
         self._setting, self._args, self._pcie = setting, args, Pcie()
-        make_model = functools.partial(make_blocks, BLOCKS, WIDTH, HIDDEN)
-        if setting.rank:
-            make_model = functools.partial(make_adapted_blocks, BLOCKS, WIDTH, HIDDEN, setting.rank)
         zero = {"offload_param": {"device": "cpu"}}
-        workload = Workload(setting.accumulation, setting.ranks_per_node, make_model, zero=zero)
+        workload = Workload(setting.accumulation, setting.ranks_per_node, setting.make_model, zero=zero)
         self._ranks = SideBySide(args.methods, workload, WIDTH, {}, {})
 
     def rows(self) -> list[HostRow]:
@@ -77,15 +74,15 @@ class Worker:
             ranks.take(method, 1)
             (copied[name],) = over_ranks([self._pcie.nbytes - before], dist.ReduceOp.MAX)
         self._pcie.gigabytes = args.pcie
-        ranks.link.limit(args.mbit)
+        ranks.link.limit(setting.mbit)
         dist.barrier()
         rows = {
-            name: HostRow(setting.name, args.mbit, name, method.setup, held=held[name], copied=copied[name])
+            name: HostRow(setting.name, setting.mbit, name, method.setup, held=held[name], copied=copied[name])
             for name, method in ranks.methods.items()
         }
         headers, compute, meetings = ranks.headers(), [], ranks.a_step(ranks.compute).sent
         for number in tqdm(range(args.rounds), desc=setting.name, disable=dist.get_rank() != 0):
-            compute.append(ranks.one_round(number, dict(rows), ranks.a_step))
+            compute.append(ranks.one_round(number, dict(rows), self._turn))
         self._pcie.gigabytes = None
         ranks.link.limit(None)
         dist.barrier()
@@ -95,6 +92,14 @@ class Worker:
             row.link_bytes -= meetings  # of ranks that begin and end a step together: adapters are as small
             row.formula_bytes, row.difference = setting.bytes_between(name), differences[name]
         return list(rows.values())
+
+    def _turn(self, method: Method) -> Turn:
+        """Take a step, or several short ones: their median is steady after more of them only."""
+        taken = [self._ranks.a_step(method)]
+        while len(taken) < MOST and sum(turn.seconds[0] for turn in taken) < SHORT:
+            taken.append(self._ranks.a_step(method))
+        stolen, seconds, sent = zip(*taken, strict=True)
+        return Turn(max(stolen), [one for some in seconds for one in some], statistics.mean(sent))
 
 
 def print_rows(rows: Sequence[HostRow]) -> None:
@@ -120,11 +125,12 @@ def print_rows(rows: Sequence[HostRow]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time parameters in host memory on an emulated cluster.")
     add_arguments(parser, "host_parameters", SETTINGS, METHODS)
-    parser.add_argument("--mbit", type=float, default=100.0, help="of a node's link")
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device")
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each method")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="turns of each method, of a step or of several short ones"
+    )
     args = parser.parse_args()
-    require_positive(parser, args, "mbit", "pcie", "rounds")
+    require_positive(parser, args, "pcie", "rounds")
     return args
 
 
