@@ -6,13 +6,11 @@
 
 For models that the devices do not hold: two emulated nodes of two ranks (``scripts/emulation``), in full training and
 in training of LoRA adapters beside a frozen base; with LoRA also of a smaller model over slower links. Methods take
-turns in the same processes, as in
-``emulated_cluster.py``, and a step's time is that of the slowest rank.
+turns in the same processes, as in ``emulated_cluster.py``, and a step's time is that of the slowest rank.
 
 On a CPU the host and the device have the same memory. So each copy between them makes its rank sleep for as long as
 its bytes would take over PCIe (``lib/pcie.py``), and no compute or communication of that rank goes on meanwhile. By
-default that is 25 GB/s, PCIe 4.0 x16: a link of 100 Mbit/s between nodes is 2,000 times
-slower.
+default that is 25 GB/s, PCIe 4.0 x16: 2,000 times the rate of a link of 100 Mbit/s between nodes.
 
 For each method: seconds of a step; the bytes that a node has sent in it, by its interface; those that a rank has
 copied between host and device; and the *floor*: the time of compute alone, of the method's own bytes over the
@@ -126,9 +124,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time parameters in host memory on an emulated cluster.")
     add_arguments(parser, "host_parameters", SETTINGS, METHODS)
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device")
-    parser.add_argument(
-        "--rounds", type=int, default=2, help="turns of each method, of a step or of several short ones"
-    )
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each method")
     args = parser.parse_args()
     require_positive(parser, args, "pcie", "rounds")
     return args
