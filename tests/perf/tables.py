@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables of the emulated cluster, of overlap and of outer optimizers into README.md, from rows that are kept.
+"""Writes tables of benchmarks on emulated clusters and of outer optimizers into README.md, from rows that are kept.
 
 A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
-emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; ``outer``; or
-``outer-cluster``.
+emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; ``outer``;
+``outer-cluster``; or ``host-parameters``.
 """
 
 import argparse
@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import outer_cluster_rows, outer_rows, overlap_rows, overlap_tables, verdict
+from tests.perf.lib import host_parameter_rows, outer_cluster_rows, outer_rows, overlap_rows, overlap_tables, verdict
 from tests.perf.lib.cluster_rows import KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
+from tests.perf.lib.host_parameter_rows import HostRow
 from tests.perf.lib.outer_rows import OuterRow
 from tests.perf.lib.overlap_rows import OverlapRow
 
@@ -25,7 +26,7 @@ OVERLAP = {
     "overlap-seconds": overlap_tables.seconds,
     "overlap-against": overlap_tables.against,
 }
-OUTER, OUTER_CLUSTER = "outer", "outer-cluster"
+OUTER, OUTER_CLUSTER, HOST = "outer", "outer-cluster", "host-parameters"
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -90,6 +91,7 @@ def write(
     overlap: Sequence[OverlapRow],
     outer: Sequence[OuterRow],
     clusters: Sequence[outer_cluster_rows.OuterRow] = (),
+    hosts: Sequence[HostRow] = (),
 ) -> None:
     """Put the tables where the file wants them."""
 
@@ -101,6 +103,8 @@ def write(
             return match[1] + markdown(*outer_rows.table(outer))
         if name == OUTER_CLUSTER:
             return match[1] + markdown(*outer_cluster_rows.table(clusters))
+        if name == HOST:
+            return match[1] + markdown(*host_parameter_rows.table(hosts))
         return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
 
     readme.write_text(_TABLE.sub(table, readme.read_text(encoding="utf-8")), encoding="utf-8")
@@ -112,11 +116,13 @@ def main() -> None:
     parser.add_argument("--overlap-csv", type=Path, default=overlap_rows.KEPT, help="rows of overlap")
     parser.add_argument("--outer-csv", type=Path, default=outer_rows.KEPT, help="rows of training with them")
     parser.add_argument("--outer-cluster-csv", type=Path, default=outer_cluster_rows.KEPT, help="of their steps")
+    parser.add_argument("--host-csv", type=Path, default=host_parameter_rows.KEPT, help="of parameters on the host")
     parser.add_argument("--readme", type=Path, default=README, help="what is written")
     args = parser.parse_args()
     outer = outer_rows.of_defaults(outer_rows.read(args.outer_csv))
     clusters = outer_cluster_rows.read(args.outer_cluster_csv)
-    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv), outer, clusters)
+    hosts = host_parameter_rows.read(args.host_csv)
+    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv), outer, clusters, hosts)
 
 
 if __name__ == "__main__":

@@ -235,6 +235,30 @@ def test_what_is_said_of_steps_with_an_outer_optimizer_has_its_rows() -> None:
     assert f"{ratio(peer, '20'):.1f} times as fast as one of FSDP2" in zero
 
 
+def test_what_is_said_of_parameters_in_host_memory_has_its_rows() -> None:
+    rows = {(row["setting"].partition("-")[2], row["method"]): row for row in rows_of("host_parameters.csv")}
+
+    def ratio(setting: str, method: str, other: str = "ZeRO-3", what: str = "median") -> float:
+        return float(rows[setting, other][f"seconds_{what}"]) / float(rows[setting, method][f"seconds_{what}"])
+
+    section = page("tests/perf/README.md").section("## Parameters in host memory, beside ZeRO-3")
+    text = " ".join(section.text.split())
+    for said in (
+        f"ING is {ratio('full-100', 'ING'):.1f} times as fast as ZeRO-3, IIG {ratio('full-100', 'IIG'):.1f} times.",
+        f"IIG is {ratio('full-100', 'IIG', 'GGG'):.1f} times as fast: gloo's",
+        f"ING is {ratio('LoRA-100', 'ING'):.1f} times as fast as ZeRO-3, IIG {ratio('LoRA-100', 'IIG'):.1f} times.",
+        f"By the floors, ING would be {ratio('LoRA-100', 'ING', what='floor'):.0f} times as fast",
+        f"{ratio('LoRA-15', 'ING'):.1f} and {ratio('LoRA-15', 'IIG'):.1f} times",
+    ):
+        assert said in text, said
+    for row in rows.values():
+        assert float(row["weights_difference"]) < 1e-6
+        assert abs(float(row["copied_bytes"]) / float(row["copied_formula_bytes"]) - 1) < 0.001, row["method"]
+    zero = " ".join(page(STRATEGIES_PAGE).section("## Parameters in host memory").text.split())
+    full, lora = ratio("full-100", "IIG"), ratio("LoRA-100", "IIG")
+    assert f"IIG is {full:.1f} times as fast as ZeRO-3 with `offload_param` in full training, and {lora:.1f}" in zero
+
+
 def test_the_table_of_kernels_is_that_of_the_rows() -> None:
     rows = {row["case"]: row for row in rows_of("loco_kernels.csv") if "compress" not in row["case"]}
     shown = page("tests/perf/README.md").section("## Kernels of differences").rows("kernel")

@@ -169,7 +169,16 @@ def problems(rows: Sequence[HostRow]) -> list[str]:
 
 def table(rows: Sequence[HostRow]) -> tuple[list[str], list[list[str]]]:
     """Return seconds of a step of each method in each setting, beside ``STOCK``, its floor, and its bytes."""
-    header = ["training", "", "seconds", "min .. max", "floor", f"times {STOCK}'s speed", "MB between", "MB copied"]
+    header = [
+        "training, Mbit/s",
+        "",
+        "seconds",
+        "min .. max",
+        "floor",
+        f"times {STOCK}'s speed",
+        "MB between",
+        "MB copied",
+    ]
     lines = []
     for setting in SETTINGS.values():
         some = [row for row in rows if row.setting == setting.name]
@@ -179,5 +188,5 @@ def table(rows: Sequence[HostRow]) -> tuple[list[str], list[list[str]]]:
             speed = f"{faster.get(row.method, 1.0):.1f}"
             figures = [f"{row.median:.2f}", spread, f"{row.floor:.2f}", speed]
             nbytes = [f"{value / 1e6:.3g}" for value in (row.bytes_between, row.copied)]
-            lines.append([setting.training, row.method, *figures, *nbytes])
+            lines.append([f"{setting.training}, {rate_name(setting.mbit)}", row.method, *figures, *nbytes])
     return header, lines
