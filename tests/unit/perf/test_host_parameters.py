@@ -80,7 +80,7 @@ def test_rows_survive_a_file(tmp_path: Path) -> None:
     (kept,) = host_parameter_rows.read(path)  # the last one
     for name in ("setting", "method", "mbit", "median", "spread", "copied", "gigabytes", "bytes_between"):
         assert getattr(kept, name) == getattr(measured, name), name
-    assert host_parameter_rows.table([kept])[1][0][:2] == ["full", "IIG"]
+    assert host_parameter_rows.table([kept])[1][0][:2] == ["full, 100", "IIG"]
 
 
 def test_a_copy_takes_as_long_as_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
