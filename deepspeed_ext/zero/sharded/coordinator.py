@@ -10,12 +10,12 @@ Parameters that persist stay gathered between their uses. DeepSpeed heeds that o
 never is in a model that takes another path in every step: small parameters would be gathered again for each use.
 
 Note [Frozen parameters under checkpoints]
-    A checkpoint that is not reentrant runs a block again while the backward of one of its modules waits. What is
-    frozen must stay gathered for it, so DeepSpeed makes the module whose backward runs its owner. A reentrant one runs
-    the block before any backward inside it, and then a backward of its own, which fetches again. There, DeepSpeed
-    takes a module around the block for the owner, in the end the model, whose backward ends last: all frozen
-    parameters of the model would be gathered at once. A module around another one that is not run again itself is no
-    owner here.
+    A checkpoint that is not reentrant runs a block again while the backward of one of its modules waits, and saves
+    what it computes through hooks: of what is frozen, the parameter itself. That must stay gathered for it, so
+    DeepSpeed makes the module whose backward runs its owner. A reentrant one has no such hooks: autograd saves
+    parameters there as in any forward, and a backward of the block's own, which fetches again, follows. There,
+    DeepSpeed takes a module around the block for the owner, in the end the model, whose backward ends last: all frozen
+    parameters of the model would be gathered at once. So nothing has an owner here where there are no hooks.
 """
 
 import zlib
@@ -43,7 +43,6 @@ from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.overrides import checked, override
 
-_ACTIVE = "_PartitionedParameterCoordinator__active_backward_submodules"  # modules whose backward runs, by ds_id
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
 )
@@ -58,13 +57,16 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         group: the ranks that gather parameters together; None for all of the job. The others are the parent's.
     """
 
+    # Attributes of DeepSpeed's that are read or written here.
+    _PartitionedParameterCoordinator__active_backward_submodules: dict[int, nn.Module]  # whose backward runs, by ds_id
+    _PartitionedParameterCoordinator__allgather_stream: Any
+    fast_sharding_for_leaf_module: bool
+
     def __init__(self, *args: Any, group: ProcessGroup | None, **kwargs: Any) -> None:
         self._gathering_group = group
         self._blocks: dict[int, ChunkedModule] = {}  # by id of the module
         self._chunk_of: dict[int, tuple[ChunkedModule, int]] = {}  # of an expert, by its id
         self._windowed: list[WindowedModule] = []
-        self._resting = 0  # modules on DeepSpeed's stack of those that run, where none runs: models of engines
-        self._inside: dict[int, set[int]] = {}  # by id of a module: those of the modules inside it
         super().__init__(*args, **kwargs)
 
     def watch(self, blocks: Sequence[ChunkedModule]) -> None:
@@ -99,31 +101,24 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             block, number = expert
             block.enter(number, forward)
             return
-        with self._released_by_itself(current_submodule, forward):
+        with self._owners_only_where_hooks_save(forward):
             super().fetch_sub_module(current_submodule, forward)
         block_ = self._blocks.get(id(current_submodule))
         if block_ is not None:
             block_.begin(forward)
 
     @contextmanager
-    def _released_by_itself(self, module: nn.Module, forward: bool) -> Iterator[None]:
-        """Let a module that a reentrant checkpoint runs again release its frozen parameters; see the note above."""
-        active: dict[int, nn.Module] = getattr(self, _ACTIVE)
-        owner = next(reversed(active.values())) if forward and active else None
-        running = parameter_offload.FWD_MODULE_STACK[self._resting :]
-        if owner is None or any(owner is one for one in running) or not self._is_in(module, owner):
+    def _owners_only_where_hooks_save(self, forward: bool) -> Iterator[None]:
+        """Let modules that a reentrant checkpoint runs again release their frozen parameters; see the note above."""
+        active = self._PartitionedParameterCoordinator__active_backward_submodules
+        if not (forward and active) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             yield
             return
-        setattr(self, _ACTIVE, {})
+        self._PartitionedParameterCoordinator__active_backward_submodules = {}
         try:
             yield
         finally:
-            setattr(self, _ACTIVE, active)
-
-    def _is_in(self, module: nn.Module, owner: nn.Module) -> bool:
-        if id(owner) not in self._inside:
-            self._inside[id(owner)] = {id(one) for one in owner.modules() if one is not owner}
-        return id(module) in self._inside[id(owner)]
+            self._PartitionedParameterCoordinator__active_backward_submodules = active
 
     @override
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
@@ -139,7 +134,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         super().trace_prologue(chunk)
         if self.is_record_trace():
             super().record_module(chunk)
-        super().fetch_sub_module(chunk, forward)
+        with self._owners_only_where_hooks_save(forward):
+            super().fetch_sub_module(chunk, forward)
 
     def _release(self, submodule: nn.Module, forward: bool) -> None:
         early = not self.is_complete_trace()
@@ -164,7 +160,6 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     def reset_step(self) -> None:
         """Begin a forward; compare the record of the last one within the group."""
         if torch._C._current_graph_task_id() == -1:
-            self._resting = len(parameter_offload.FWD_MODULE_STACK)
             for block in self._blocks.values():
                 block.abandon()
             for one in self._windowed:
