@@ -8,7 +8,7 @@ called has a row here.
 
 from collections.abc import Iterable, Iterator
 
-from deepspeed_ext.integration.symbols import ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
+from deepspeed_ext.integration.symbols import COORDINATOR, ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
 
 # Classes of ours with overrides; importing one checks them.
 OVERRIDING = (
@@ -54,6 +54,13 @@ CALLED: tuple[Patch, ...] = (
                 "look into a file before it is loaded",
                 "(self, checkpoints_path, tag, mp_rank, dp_rank, bf16_mode)",
             ),
+        ),
+    ),
+    *_of(
+        COORDINATOR,
+        (
+            ("is_complete_trace", "release what persists by the record", "(self)"),
+            ("is_record_trace", "put windows of experts into the record", "(self)"),
         ),
     ),
     *_of(PIPELINE, (("_backward_epilogue", "end a micro-step", "(self)"),)),

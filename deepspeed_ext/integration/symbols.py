@@ -16,6 +16,7 @@ PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 STAGES = "deepspeed.runtime.pipe.module:PipelineModule"
 ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     _state: GradientState
 
     # Attributes of DeepSpeed's that are read or written here.
+    _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor]
     averaged_gradients: dict[int, list[Tensor]]  # by sub-group
     device: Any  # of the optimizer's shard
     dp_process_group: Any

@@ -14,6 +14,9 @@ pytestmark = pytest.mark.quick
 class Parent:
     """DeepSpeed's, of some release."""
 
+    def __init__(self) -> None:
+        self.__private = self.public = 1
+
     def plain(self, a: int, b: int = 2) -> None: ...
 
     def keyword(self, a: int, *, only: bool) -> None: ...
@@ -30,6 +33,9 @@ class Parent:
 
 # What a class of ours has, and what is said of it; nothing if it fits.
 CASES: dict[str, tuple[str, str]] = {
+    "a private attribute": ("__annotations__ = {'_Parent__private': int}", ""),
+    "one that is gone": ("__annotations__ = {'_Parent__other': int}", "somewhere.Parent.__other is gone (we read it)"),
+    "an attribute of ours": ("__annotations__ = {'other': int}", ""),
     "the same": ("@override\ndef plain(self, a, b=2): ...", ""),
     "all is passed on": ("@override\ndef plain(self, *args, **kwargs): ...", ""),
     "the rest is passed on": ("@override\ndef plain(self, a, **kwargs): ...", ""),
@@ -61,7 +67,7 @@ def test_what_fits_and_what_does_not(case: str) -> None:
     body, expected = CASES[case]
     namespace: dict[str, Any] = {"override": overrides.override}
     exec(body, namespace)
-    own = {name: one for name, one in namespace.items() if name in {*vars(Parent), "nowhere"}}
+    own = {name: one for name, one in namespace.items() if name in {*vars(Parent), "nowhere", "__annotations__"}}
     Parent.__module__ = "deepspeed.somewhere"
     ours = type("Ours", (Parent,), {**own, "__module__": "deepspeed_ext.zero.somewhere"})
     found = "; ".join(overrides.problems(overrides.checked(ours)))
