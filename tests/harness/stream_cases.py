@@ -132,7 +132,7 @@ OPTIONS = {
     ),
     "experts, sharded": Options(("ING", "III", "IGG", "GGG"), _OVERLAP, _AUTOEP, gathering=False),
     "parameters on the host": Options(_SLICED, {**_OVERLAP, **_HOST}, replace(_ADAM, steps=3), saving=True),
-    "parameters and offload": Options(_SLICED, {**_HOST, **_CACHED, **_OFFLOAD}, _ADAM),
+    "parameters and offload": Options(_SLICED, {**_HOST, **_CACHED, **_OFFLOAD}, _ADAM, saving=True),
     "parameters, in few bits": Options(
         ("ING", "IIG"), {**_OVERLAP, **_HOST, **_CACHED, **_FEW_BITS}, _BF16, gathering=False
     ),

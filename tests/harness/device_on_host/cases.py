@@ -3,6 +3,7 @@
 """Runs on the simulated device, beside the same on the host; all of this runs inside rank processes."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,12 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import snapshots, stream_cases, training
 from tests.harness.device_on_host.accelerator import device_on_host
-from tests.harness.device_on_host.backend import register
+from tests.harness.device_on_host.backend import NAME, register
 from tests.harness.stream_order import device_with_streams
-from tests.harness.training import SMALL, Job, placed
+from tests.harness.training import DTYPES, SMALL, Job, placed
 
 PINNED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 PAGEABLE = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -159,6 +163,7 @@ def resume(
 def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Callable[[], Any]) -> Resumed:
     """Save in one context; load in it and in another one, and go on where it was saved."""
     with here(), _engine(job, name) as (engine, model):
+        snapshots.mark(engine, model)
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
         engine.save_checkpoint(folder)
         saved = _seen(engine, model, job)
@@ -252,34 +257,82 @@ def _held(engine: Any) -> list[Tensor]:
 
 
 class Held(NamedTuple):
-    """Where slices are.
+    """What is held of the parameters of a model, in bytes.
 
     Attributes:
-        places: devices of them, and whether they are pinned.
-        host: bytes of them.
-        cached: bytes of those that are on the device as well.
-        whole: bytes of the parameters.
+        strategy: which.
+        places: devices of slices, and whether they are pinned.
+        host, cached: of slices, and of those that are on the device as well.
+        on_host: of all memory of the host that has the parameters' dtype.
+        peak: the most that memory of the device with the parameters' dtype was in a step.
     """
 
+    strategy: str
     places: set[tuple[str, bool]]
     host: int
     cached: int
-    whole: int
+    on_host: int
+    peak: int
 
 
-def slices_held(library: str, name: str, budget: int) -> Held:
-    """Train with parameters on the host, and see where they are."""
+def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, Any]) -> tuple[int, list[Held]]:
+    """Train with parameters on the host, in a dtype that nothing else has for long: bytes of all, and what is held.
+
+    Here each transfer is over when it is started, so of those that are on their way one is seen.
+    """
     register(library)
-    found = []
+    rows, whole = [], 0
+    for name in names:
+        with device_on_host(library), LiveBytes(DTYPES[job.dtype]) as live:
+            engine, model = training.make_engine(job, placed(name, **HOST, **zero))
+            whole = sum(p.ds_numel * p.ds_tensor.element_size() for p in model.parameters())
+            live.most = 0
+            for number, batch in zip(range(job.steps * job.accumulation), training.batches(job), strict=False):
+                training.micro_step(engine, job, number, *batch)
+                engine.step()
+            engine.optimizer.drain_parameters()
+            slices = engine.optimizer.slices["dense"]
+            held = [slices.held(param) for param in slices.params]
+            places = {(one.device.type, one.is_pinned()) for one in held}
+            row = places, sum(one.nbytes for one in held), slices.cache.nbytes, live.of("cpu"), live.most
+            rows.append(Held(name, *row))
+            engine.destroy()
+    return whole, rows
 
-    def look_at(engine: Any) -> None:
-        slices = engine.optimizer.slices["dense"]
-        rows = [slices.held(param) for param in slices.params]
-        places = {(one.device.type, one.is_pinned()) for one in rows}
-        whole = sum(param.ds_numel * param.ds_tensor.element_size() for param in slices.params)
-        found.append(Held(places, sum(one.nbytes for one in rows), slices.cache.nbytes, whole))
 
-    zero = placed(name, **HOST, paro_parameter_cache_bytes=budget)
-    with device_on_host(library):
-        training.train(replace(_JOB, frozen=(1,), sizes=(64, 128, 128, 64)), zero, look=look_at)
-    return found[0]
+class LiveBytes(TorchDispatchMode):
+    """Counts the memory that torch's operators have made, or used, in this context.
+
+    Args:
+        dtype: of the tensors that are counted.
+
+    Attributes:
+        most: the most bytes of the device that there were after an operator.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._known: dict[int, tuple[StorageWeakRef, str, int]] = {}
+        self._lock = threading.Lock()  # autograd runs in threads of its own
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        found = [one for one in pytree.tree_leaves((args, kwargs, outputs)) if isinstance(one, Tensor)]
+        with self._lock:
+            for one in found:
+                if one.dtype == self._dtype:
+                    storage = one.untyped_storage()
+                    self._known[storage._cdata] = StorageWeakRef(storage), one.device.type, storage.nbytes()
+            self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+            self.most = max(self.most, self._sum(NAME))
+        return outputs
+
+    def of(self, device: str) -> int:
+        """Return the bytes that there are of a device."""
+        with self._lock:
+            return self._sum(device)
+
+    def _sum(self, device: str) -> int:
+        return sum(nbytes for ref, where, nbytes in self._known.values() if where == device and not ref.expired())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness.device_on_host import cases
 from tests.harness.tiers import deep, with_some
+from tests.harness.training import Job
 
 
 @pytest.mark.parametrize("options", cases.OPTIONS)
@@ -57,12 +58,36 @@ def test_states_are_on_the_host_between_offload_and_reload(
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
 
 
-@pytest.mark.parametrize("name", ["IIG", *deep("ING", "IGG")])
-def test_a_group_holds_its_parameters_once_in_pinned_memory_and_some_on_the_device(
-    run_on_device: Any, name: str
+WIDTH, LAYERS = 128, 8
+LAYER = WIDTH * WIDTH
+BF16, WINDOW, BUDGET = 2, 2 * LAYER // 4 * 2, 100_000  # bytes; a window of k rows, of which a rank sends one
+ACTIVATIONS = 10_000  # bytes, with their gradients
+
+
+@pytest.mark.parametrize("frozen", [(), tuple(range(1, LAYERS - 1))], ids=["trained", "frozen"])
+def test_the_device_has_a_few_modules_and_the_cache_and_the_host_one_slice(
+    run_on_device: Any, frozen: tuple[int, ...]
 ) -> None:
-    budget = 20_000
-    for held in run_on_device(cases.slices_held, name, budget):
-        assert held.places == {("cpu", True)}
-        assert held.host == pytest.approx(held.whole / 2, rel=0.01)
-        assert 0.5 * budget < held.cached <= budget
+    at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
+    zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}
+    buckets = {"allgather_bucket_size": LAYER, "reduce_bucket_size": LAYER}
+    job = Job(
+        sizes=(WIDTH,) * (LAYERS + 1),
+        zero={**at_a_time, **buckets, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0},
+        dtype="bf16",
+        optimizer="Adam",
+        empty=False,
+        accumulation=2,
+        steps=2,
+        frozen=frozen,
+        config={"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
+    )
+    names = ("ING", "IIG", "IGG")
+    for whole, rows in run_on_device(cases.slices_held, names, job, zero):
+        assert [row.strategy for row in rows] == list(names)
+        for row in rows:
+            assert row.places == {("cpu", True)}
+            assert row.host == pytest.approx(whole / 2, rel=0.01), row
+            assert row.on_host == pytest.approx(row.host, rel=0.01), row
+            assert 0.5 * BUDGET < row.cached <= BUDGET, row
+            assert row.peak <= row.cached + 2 * LAYER * BF16 + 2 * WINDOW + ACTIVATIONS, row

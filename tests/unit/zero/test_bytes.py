@@ -84,8 +84,8 @@ def test_frozen_parameters_are_gathered_but_neither_reduced_nor_updated(ranks: A
 
 def test_parameters_on_the_host_send_the_same(ranks: Any) -> None:
     zero = {"offload_param": {"device": "cpu"}, "paro_parameter_cache_bytes": 10**5}
-    parameters, _, rows = ranks(4).run(bytes_case, ("ING", "IIG", "IGG"), 2, 2, zero)[0]
-    states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4)
+    parameters, trainable, rows = ranks(4).run(bytes_case, ("ING", "IIG", "IGG"), 2, 2, zero, frozen=(1,))[0]
+    states = ModelStates.of(parameters, trainable, parameter_bytes=4, gradient_bytes=4)
     check(rows, GroupSizes(4, 2), states, 2)
 
 
