@@ -315,14 +315,17 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
-    """Return the model with what is in host memory."""
-    held = model.states
-    if arguments.offload_optimizer:
-        held = replace(held, optimizer=0.0)
-    if arguments.offload_param:
-        host = HostParameters(cache=arguments.parameter_cache_gb * 1e9)
-        held, model = replace(held, parameters=0.0), replace(model, host=host)
-    return model if held == model.states else replace(model, held=held)
+    """Return the model with what is in host memory, of experts as well."""
+    offloaded = {"parameters": arguments.offload_param, "optimizer": arguments.offload_optimizer}
+    none = {name: 0.0 for name, wanted in offloaded.items() if wanted}
+    if not none:
+        return model
+    return replace(
+        model,
+        held=replace(model.states, **none),
+        experts=tuple(replace(one, held=replace(one.states, **none)) for one in model.experts),
+        host=HostParameters(cache=arguments.parameter_cache_gb * 1e9) if arguments.offload_param else None,
+    )
 
 
 def _experts(params: int, ranks: int, width: int) -> tuple[Experts, ...]:

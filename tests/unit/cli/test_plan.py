@@ -143,6 +143,10 @@ def test_what_is_in_host_memory(
     path = write_cluster(tmp_path, host_gbps=10, memory_gb=None, latency_us=None)
     plan(monkeypatch, *[one for one in offloaded if one not in NODES], "--nodes", "4", "--cluster", path)
     assert capsys.readouterr().out == said
+    plan(monkeypatch, "--params", "7B", *EXPERTS, *NODES, *LINKS, "--offload-param", "--json", "-")
+    found = {one["strategy"]: one for one in json.loads(capsys.readouterr().out)["exact"]["predictions"]}
+    # Dense 4 GB among 8 ranks, and 5 GB of experts among the 4 that have the same ones.
+    assert found["IIG"]["memory"]["parameters"] == 0 and found["IIG"]["host"] == 4e9 / 8 + 5e9 / 4
     plan(monkeypatch, *size, "--offload-optimizer", *LINKS)
     said = capsys.readouterr().out
     (row,) = (line.split() for line in said.splitlines() if line.startswith("NNG  "))
