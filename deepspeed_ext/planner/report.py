@@ -9,7 +9,7 @@ from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.cost import Prediction
 from deepspeed_ext.planner.outer import OuterPlan
 from deepspeed_ext.planner.rates import Rate
-from deepspeed_ext.planner.step import COMPUTE, HOST, UPDATE
+from deepspeed_ext.planner.step import HOST, PARTS
 from deepspeed_ext.strategy import STRATEGIES
 
 EXACT = "exact"
@@ -151,7 +151,7 @@ def _line(one: Prediction, mark: str, width: int, more: str = "") -> str:
     memory = one.memory
     figures = [f"{part / 1e9:.2f}" for part in (memory.parameters, memory.gradients, memory.optimizer, one.transient)]
     figures += [f"{part / 1e9:.2f}" for part in (one.total_memory, one.volume.intra, one.volume.inter)]
-    parts = (one.seconds[part] for part in (COMPUTE, "within", "between", UPDATE))
+    parts = (one.seconds[part] for part in PARTS if part != HOST)
     figures += [f"{part:.3g}" for part in (*parts, one.total_seconds)]
     figures += [f"{one.busy[part]:.3g}" for part in ("within", "between")]
     known_as = "plain" if one.plain else STRATEGIES[one.strategy].known_as
