@@ -25,7 +25,7 @@ from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import BUCKET, Experts, Model
 from deepspeed_ext.planner.host import HostParameters
 from deepspeed_ext.planner.outer import OuterPlan, plan_outer
-from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.planner.rates import Rates, bytes_per_second
 from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement, full_bucket
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -337,7 +337,7 @@ def _experts(params: int, ranks: int, width: int) -> tuple[Experts, ...]:
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
     if arguments.inter_gbps is not None:
         latency = arguments.latency_us / 1e6
-        host = float("inf") if arguments.host_gbps is None else arguments.host_gbps * 1e9
+        host = bytes_per_second(arguments.host_gbps)
         return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latency, host=host)
     if not launched:
         raise ValueError("expected --intra-gbps and --inter-gbps (or a launcher, whose ranks measure them).")

@@ -60,6 +60,6 @@ def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, SECTION: {key: value for key, value in section.items() if key not in REMOVED}}
 
 
-def is_count(value: Any) -> bool:
-    """Whether a value is an integer of at least 1; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: Any, least: int = 1) -> bool:
+    """Whether a value is an integer of at least ``least``; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -56,7 +56,7 @@ def check_section(section: Mapping[str, Any]) -> Strategy | None:
     if not isinstance(section.get(OVERLAP_UPDATES, False), bool):
         raise must_be(f"{SECTION}.{OVERLAP_UPDATES}", "true or false", section[OVERLAP_UPDATES])
     cache = section.get(CACHE_BYTES, 0)
-    if cache != 0 and not is_count(cache):
+    if not is_count(cache, least=0):
         raise must_be(f"{SECTION}.{CACHE_BYTES}", "an integer of at least 0 (bytes on each device)", cache)
     check_outer(section, strategy)
     stage = section.get("stage")

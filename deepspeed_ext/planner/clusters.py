@@ -9,11 +9,11 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.planner.rates import GIGA, Rates, bytes_per_second
 from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.values import EXACTLY, made
 
-_MICRO, _GIGA = 1e-6, 1e9
+_MICRO = 1e-6
 _COUNT = Field(gt=0, description="a whole number above 0")
 _AMOUNT = Field(gt=0, allow_inf_nan=False, description="a finite number above 0")
 _LATENCY = Field(ge=0, allow_inf_nan=False, description="a finite number of at least 0")
@@ -49,14 +49,14 @@ class Cluster:
     def rates(self, sizes: GroupSizes) -> Rates:
         """Return the rates of the hops of groups of consecutive ranks."""
         steps = max(1, sizes.groups - 1)
-        memory, host = (float("inf") if one is None else one * _GIGA for one in (self.memory_gbps, self.host_gbps))
+        memory, host = map(bytes_per_second, (self.memory_gbps, self.host_gbps))
         latency = self.latency_us * _MICRO * steps
         return Rates.of_links(sizes, self.ranks_per_node, self.intra_gbps, self.inter_gbps, latency, memory, host)
 
     @property
     def budget(self) -> float | None:
         """Return the bytes of a rank for model states."""
-        return None if self.memory_gb is None else self.memory_gb * _GIGA
+        return None if self.memory_gb is None else self.memory_gb * GIGA
 
 
 def read_cluster(path: Path) -> Cluster:

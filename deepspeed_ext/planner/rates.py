@@ -22,6 +22,11 @@ BITS = 8
 GIGA = 1e9
 
 
+def bytes_per_second(gigabytes: float | None) -> float:
+    """Return the rate of so many GB/s; infinite where none is given, which leaves out what it would time."""
+    return float("inf") if gigabytes is None else gigabytes * GIGA
+
+
 @dataclass(frozen=True)
 class Rate:
     """The rate of a hop, see Note [Rates].

@@ -236,6 +236,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
             elif last or job.boundary != "step":
                 engine.step()
             if last and given.saving:
+                read_by_host(engine.optimizer)
                 engine.save_checkpoint(folder, tag=f"{name}-{number}")
                 engine.load_checkpoint(folder, tag=f"{name}-{number}")
             if last and given.gathering and name[0] == name[2] != "N":
@@ -347,6 +348,15 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
         yield
+
+
+def read_by_host(optimizer: Any) -> None:
+    """Let the host read parameters that it holds, as it may once DeepSpeed has announced a checkpoint."""
+    on_host = [one for one in getattr(optimizer, "slices", {}).values() if one.rows.on_host]
+    if on_host:
+        optimizer.checkpoint_event_prologue()
+    for slices in on_host:
+        sum(slices.held(param).sum() for param in slices.params)
 
 
 def gather_and_change(parameters: list[Any]) -> None:

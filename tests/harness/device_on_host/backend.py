@@ -9,7 +9,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -56,7 +56,8 @@ def groups_of_device() -> Iterator[None]:
 
     def given_hosts(method: Callable[..., Any]) -> Callable[..., Any]:
         def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            return method(group, *pytree.tree_map_only(Tensor, _shared, args), **kwargs)
+            work = method(group, *pytree.tree_map_only(Tensor, _shared, args), **kwargs)
+            return None if work is None else _Work(work, args)
 
         return collective
 
@@ -82,13 +83,37 @@ def groups_of_device() -> Iterator[None]:
         yield
 
 
+class _Work:
+    """A collective on its way, whose tensors live until somebody has waited for it, and not longer.
+
+    Gloo's threads let go of what they were given when it is their turn, some time after ``wait``. So they are given
+    tensors that keep no memory alive: what is held on the device does not depend on how fast these threads are.
+
+    Args:
+        work: gloo's.
+        args: of the collective, with tensors of the device.
+    """
+
+    _under_way: ClassVar[set["_Work"]] = set()
+
+    def __init__(self, work: Any, args: Any) -> None:
+        self._work, self._args = work, args
+        # Those that nobody waits for.
+        self._under_way.difference_update([one for one in list(self._under_way) if one.is_completed()])
+        self._under_way.add(self)
+
+    def wait(self, *args: Any) -> Any:
+        done = self._work.wait(*args)
+        self._under_way.discard(self)
+        self._args = ()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
 def _shared(tensor: Tensor) -> Tensor:
     if tensor.device.type != NAME:
         raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")  # as without gloo
-    return on_host(tensor)
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Return a tensor of the host at the same memory."""
     host: Tensor = torch.ops.device_on_host.on_host(tensor.detach())
     return host

@@ -27,7 +27,7 @@ HOST = {"offload_param": {"device": "cpu", "pin_memory": True}}
 _CACHED = {"paro_parameter_cache_bytes": 1500}
 _LOCO = {"zeropp_loco_param": {"hadamard": True, "reset_T": 2}}
 _FEW_BITS = {"paro_quantized_updates": {"resync_T": 2}}
-_OUTER = {"paro_outer_optimizer": {"steps": 2, "fragments": 2, "bits": 4}}
+OUTER = {"paro_outer_optimizer": {"steps": 2, "fragments": 2, "bits": 4}}
 _DELAYED = {"paro_outer_optimizer": {"steps": 3, "delay": 1, "bits": 8, "offload": "cpu"}}
 _JOB = Job(zero=SMALL, empty=False, accumulation=2, groups=2, optimizer="Adam")
 
@@ -64,7 +64,7 @@ OPTIONS = {
         ("ING", "IIG"), {**HOST, **_FEW_BITS}, replace(_JOB, accumulation=1), stock=False
     ),
     "outer": Options(("NII", "III"), _DELAYED, replace(_JOB, steps=5, accumulation=1), stock=False),
-    "outer, pinned": Options(("NII", "INI"), {**_OUTER, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
+    "outer, pinned": Options(("NII", "INI"), {**OUTER, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
     "Muon": Options(("NIG", "IIG"), {}, replace(_JOB, optimizer="Muon"), stock=False),
     "Muon, pinned": Options(("NII", "GNG"), PINNED, replace(_JOB, optimizer="Muon"), stock=False),
 }
@@ -212,19 +212,21 @@ class Offloaded(NamedTuple):
     back: str
 
 
-def offload_states(library: str, names: Sequence[str], optimizer: str, pinned: bool) -> list[Offloaded]:
+def offload_states(
+    library: str, names: Sequence[str], optimizer: str, pinned: bool, zero: dict[str, Any]
+) -> list[Offloaded]:
     """Offload and reload all states after each backward, on the device."""
     register(library)
     rows = []
     for name in names:
         with device_on_host(library):
-            rows.append(offloaded(name, optimizer, pinned))
+            rows.append(offloaded(name, optimizer, pinned, zero))
     return rows
 
 
-def offloaded(name: str, optimizer: str, pinned: bool) -> Offloaded:
+def offloaded(name: str, optimizer: str, pinned: bool, zero: dict[str, Any]) -> Offloaded:
     """Offload and reload all states of a strategy after each backward."""
-    job = replace(_JOB, steps=2, optimizer=optimizer, zero={**SMALL, "zeropp_loco_param": {}})
+    job = replace(_JOB, steps=2, optimizer=optimizer, zero={**SMALL, **zero})
     plain = training.train(job, placed(name)).weights
     with _engine(job, name) as (engine, model):
         away, back = set(), set()
@@ -251,9 +253,11 @@ def _weights(engine: Any) -> list[Tensor]:
 
 
 def _held(engine: Any) -> list[Tensor]:
-    """Return weights and states of the optimizer, but step counts."""
+    """Return weights and states of the optimizer, but step counts, and those of an outer one."""
     states = [one for state in engine.optimizer.optimizer.state.values() for one in state.values()]
-    return [*_weights(engine), *(one for one in states if torch.is_tensor(one) and one.dim())]
+    fragments = getattr(engine.optimizer.outer, "fragments", ())
+    outer = [tensor for one in fragments for tensor in (one.anchor, one.weights, one.momentum)]
+    return [*_weights(engine), *(one for one in states if torch.is_tensor(one) and one.dim()), *outer]
 
 
 class Held(NamedTuple):

@@ -100,6 +100,12 @@ void resize(const c10::Storage& storage, size_t bytes) {
     storage.set_nbytes(bytes);
 }
 
+c10::Storage borrowed(const c10::Storage& storage) {
+    c10::DataPtr data(storage.mutable_data(), c10::Device(c10::DeviceType::CPU));
+    return c10::Storage(
+        c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), false);
+}
+
 c10::Storage Aliases::on_host(const c10::Storage& storage) {
     auto [found, is_new] = hosts_.try_emplace(storage.unsafeGetStorageImpl());
     if (is_new) {

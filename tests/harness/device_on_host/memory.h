@@ -24,6 +24,9 @@ c10::Allocator* device_allocator();
 // Gives a storage of the device so many bytes; what it holds, as far as it fits, is kept.
 void resize(const c10::Storage& storage, size_t bytes);
 
+// A storage of the host at the memory of another one, which it does not keep alive.
+c10::Storage borrowed(const c10::Storage& storage);
+
 // The storages of one call: each of the device has one alias on the host, as long as the call lasts.
 class Aliases {
    public:

@@ -200,10 +200,9 @@ Tensor empty_strided(
 
 void record_stream(Tensor&, at::Stream) {}
 
-// A tensor of the host at the same memory.
+// A tensor of the host at the same memory, which it does not keep alive.
 Tensor on_host(const Tensor& tensor) {
-    Aliases aliases;
-    return alias_of(tensor, aliases);
+    return at_storage(tensor, borrowed(tensor.storage()), c10::DispatchKey::CPU);
 }
 
 }  // namespace

@@ -33,11 +33,21 @@ def rate_name(mbit: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One launch."""
+class Launch:
+    """The ranks of one launch, in a group for each node."""
 
     nodes: int
     ranks_per_node: int
+
+    @property
+    def sizes(self) -> GroupSizes:
+        return GroupSizes(self.nodes * self.ranks_per_node, self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Setting(Launch):
+    """A model and an optimizer."""
+
     size: str
     accumulation: int
     mbit: tuple[float | None, ...] = (100, 500, None)
@@ -47,10 +57,6 @@ class Setting:
     def name(self) -> str:
         suffix = "" if self.optimizer == "AdamW" else f"-{self.optimizer.lower()}"
         return f"{self.nodes}x{self.ranks_per_node}-{self.size}-{self.accumulation}{suffix}"
-
-    @property
-    def sizes(self) -> GroupSizes:
-        return GroupSizes(self.nodes * self.ranks_per_node, self.ranks_per_node)
 
 
 SETTINGS = {

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement
+from deepspeed_ext.strategy import STRATEGIES, ModelStates, Placement
 from tests.perf.lib import verdict
 from tests.perf.lib.blocks import Blocks, make_adapted_blocks, make_blocks
-from tests.perf.lib.cluster_rows import MethodRow, rate_name, read_last
+from tests.perf.lib.cluster_rows import Launch, MethodRow, rate_name, read_last
 from tests.perf.lib.records import RESULTS
 
 KEPT = RESULTS / "host_parameters.csv"
@@ -24,8 +24,8 @@ SLACK = 4000  # bytes between nodes that are no parameters or gradients: norms, 
 
 
 @dataclass(frozen=True)
-class HostSetting:
-    """One launch.
+class HostSetting(Launch):
+    """A model, and how it is trained.
 
     Attributes:
         training: "full", or "LoRA": of adapters, beside a frozen base.
@@ -39,8 +39,6 @@ class HostSetting:
     blocks: int = 4
     hidden: int = 2048
     rank: int = 1
-    nodes: int = 2
-    ranks_per_node: int = 2
     accumulation: int = 4
 
     @property
@@ -52,10 +50,6 @@ class HostSetting:
         if self.training == "full":
             return make_blocks(self.blocks, WIDTH, self.hidden)
         return make_adapted_blocks(self.blocks, WIDTH, self.hidden, self.rank)
-
-    @property
-    def sizes(self) -> GroupSizes:
-        return GroupSizes(self.nodes * self.ranks_per_node, self.ranks_per_node)
 
     @property
     def states(self) -> ModelStates:
@@ -82,9 +76,9 @@ class HostSetting:
 SETTINGS = {
     setting.name: setting
     for setting in (
-        HostSetting("full"),
-        HostSetting("LoRA"),
-        HostSetting("LoRA", 15, blocks=2, hidden=1024),
+        HostSetting(2, 2, "full"),
+        HostSetting(2, 2, "LoRA"),
+        HostSetting(2, 2, "LoRA", 15, blocks=2, hidden=1024),
     )
 }
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from tests.perf.lib.cluster_rows import MethodRow, read_last
+from deepspeed_ext.strategy import STRATEGIES, ModelStates
+from tests.perf.lib.cluster_rows import Launch, MethodRow, read_last
 from tests.perf.lib.overlap_bound import Compute, LinkSeconds, bound, of_peer, of_strategy
 from tests.perf.lib.records import RESULTS
 
@@ -19,11 +19,9 @@ RATIOS = (0.5, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
-class OverlapSetting:
-    """One launch."""
+class OverlapSetting(Launch):
+    """A model of so many blocks."""
 
-    nodes: int
-    ranks_per_node: int
     accumulation: int
     blocks: int = 8
     mbit: float = 100.0
@@ -31,10 +29,6 @@ class OverlapSetting:
     @property
     def name(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node}-{self.accumulation}"
-
-    @property
-    def sizes(self) -> GroupSizes:
-        return GroupSizes(self.nodes * self.ranks_per_node, self.ranks_per_node)
 
     @property
     def states(self) -> ModelStates:

@@ -55,8 +55,10 @@ BAD_SECTIONS: list[tuple[dict[str, Any], str]] = [
     ({"paro_strategy": "NIG", "paro_group_size": 2.0}, "got 2.0 of type float"),
     ({"paro_strategy": "NIG", "paro_group_size": True}, "got True of type bool"),
     ({"paro_strategy": "NIG", "paro_group_size": "auto"}, "got 'auto'"),
-    ({"paro_strategy": "IIG", "paro_parameter_cache_bytes": -1}, "an integer of at least 0 .*got -1"),
-    ({"paro_strategy": "IIG", "paro_parameter_cache_bytes": True}, "an integer of at least 0 .*got True of type bool"),
+    *(
+        ({"paro_strategy": "IIG", "paro_parameter_cache_bytes": value}, f"an integer of at least 0 .*got {value!r} of")
+        for value in (-1, True, False, 0.0, 9.0, "9", None)
+    ),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
     (
         {"paro_strategy": "NIG", "stage": 3},
@@ -122,6 +124,7 @@ def test_every_strategy_passes_with_its_stage_or_without(name: str) -> None:
         {"paro_strategy": name},
         {"paro_strategy": name, "stage": stage},
         {"paro_strategy": name, "stage": 0},
+        {"paro_strategy": name, "paro_parameter_cache_bytes": 0},
     ):
         assert check_section(section).name == name
 
@@ -203,18 +206,21 @@ REFUSED_BESIDE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         cannot(in_zero("stage3_module_granularity_threshold"), "NIG"),
     ),
-    (
-        IIG | {"paro_parameter_cache_bytes": 9},
-        {},
-        cannot(in_zero("paro_parameter_cache_bytes"), "IIG") + ".*offload_param",
+    *(
+        (
+            IIG | {"paro_parameter_cache_bytes": 9} | offload,
+            {},
+            cannot(in_zero("paro_parameter_cache_bytes"), "IIG") + ".*offload_param",
+        )
+        for offload in ({}, {"offload_param": {"device": "none"}})
     ),
     *(
         (
-            {"paro_strategy": name, "offload_param": CPU, "paro_parameter_cache_bytes": 9},
+            {"paro_strategy": name, "paro_parameter_cache_bytes": 9} | offload,
             {},
             cannot(in_zero("paro_parameter_cache_bytes"), name) + ".*that have such: ING, IIG, IGG. ",
         )
-        for name in ("III", "GGG")
+        for name, offload in (("NIG", {}), ("III", {"offload_param": CPU}), ("GGG", {"offload_param": CPU}))
     ),
     *(
         (strategy | {"offload_param": NVME}, {}, cannot(in_zero("offload_param.device"), strategy["paro_strategy"]))

@@ -11,6 +11,7 @@ from tests.harness.frameworks.table import Row, check, needs
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
+ON_HOST = {"offload_param": {"device": "cpu"}}
 
 
 def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
@@ -103,9 +104,9 @@ def test_adam_of_bitsandbytes(frameworks: Any, strategy: str) -> None:
     check(rows, strategy, "bitsandbytes", "Adam8bit", weights=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["GNG", *deep("IIG")])
-def test_generate(frameworks: Any, strategy: str) -> None:
-    answers = frameworks(4).run(generate_case, placed(strategy), stock(strategy))
+@pytest.mark.parametrize("strategy, more", [("GNG", {}), ("ING", ON_HOST), *deep(("IIG", {}))])
+def test_generate(frameworks: Any, strategy: str, more: dict[str, Any]) -> None:
+    answers = frameworks(4).run(generate_case, placed(strategy, **more), stock(strategy))
     check([row for row, *_ in answers], strategy, "transformers", "generate(synced_gpus) after training")
     for rank, (_, expected, ours) in enumerate(answers):
         assert ours == expected and len(ours) == 7 + 3 * rank, (rank, ours, expected)

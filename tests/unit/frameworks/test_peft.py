@@ -12,6 +12,7 @@ pytestmark = needs("transformers", "peft")
 STRATEGIES_HERE = ("NIG", *(name for name, strategy in STRATEGIES.items() if strategy.p))
 GROUP = 2
 CLUSTER = GroupSizes(4, GROUP)
+ON_HOST = {"paro_strategy": "ING", "paro_group_size": GROUP, "offload_param": {"device": "cpu", "pin_memory": True}}
 
 
 class Row(NamedTuple):
@@ -41,7 +42,7 @@ class Answer(NamedTuple):
 def test_fine_tuning_with_lora(frameworks: Any) -> None:
     for answer in frameworks(4).run(lora_case):
         assert answer.adapters and answer.moved > 0.01, answer.moved
-        assert [row.strategy for row in answer.rows] == list(STRATEGIES_HERE)
+        assert [row.strategy for row in answer.rows] == [*STRATEGIES_HERE, "ING"]
         for row in answer.rows:
             strategy = STRATEGIES[row.strategy]
             assert row.weights <= 1e-5 and row.losses <= 1e-5, row
@@ -74,6 +75,7 @@ def lora_case() -> Answer:
         compared(name, stock, fine_tune({"paro_strategy": name, "paro_group_size": GROUP})[0])
         for name in STRATEGIES_HERE
     ]
+    rows.append(compared("ING", stock, fine_tune(ON_HOST, checkpointing=True)[0]))
     return Answer(rows, *model_sizes, moved)
 
 
@@ -90,7 +92,9 @@ def make_model() -> Any:
     return get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"]))
 
 
-def fine_tune(zero: dict[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, int], dict[str, int]], float]:
+def fine_tune(
+    zero: dict[str, Any], checkpointing: bool = False
+) -> tuple[dict[str, Any], tuple[dict[str, int], dict[str, int]], float]:
     """Train for some steps; what was seen, elements of adapters and of the base, and how far the adapters moved."""
     import deepspeed
     import torch
@@ -99,6 +103,9 @@ def fine_tune(zero: dict[str, Any]) -> tuple[dict[str, Any], tuple[dict[str, int
     from tests.harness import training
 
     model = make_model()
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
     initial = training.whole_weights(model)
     names = [(name, p.numel(), p.requires_grad) for name, p in model.named_parameters()]
     config = {

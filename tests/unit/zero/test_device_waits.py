@@ -294,6 +294,30 @@ def early_case() -> list[str]:
     return log
 
 
+def test_a_step_waits_for_no_copy_to_pageable_memory(ranks: Any) -> None:
+    for pinned, pageable in ranks(4).run(windows_case):
+        assert set(pinned) == {True} and set(pageable) == {False}, (pinned, pageable)
+
+
+def windows_case() -> list[list[bool]]:
+    """Whether each window of parameters on the host is with the device to its end when a step is over: with pinned
+    memory, and with pageable memory, for whose copies the host would wait."""
+    from tests.harness import training
+    from tests.harness.stream_order import device_with_streams
+
+    job, complete = Job(sizes=SQUARE, empty=False, zero=SMALL), []
+    for pinned in (True, False):
+        with device_with_streams():
+            on_host = {"offload_param": {"device": "cpu", "pin_memory": pinned}}
+            engine, _ = training.make_engine(job, placed("IIG", **on_host))
+            training.micro_step(engine, job, 0, *next(training.batches(job)))
+            engine.step()
+            updates = engine.optimizer.slices["dense"]._update_of
+            complete.append([update.is_complete for update in updates.values()])
+            engine.destroy()
+    return complete
+
+
 @pytest.mark.parametrize("name", ["GNG", "ING", "INI"])
 def test_an_offloaded_optimizer_gets_its_gradients_where_they_were_in_the_step_before(ranks: Any, name: str) -> None:
     for places in ranks(4).run(held_case, name):

@@ -85,7 +85,6 @@ FOUND = {
 }
 _ARRIVED = "modules have waited for what they use before"
 _BY_READING = "tests/unit/zero/test_overlap.py reads what has not arrived, without a device"
-_BY_READING_ROWS = "before a load or a save; what the host reads there of rows has arrived long before"
 _GLOO = "for gloo alone, where it has the host wait"
 _ALONE = "tests/unit/comm/test_transfer_queue.py finds it"
 _ENDS = f"the host waits at the end of a process; {_ALONE}"
@@ -131,8 +130,8 @@ UNFOUND = {
     "zero/sharded/gradients.py:ShardedGradients.forget:drain": "for a backward that was given up",
     "zero/sharded/slices.py:Slices.gather_updates:drain": "nothing is under way after a step, which has waited",
     "zero/sharded/slices.py:Slices.drain:finish": _LATER,
-    "zero/sharded/slices.py:Slices.settle:drain": _BY_READING_ROWS,
-    "zero/sharded/slices.py:Slices.settle:synchronize": _BY_READING_ROWS,
+    "zero/sharded/slices.py:Slices.settle:drain": "what is read there has arrived long before a load or save",
+    "zero/sharded/slices.py:Slices.settle:synchronize": "tests/unit/device/test_training.py finds it",
     "zero/streams.py:ReductionStream.after_current:wait_event": "streams with events are also waited for",
     "zero/stage12.py:Stage12Optimizer.offload_states:_finish_buckets": _HOST,
     "zero/stage3.py:Stage3Optimizer.drain_parameters:drain": f"{_LATER}; who reads waits by itself",
