@@ -24,7 +24,7 @@ class SmallMixtral(nn.Module):
     def __init__(self, sizes: Sequence[int], *_: Any, **__: Any) -> None:
         from transformers import MixtralConfig, MixtralModel
 
-        _mend_registry()
+        mend_registry()
         super().__init__()
         self.config = MixtralConfig(
             vocab_size=3,
@@ -49,14 +49,20 @@ class SmallMixtral(nn.Module):
         return torch.tanh(self.layers[1](out.flatten(1)))
 
 
-def _mend_registry() -> None:
-    """Let transformers' registry of outputs accept a default, as a dictionary does: DeepSpeed 0.19.8 passes one, and
-    transformers 5.23 does not accept it."""
+def mend_registry() -> None:
+    """Let transformers' registry of outputs take names of classes and a default, as the dictionary that it was did:
+    DeepSpeed 0.19.8's AutoEP gives it both, and transformers 5.23 keys it on models."""
     from transformers.utils import output_capturing
 
-    def get(self: Any, model: Any, default: Any = None) -> Any:
-        return dict.get(self, str(model.__class__)) or ({} if default is None else default)
+    registry: Any = getattr(output_capturing, "_CanRecordRegistry", None)
+    if registry is None:
+        return
 
-    registry = getattr(output_capturing, "_CanRecordRegistry", None)
-    if registry is not None:
-        registry.get = get
+    def name(model: Any) -> str:
+        return model if isinstance(model, str) else str(model.__class__)
+
+    def get(self: Any, model: Any, default: Any = None) -> Any:
+        return dict.get(self, name(model)) or ({} if default is None else default)
+
+    registry.get = get
+    registry.__setitem__ = lambda self, model, value: dict.__setitem__(self, name(model), value)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
+
 SMALL = {
     "vocab_size": 61,
     "hidden_size": 16,
@@ -34,19 +36,43 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "Olmoe": (SMALL | EXPERTS, ["OlmoeDecoderLayer"]),
     "GptOss": (SMALL | {"num_local_experts": 4, "sliding_window": 8}, ["GptOssAttention"]),
+    # Its experts are one batched product, which has no windows.
+    "Llama4": (
+        SMALL | {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 24},
+        ["Llama4TextAttention", "Llama4TextMLP"],
+    ),
+    "KimiLinear": (
+        {key: value for key, value in SMALL.items() if key != "head_dim"}
+        | LATENT
+        | EXPERTS
+        | {"num_expert_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"linear_head_dim": 8, "linear_num_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
+        | {"pad_token_id": None},
+        ["KimiLinearAttention", "KimiLinearDecoderLayer", "KimiLinearDeltaAttention", "KimiLinearMLP"],
+    ),
     "Llama": (SMALL, ["LlamaDecoderLayer"]),
 }
+
+
+def configuration_of(name: str) -> Any:
+    """The class of a language model's configuration."""
+    import transformers
+
+    return getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
 
 
 def make_model(name: str, keys: dict[str, Any]) -> Any:
     """A causal language model."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(**keys)
+    config = configuration_of(name)(**keys)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+LATE = ("Llama4", "KimiLinear")  # what they have is in the others, too; ``tests.campaigns.mixtures`` has more of it
+
+
+@pytest.mark.parametrize("name", [*(name for name in ARCHITECTURES if name not in LATE), *deep(*LATE)])
 def test_it_trains_what_zero3_trains(ranks: Any, name: str) -> None:
     for row in ranks(2).run(train_case, name, ARCHITECTURES[name][0])[0]:
         units, hooks, losses, weights = row
@@ -100,9 +126,9 @@ def test_what_the_default_budget_takes_of_published_models(tmp_path: Path) -> No
     (tmp_path / "published.py").write_text(
         "import torch, transformers\n"
         "def make(name):\n"
-        "    config = getattr(transformers, name + 'Config')()\n"
+        "    config = getattr(transformers, name + 'TextConfig', None) or getattr(transformers, name + 'Config')\n"
         "    with torch.device('meta'):\n"
-        "        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)\n"
+        "        return transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)\n"
         "from deepspeed_ext.leaf.modules import Settings, choose, default_budget\n"
         f"for name in {list(ARCHITECTURES)!r}:\n"
         "    model = make(name)\n"
