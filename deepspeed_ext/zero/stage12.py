@@ -178,6 +178,14 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             ahead,
         )
 
+    @override
+    def _configure_moe_settings(self) -> None:
+        """Let groups of experts have their ranks. Where all experts are frozen there are none, as DeepSpeed asserts."""
+        if any(map(self.is_moe_group, self.optimizer.param_groups)):
+            super()._configure_moe_settings()
+        else:
+            self.has_moe_layers = False
+
     # Flat buffers and partitions of them ##########################################################
 
     @override
