@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
-from deepspeed.checkpoint.constants import FROZEN_PARAM_SHAPES, OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARTITION_COUNT
+from deepspeed.checkpoint.constants import (
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    OPTIMIZER_STATE_DICT,
+    PARAM_SHAPES,
+    PARTITION_COUNT,
+)
 from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
@@ -75,11 +81,25 @@ class Check:
             if self.states:
                 self._check_order(file, module)
             # DeepSpeed refuses another number of ranks, but only the number that shards the states matters.
-            self._files.amendments[file] = {"dp_world_size": self._engine.seq_dp_world_size}
+            ranks = {"dp_world_size": self._engine.seq_dp_world_size}
+            self._files.amendments[file] = ranks | self._frozen(module)
         if self.states:
             self._check_states()
         elif self._engine.zero_optimization_partition_weights() and not self._engine.pipeline_parallelism:
             self._check_all_shards()
+
+    def _frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return frozen parameters as any rank may load them.
+
+        DeepSpeed saves experts of one rank among them. Instead of these there are this rank's own ones, which come from
+        their files.
+        """
+        saved = state.get(FROZEN_PARAM_FRAGMENTS)
+        if not saved or self._engine.zero_optimization_partition_weights():
+            return {}
+        own = dict(self._engine.module.named_parameters())
+        experts = own.keys() - set(outside_experts(self._engine, own))
+        return {FROZEN_PARAM_FRAGMENTS: {**saved, **{name: own[name] for name in experts}}}
 
     # The module #######################################################################################
 

@@ -180,7 +180,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     @override
     def _configure_moe_settings(self) -> None:
-        """Let groups of experts have their ranks. Where all experts are frozen there are none, as DeepSpeed asserts."""
+        """Let groups of experts have their ranks. DeepSpeed asserts that there are such; frozen experts have none."""
         if any(map(self.is_moe_group, self.optimizer.param_groups)):
             super()._configure_moe_settings()
         else:

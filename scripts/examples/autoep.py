@@ -11,8 +11,11 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.utils import output_capturing
 
-# DeepSpeed 0.19.8 passes a default here, which transformers 5.23 does not accept; other releases do not need this.
-output_capturing._CanRecordRegistry.get = lambda self, key, other=None: dict.get(self, str(type(key))) or other or {}
+# DeepSpeed 0.19.8 passes names and a default here, which transformers 5.23 takes for models; others do not need this.
+registry = output_capturing._CanRecordRegistry
+registry.get = lambda self, key, other=None: (
+    dict.get(self, key if isinstance(key, str) else str(type(key))) or other or {}
+)
 shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
 model = MixtralForCausalLM(MixtralConfig(**shape))  # your model

@@ -122,6 +122,35 @@ def test_a_family_without_anything_trained(ranks: Any, frozen: str) -> None:
         check(whole)
 
 
+def test_frozen_experts_are_loaded_by_the_ranks_that_have_them(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(4).run(frozen_load_case, str(tmp_path)) == [[]] * 4
+
+
+def frozen_load_case(folder: str) -> list[str]:
+    """Names of parameters that a load does not bring back; experts are frozen, of one layer in part."""
+    import torch
+
+    from tests.harness import experts
+
+    class Network(experts.SmallMixtral):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            for name, param in self.named_parameters():
+                param.requires_grad_(".experts." not in name or name.endswith("1.mlp.experts.down_proj"))
+
+    job = Job(sizes=SIZES, network=Network, config=experts.autoep(2))
+    engine, model = training.make_engine(job, training.placed("NIG"))
+    engine.save_checkpoint(folder)
+    saved = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    engine.load_checkpoint(folder)
+    lost = [name for name, param in model.named_parameters() if not torch.equal(param, saved[name])]
+    engine.destroy()
+    return lost
+
+
 def frozen_case(frozen: str) -> tuple[list[Difference], list[Difference]]:
     """Differences from stock where only one family is trained; stock's stage 2 does not take frozen experts."""
     from deepspeed.moe.utils import is_moe_param
