@@ -91,8 +91,8 @@ class Check:
     def _frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return frozen parameters as any rank may load them.
 
-        DeepSpeed saves experts of one rank among them. Instead of these there are this rank's own ones, which come from
-        their files.
+        DeepSpeed saves experts of one rank among them. Instead of these there are this rank's own ones, which come
+        from their files.
         """
         saved = state.get(FROZEN_PARAM_FRAGMENTS)
         if not saved or self._engine.zero_optimization_partition_weights():
