@@ -233,7 +233,7 @@ class Check:
         return (
             f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
             f"{sizes.ranks} ranks. If these shard the states otherwise, convert it once:\n"
-            f"  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {self._folder} "
+            f"  python -m deepspeed_ext convert --input_folder {self._folder} "
             f"--output_folder {self._folder}_universal\n"
             f'and load it with "checkpoint": {{"load_universal": true}} in the configuration.'
         )

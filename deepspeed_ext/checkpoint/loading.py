@@ -163,7 +163,7 @@ def load_into_stock(
     too, because DeepSpeed never loads them from universal checkpoints. Everything else is left to DeepSpeed.
     """
     folder = Path(load_dir, _tag(engine, load_dir, tag))
-    if universal.beyond_stock(engine.zero_optimization_partition_weights(), folder):
+    if universal.beyond_stock(engine.optimizer, engine.zero_optimization_partition_weights(), folder):
         universal.load_untrained(engine, universal.untrained(engine, folder, inspect))
     return load(engine, load_dir, tag, *args, **kwargs)
 

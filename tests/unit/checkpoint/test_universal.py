@@ -16,14 +16,14 @@ ALL = (*REPLICATED, *PARTITIONED, *STOCK)
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
-def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2) -> None:
+def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2, optimizer: str = "Adam") -> None:
     """Train, save, convert, and keep what was saved beside it."""
     import torch
     from deepspeed import comm as dist
 
     from tests.harness import snapshots, training
 
-    job = job_of(dtype)
+    job = job_of(dtype, optimizer=optimizer)
     for name in names:
         engine, model = training.make_engine(job, placed(name, group_size))
         snapshots.mark(engine, model)
@@ -32,19 +32,19 @@ def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int =
         engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
         if dist.get_rank() == 0:
             torch.save(seen, f"{folder}/{name}/seen.pt")
-        snapshots.convert(f"{folder}/{name}")
+        snapshots.convert(f"{folder}/{name}", ours=optimizer == "Muon")
         engine.destroy()
 
 
 def load_case(
-    folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2
+    folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2, optimizer: str = "Adam"
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Load with another strategy; what differs from what was saved."""
     import torch
 
     from tests.harness import snapshots, training
 
-    job = job_of(dtype, **UNIVERSAL)
+    job = job_of(dtype, optimizer=optimizer, **UNIVERSAL)
     rows = []
     for saved, loaded in pairs:
         engine, model = training.make_engine(job, placed(loaded, group_size))
@@ -88,8 +88,18 @@ def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tu
             assert row[2] == {}, row
 
 
-@pytest.mark.parametrize("world_size, group_size", [(6, 2), (2, 1)])
-def test_to_other_numbers_of_ranks(ranks: Any, tmp_path: Path, world_size: int, group_size: int) -> None:
+@pytest.mark.parametrize(
+    "world_size, group_size, dtype, optimizer",
+    [
+        (6, 2, "fp32", "Adam"),
+        (2, 1, "fp32", "Adam"),
+        (2, 2, "fp32", "Muon"),
+        *deep((8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
+    ],
+)
+def test_to_other_numbers_of_ranks(
+    ranks: Any, tmp_path: Path, world_size: int, group_size: int, dtype: str, optimizer: str
+) -> None:
     pairs = [
         ("NIG", "IIG"),
         ("IIG", "GGG"),
@@ -99,8 +109,10 @@ def test_to_other_numbers_of_ranks(ranks: Any, tmp_path: Path, world_size: int, 
         ("NIG", "3"),
         ("INI", "III"),
     ]
-    ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32")
-    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size):
+    if optimizer == "Muon":
+        pairs = [("NIG", "IIG"), ("IIG", "GGG"), ("III", "NIG")]
+    ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), dtype, 2, optimizer)
+    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, dtype, group_size, optimizer):
         for row in rows:
             assert row[2].keys() <= {"counters"}, row  # samples of a step
 
