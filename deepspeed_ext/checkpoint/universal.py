@@ -22,6 +22,7 @@ parameters. If DeepSpeed's optimizers can load a checkpoint by themselves, their
 a run without a key of ours must not change.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,9 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
+    AUTOEP_PARAM_LOGICAL_SHAPE,
     BUFFER_NAMES,
+    DS_AUTOEP_UC_META,
     DS_AUTOTP_UC_META,
     DS_VERSION,
     FROZEN_PARAM_FRAGMENTS,
@@ -41,8 +44,10 @@ from deepspeed.checkpoint.constants import (
     VOCAB_TENSOR,
     ZERO_STAGE,
 )
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import is_optimized_parameter
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from deepspeed.utils.tensor_fragment import map_to_flat_opt_states
 from deepspeed.utils.zero_to_fp32 import natural_keys
@@ -146,6 +151,8 @@ def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
     """Return how many elements the files of a parameter may have; empty if only DeepSpeed's AutoTP knows."""
     if hasattr(param, DS_AUTOTP_UC_META):
         return set()
+    if hasattr(param, DS_AUTOEP_UC_META):
+        return {math.prod(getattr(param, DS_AUTOEP_UC_META)[AUTOEP_PARAM_LOGICAL_SHAPE])}
     if is_partitioned(param):
         return {param.ds_numel}
     return {param.numel(), param.numel() * engine.mp_world_size}
@@ -211,7 +218,9 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tupl
         # Only DeepSpeed knows how tensor parallelism slices a parameter. It always loads moments, wanted or not.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
         before = mapping.optim_fragment
-        param.load_hp_checkpoint_state(str(folder), rank, ranks)
+        family = getattr(param, "group_name", "") if is_moe_param(param) else ""
+        experts = groups._get_expert_parallel_rank(family) if family else 0
+        param.load_hp_checkpoint_state(str(folder), rank, ranks, experts)
         if not moments:
             mapping.optim_fragment = before
         return
@@ -335,4 +344,4 @@ def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
         if fragment is None:
             return None
         fragments.append(fragment)
-    return _Frozen(fragments, states[0][FROZEN_PARAM_SHAPES][name].numel())
+    return _Frozen(fragments, math.prod(states[0][FROZEN_PARAM_SHAPES][name]))

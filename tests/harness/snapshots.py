@@ -16,7 +16,8 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
 from deepspeed_ext.checkpoint import to_universal
@@ -103,12 +104,14 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
     hidden = MUON[True] if not ours and not getattr(engine.optimizer, "cpu_offload", True) else ()
     for name, parameter in parameters.items():
         if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
-            seen[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
+            seen[f"{name} fp32"] = _all_experts(parameter, safe_get_full_fp32_param(parameter))
             for moment in MUON[parameter.use_muon] if job.optimizer == "Muon" else MOMENTS[job.optimizer]:
                 if job.optimizer != "Muon" or moment not in hidden:
-                    seen[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
+                    seen[f"{name} {moment}"] = _all_experts(
+                        parameter, safe_get_full_optimizer_state(parameter, moment)
+                    )
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        seen.update({f"{name} model": parameter.detach().clone() for name, parameter in parameters.items()})
+        seen.update({f"{name} model": _all_experts(parameter, parameter) for name, parameter in parameters.items()})
     seen.update({f"{name} buffer": buffer.clone() for name, buffer in model.named_buffers()})
     optimizer = engine.optimizer
     for number, group in enumerate(optimizer.param_groups):
@@ -118,6 +121,16 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
     seen["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
     seen["loss scale"] = torch.tensor(float(getattr(optimizer, "loss_scale", 1.0)))
     return seen
+
+
+def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
+    """Return a copy of a tensor like ``parameter``; of AutoEP's experts, with those of other ranks. Collective."""
+    if not is_moe_param(parameter):
+        return mine.detach().clone()
+    group = groups._get_expert_parallel_group(parameter.group_name)
+    parts = [torch.empty_like(mine.detach()) for _ in range(dist.get_world_size(group=group))]
+    dist.all_gather(parts, mine.detach().contiguous(), group=group)
+    return torch.cat(parts)
 
 
 def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, float]:
