@@ -139,8 +139,9 @@ def test_experts_divided_otherwise(
     pairs = [("NIG", "IIG"), ("III", "NNG"), ("NII", "GGG"), ("NNN", "3"), ("GGG", "2")]
     ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, str(saved_by))
     for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, str(loaded_by)):
-        for row in rows:
-            assert row[2].keys() <= {"counters"}, row  # samples of a step
+        for row in rows:  # samples of a step; and a rank's tokens, which are not saved
+            kept = [name for name in row[2] if not name.endswith("tokens_per_expert buffer")]
+            assert set(kept) <= {"counters"}, row
 
 
 MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
