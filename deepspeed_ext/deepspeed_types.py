@@ -152,7 +152,7 @@ class MappedParameter(nn.Parameter):
 
     _hp_mapping: Any
     _index_in_param_group: int
-    load_hp_checkpoint_state: Callable[[str, int, int], None]
+    load_hp_checkpoint_state: Callable[[str, int, int, int], None]
 
 
 class ZeroChunk(Tensor):

@@ -18,12 +18,17 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from deepspeed_ext.checkpoint import universal
-from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts, expert_files, outside_experts
+from deepspeed_ext.checkpoint.experts import (
+    EXPERT_ORDER,
+    data_before_experts,
+    expert_files,
+    of_layers,
+    outside_experts,
+)
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.zero.families import experts_of
 from deepspeed_ext.zero.flat.arrivals import BeforeUse
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -253,7 +258,7 @@ class Check:
         return (
             f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
             f"{sizes.ranks} ranks. If these shard the states otherwise, convert it once:\n"
-            f"  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {self._folder} "
+            f"  python -m deepspeed_ext convert --input_folder {self._folder} "
             f"--output_folder {self._folder}_universal\n"
             f'and load it with "checkpoint": {{"load_universal": true}} in the configuration.'
         )
@@ -273,12 +278,11 @@ class UniversalCheck(Check):
     """The checks of a load from a universal checkpoint; ranks share the work of checking each parameter's files."""
 
     def _check(self, strict: bool | None) -> None:
-        experts = experts_of(self._optimizer.families)
-        if experts:
+        if layers := of_layers(self._engine):
             raise CheckpointError(
-                f"{self._folder} is a universal checkpoint, from which experts of expert parallelism "
-                f"({', '.join(experts)}) are not divided among ranks with a strategy. Load the checkpoint that was "
-                f"converted, with the strategy, group size and expert-parallel size that saved it."
+                f"{self._folder} is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers "
+                f"({', '.join(layers)}). Load the checkpoint that was converted, with the strategy, group size and "
+                f"expert-parallel size that saved it, or use AutoEP (expert_parallel)."
             )
         self.untrained = universal.untrained(self._engine, self._folder, self._files.inspect)
         universal.check(self._engine, self._folder, self._files.inspect, self.states, self.untrained)

@@ -5,7 +5,7 @@
 Note [Converted checkpoints]
     With ``"checkpoint": {"load_universal": true}``, a run that lost a node, or has another strategy, continues from
     its ordinary checkpoint D/T. A checkpoint that fits is loaded as it is, bit for bit. Otherwise the first rank runs
-    DeepSpeed's ``ds_to_universal.py`` to make D/T_converted, and all ranks load that. The converted folder appears
+    ``python -m deepspeed_ext convert`` to make D/T_converted, and all ranks load that. The converted folder appears
     complete or not at all. It records the files that it was made from, and is used again as long as these are the
     same. Only the newest one is kept. A universal checkpoint that the user has made is loaded as DeepSpeed does.
 
@@ -109,7 +109,7 @@ def _find(staging: Path) -> None:
 
 
 def _convert(folder: Path, target: Path, staging: Path) -> str:
-    """Run DeepSpeed's converter, and show the other ranks when it has ended. Return its problem; empty if none."""
+    """Run the converter, and show the other ranks when it has ended. Return its problem; empty if none."""
     problem = ""
     with _at_work(staging):
         try:
@@ -132,7 +132,7 @@ def _run(folder: Path, target: Path, made: Path) -> None:
     Raises:
         CheckpointError: the converter has failed; with the end of its output.
     """
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command = [sys.executable, "-m", "deepspeed_ext", "convert"]
     signature = _signature(folder)
     done = subprocess.run(
         [*command, "--input_folder", str(folder), "--output_folder", str(made)],

@@ -14,13 +14,13 @@ import deepspeed.runtime.engine
 from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.converting import converted, is_universal
+from deepspeed_ext.checkpoint.experts import of_layers
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.outer import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.zero.families import experts_of
 
 
 def load_checkpoint(
@@ -81,10 +81,10 @@ def load_checkpoint(
             why = _misfit(engine, check, strict)
             if not why:
                 return load_checkpoint(load, engine, load_dir, tag, **rest)
-        if experts := experts_of(engine.optimizer.families):
+        if layers := of_layers(engine):
             raise CheckpointError(
-                f"{why}\nIt is not converted either, since experts of expert parallelism ({', '.join(experts)}) are "
-                f"not divided among ranks with a strategy from a universal checkpoint."
+                f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
+                f"experts of MoE layers ({', '.join(layers)})."
             )
         present = converted(load_dir, present, why)
     kind = UniversalCheck if from_universal else Check
@@ -163,7 +163,7 @@ def load_into_stock(
     too, because DeepSpeed never loads them from universal checkpoints. Everything else is left to DeepSpeed.
     """
     folder = Path(load_dir, _tag(engine, load_dir, tag))
-    if universal.beyond_stock(engine.zero_optimization_partition_weights(), folder):
+    if universal.beyond_stock(engine.optimizer, engine.zero_optimization_partition_weights(), folder):
         universal.load_untrained(engine, universal.untrained(engine, folder, inspect))
     return load(engine, load_dir, tag, *args, **kwargs)
 

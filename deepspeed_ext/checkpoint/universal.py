@@ -22,6 +22,7 @@ parameters. If DeepSpeed's optimizers can load a checkpoint by themselves, their
 a run without a key of ours must not change.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,9 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint.constants import (
+    AUTOEP_PARAM_LOGICAL_SHAPE,
     BUFFER_NAMES,
+    DS_AUTOEP_UC_META,
     DS_AUTOTP_UC_META,
     DS_VERSION,
     FROZEN_PARAM_FRAGMENTS,
@@ -41,8 +44,10 @@ from deepspeed.checkpoint.constants import (
     VOCAB_TENSOR,
     ZERO_STAGE,
 )
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.utils import is_optimized_parameter
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 from deepspeed.utils.tensor_fragment import map_to_flat_opt_states
 from deepspeed.utils.zero_to_fp32 import natural_keys
@@ -51,10 +56,12 @@ from torch import Tensor, nn
 from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.deepspeed_types import Engine, MappedParameter, is_partitioned
+from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _WEIGHTS, _STEP = "fp32", "step"
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # ds_to_universal.py converts no others
+_ADAM = ("exp_avg", "exp_avg_sq")  # ds_to_universal.py converts no others
+_MUON = (MOMENTUM,)  # and to_universal.py this one
 _STATES = "optimizer_state.pt"
 
 
@@ -77,10 +84,22 @@ def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, 
     return [first, *(look(path) for path in paths[1:])]
 
 
-def beyond_stock(stage3: bool, folder: str | Path) -> bool:
-    """Return whether DeepSpeed's own ZeRO cannot load it: parameters are partitioned in only one of the two runs."""
+def beyond_stock(optimizer: Any, stage3: bool, folder: str | Path) -> bool:
+    """Return whether DeepSpeed's own ZeRO cannot load it.
+
+    It cannot if parameters are partitioned in only one of the two runs, nor with Muon: stage 3 wants Adam's moments of
+    every parameter, and stages 1 and 2 without offload want other momentum (Note [Momentum of DeepSpeed's stages]).
+    """
     states = Path(folder, "zero", _STATES)
-    return states.is_file() and (_stage(inspect(states)) == 3) != stage3
+    if not states.is_file():
+        return False
+    muon = uses_muon(getattr(optimizer, "optimizer", None)) and (stage3 or not optimizer.cpu_offload)
+    return muon or (_stage(inspect(states)) == 3) != stage3
+
+
+def _moments(optimizer: ZeROOptimizer, param: nn.Parameter) -> tuple[str, ...]:
+    """Return the names of the optimizer's states that have an element for each of a parameter's."""
+    return _MUON if uses_muon(optimizer.optimizer) and getattr(param, "use_muon", False) else _ADAM
 
 
 def _stage(states: Mapping[str, Any]) -> int:
@@ -111,9 +130,11 @@ def check(
     }
     for name in sorted(parameters)[dist.get_rank() :: dist.get_world_size()]:
         expected = _numels(parameters[name], engine)
-        for path in [folder / "zero" / name / f"{_WEIGHTS}.pt", *_moment_files(folder, name, states)]:
+        moments = _moments(engine.optimizer, parameters[name]) if states else ()
+        for key in (_WEIGHTS, *moments):
+            path = folder / "zero" / name / f"{key}.pt"
             saved = look(path)
-            numel = (saved[PARAM] if isinstance(saved, dict) else saved).numel()
+            numel = _tensor(saved).numel()
             padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # tensor parallelism pads the vocabulary
             if expected and numel not in expected and not padded:
                 raise CheckpointError(
@@ -130,13 +151,11 @@ def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
     """Return how many elements the files of a parameter may have; empty if only DeepSpeed's AutoTP knows."""
     if hasattr(param, DS_AUTOTP_UC_META):
         return set()
+    if hasattr(param, DS_AUTOEP_UC_META):
+        return {math.prod(getattr(param, DS_AUTOEP_UC_META)[AUTOEP_PARAM_LOGICAL_SHAPE])}
     if is_partitioned(param):
         return {param.ds_numel}
     return {param.numel(), param.numel() * engine.mp_world_size}
-
-
-def _moment_files(folder: Path, name: str, states: bool) -> list[Path]:
-    return [folder / "zero" / name / f"{moment}.pt" for moment in (_MOMENTS if states else ())]
 
 
 # Loading ##########################################################################################
@@ -155,7 +174,8 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
     """
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     swapped = getattr(optimizer, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
-    if not isinstance(optimizer, ParoOptimizer) and (swapped or not beyond_stock(stage3, folder)):
+    ours = isinstance(optimizer, ParoOptimizer)
+    if not ours and (swapped or not beyond_stock(optimizer, stage3, folder)):
         load(optimizer, folder, states, from_fp32)
         return
     saved = inspect(Path(folder, "zero", _STATES))
@@ -165,6 +185,8 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
         optimizer._load_global_state({DS_VERSION: deepspeed.__version__, **saved})
     (_load_partitioned if stage3 else _load_replicated)(optimizer, Path(folder) / "zero", saved, states)
     if states:
+        if not ours and uses_muon(optimizer.optimizer):
+            _give_stock_its_momentum(optimizer, stage3, Path(folder) / "zero")
         for group, loaded in zip(optimizer.optimizer.param_groups, saved[PARAM_GROUPS], strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
     elif not from_fp32:
@@ -178,31 +200,35 @@ def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, A
     """
     for number, group in enumerate(optimizer.optimizer.param_groups):
         params, flat = optimizer.bit16_groups[number], group["params"][0]
+        moments = _moments(optimizer, params[0]) if states else ()
         for param in params:
             if param._hp_mapping is not None:
-                _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, states)
+                _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, moments)
                 param._hp_mapping.update_lp()
         if states:
-            map_to_flat_opt_states(flat, params, optimizer.optimizer.state, _MOMENTS)
+            map_to_flat_opt_states(flat, params, optimizer.optimizer.state, moments)
+        if moments == _ADAM:
             _set_step(optimizer.optimizer.state[flat], zero / optimizer.param_names[params[0]], saved)
 
 
-def _load_piece(param: MappedParameter, folder: Path, mpu: object, states: bool) -> None:
+def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tuple[str, ...]) -> None:
     """Load this rank's span of a parameter: its weights into the flat buffer, its moments into the mapping."""
     mapping, weights = param._hp_mapping, inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
         # Only DeepSpeed knows how tensor parallelism slices a parameter. It always loads moments, wanted or not.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
-        moments = mapping.optim_fragment
-        param.load_hp_checkpoint_state(str(folder), rank, ranks)
-        if not states:
-            mapping.optim_fragment = moments
+        before = mapping.optim_fragment
+        family = getattr(param, "group_name", "") if is_moe_param(param) else ""
+        experts = groups._get_expert_parallel_rank(family) if family else 0
+        param.load_hp_checkpoint_state(str(folder), rank, ranks, experts)
+        if not moments:
+            mapping.optim_fragment = before
         return
     start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
     piece = slice(start, start + numel)
     mapping.get_hp_fragment().data.copy_(weights.flatten()[piece])
-    if states:
-        mapping.optim_fragment = {moment: inspect(folder / f"{moment}.pt").flatten()[piece] for moment in _MOMENTS}
+    if moments:
+        mapping.optim_fragment = {moment: inspect(folder / f"{moment}.pt").flatten()[piece] for moment in moments}
 
 
 def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
@@ -214,7 +240,8 @@ def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, 
         strict=True,
     ):
         folders = [(param, zero / optimizer.param_names[param]) for param in params]
-        for key in (_WEIGHTS, *_MOMENTS) if states else (_WEIGHTS,):
+        moments = _moments(optimizer, params[0]) if states else ()
+        for key in (_WEIGHTS, *moments):
             pieces = [optimizer.load_hp_checkpoint_state(str(folder), key, param=param) for param, folder in folders]
             loaded = torch.cat(pieces).to(flat)
             if key == _WEIGHTS:
@@ -222,8 +249,41 @@ def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, 
                 model.data.copy_(loaded)
             else:
                 optimizer.optimizer.state[flat][key] = loaded
-        if states:
+        if moments == _ADAM:
             _set_step(optimizer.optimizer.state[flat], folders[0][1], saved)
+
+
+def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
+    """Put momentum into DeepSpeed's optimizer as it has it; see Note [Momentum of DeepSpeed's stages].
+
+    Raises:
+        ValueError: stages 1 and 2 want whole matrices, but tensor parallelism slices them.
+    """
+    if optimizer.offload_optimizer if stage3 else optimizer.cpu_offload:
+        return
+    scale, states = float(optimizer.loss_scale), optimizer.optimizer.state
+    if stage3:
+        for flat in optimizer.fp32_partitioned_groups_flat:
+            if MOMENTUM in states[flat]:
+                states[flat][MOMENTUM] *= scale
+        return
+    for number, group in enumerate(optimizer.optimizer.param_groups):
+        params, flat = optimizer.params_in_partition[number], group["params"][0]
+        if group.get("use_muon", False):
+            whole = [_tensor(inspect(zero / optimizer.param_names[param] / f"{MOMENTUM}.pt")) for param in params]
+            if [one.numel() for one in whole] != [param.numel() for param in params]:
+                raise ValueError(
+                    "With tensor parallelism, DeepSpeed's stages 1 and 2 load Muon's momentum from a universal "
+                    "checkpoint only with offload_optimizer. Set that, or a paro_strategy."
+                )
+            pieces = [one.flatten().to(flat) for one in whole] or [flat.new_zeros(0)]
+            states[flat][MOMENTUM] = torch.cat(pieces).mul_(scale)
+
+
+def _tensor(saved: Any) -> Tensor:
+    """Return the tensor of a parameter's file, which may be in a dict."""
+    found: Tensor = saved[PARAM] if isinstance(saved, dict) else saved
+    return found
 
 
 def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> None:
@@ -233,7 +293,7 @@ def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> 
         step = inspect(path)
     else:
         states: Mapping[str, Any] = saved.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
-        step = next((state.get(_STEP) for state in states.values()), None)
+        step = next((state[_STEP] for state in states.values() if _STEP in state), None)  # Muon's have none
     if step is not None:
         state[_STEP] = step.clone() if isinstance(step, Tensor) else step
 
@@ -284,4 +344,4 @@ def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
         if fragment is None:
             return None
         fragments.append(fragment)
-    return _Frozen(fragments, states[0][FROZEN_PARAM_SHAPES][name].numel())
+    return _Frozen(fragments, math.prod(states[0][FROZEN_PARAM_SHAPES][name]))

@@ -3,7 +3,7 @@
 """The command line.
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, and ``plan`` shows what each strategy costs.
+one, ``plan`` shows what each strategy costs, and ``convert`` makes a universal checkpoint.
 """
 
 import argparse
@@ -51,9 +51,25 @@ def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", metavar="PKG:FN", help="makes the model's arguments: train with them and measure")
 
 
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``convert``: those of DeepSpeed's converter, without importing DeepSpeed yet."""
+    parser.add_argument("--input_folder", required=True, help="the checkpoint, D/TAG")
+    parser.add_argument("--output_folder", required=True, help="the universal checkpoint to be made")
+    parser.add_argument("--num_extract_workers", type=int, default=4, help="processes that read shards")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that merge them")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="keep what is read of shards")
+    parser.add_argument("--no_strict", dest="strict", action="store_false", help="check no patterns of parameters")
+    parser.set_defaults(inject_missing_state=True)
+
+
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "plan":
         planning.run(arguments)
+        return
+    if arguments.command == "convert":
+        from deepspeed_ext.checkpoint.to_universal import convert
+
+        convert(arguments)
         return
     from deepspeed_ext.cli import leaf as leaf_command
 
@@ -75,6 +91,7 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
     commands = parser.add_subparsers(dest="command", title="commands")
     leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
     add_leaf_arguments(leaves)
+    add_convert_arguments(commands.add_parser("convert", help="make a universal checkpoint of an ordinary one"))
     planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
     arguments = parser.parse_args()
     given = arguments.report_ranks, arguments.report_group_size

@@ -16,9 +16,11 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor, nn
 
+from deepspeed_ext.checkpoint import to_universal
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from tests.harness import training
 
@@ -98,13 +100,18 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     parameters = dict(model.named_parameters())
+    # Momentum of whole matrices, which stock's stages 1 and 2 keep without offload, they show to nobody.
+    hidden = MUON[True] if not ours and not getattr(engine.optimizer, "cpu_offload", True) else ()
     for name, parameter in parameters.items():
         if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
-            seen[f"{name} fp32"] = safe_get_full_fp32_param(parameter).clone()
+            seen[f"{name} fp32"] = _all_experts(parameter, safe_get_full_fp32_param(parameter))
             for moment in MUON[parameter.use_muon] if job.optimizer == "Muon" else MOMENTS[job.optimizer]:
-                seen[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment).clone()
+                if job.optimizer != "Muon" or moment not in hidden:
+                    seen[f"{name} {moment}"] = _all_experts(
+                        parameter, safe_get_full_optimizer_state(parameter, moment)
+                    )
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        seen.update({f"{name} model": parameter.detach().clone() for name, parameter in parameters.items()})
+        seen.update({f"{name} model": _all_experts(parameter, parameter) for name, parameter in parameters.items()})
     seen.update({f"{name} buffer": buffer.clone() for name, buffer in model.named_buffers()})
     optimizer = engine.optimizer
     for number, group in enumerate(optimizer.param_groups):
@@ -114,6 +121,16 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
     seen["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
     seen["loss scale"] = torch.tensor(float(getattr(optimizer, "loss_scale", 1.0)))
     return seen
+
+
+def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
+    """Return a copy of a tensor like ``parameter``; of AutoEP's experts, with those of other ranks. Collective."""
+    if not is_moe_param(parameter):
+        return mine.detach().clone()
+    group = groups._get_expert_parallel_group(parameter.group_name)
+    parts = [torch.empty_like(mine.detach()) for _ in range(dist.get_world_size(group=group))]
+    dist.all_gather(parts, mine.detach().contiguous(), group=group)
+    return torch.cat(parts)
 
 
 def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, float]:
@@ -136,8 +153,8 @@ def error_of(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return ""
 
 
-def convert(folder: str) -> None:
-    """Run DeepSpeed's converter on the first rank. Collective."""
+def convert(folder: str, ours: bool = False) -> None:
+    """Run a converter on the first rank, DeepSpeed's or ours. Collective."""
     if dist.get_rank() == 0:
         source = Path(folder) / Path(folder, "latest").read_text()
         arguments = Namespace(
@@ -150,5 +167,5 @@ def convert(folder: str) -> None:
             inject_missing_state=True,
         )
         with contextlib.redirect_stdout(io.StringIO()):
-            ds_to_universal.main(arguments)
+            (to_universal.convert if ours else ds_to_universal.main)(arguments)
     dist.barrier()

@@ -9,8 +9,8 @@ import pytest
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
-RUNS = [("IIG + LoCo", "NIG + LoCo", 1), ("NIG", "GGG", 2), ("2", "III", 2)]
-LOCO = " + LoCo"
+RUNS = [("IIG + LoCo", "NIG + LoCo", 1), ("NIG", "GGG", 2), ("2", "III", 2), ("NIG + Muon", "III + Muon", 2)]
+LOCO, MUON = " + LoCo", " + Muon"
 
 
 def names_in(folder: str) -> list[str]:
@@ -27,7 +27,12 @@ def zero_of(name: str, group_size: int) -> dict[str, Any]:
     from tests.harness import training
 
     more = {"zeropp_loco_param": {}} if name.endswith(LOCO) else {}
-    return training.placed(name.removesuffix(LOCO), group_size, **more)
+    return training.placed(name.removesuffix(LOCO).removesuffix(MUON), group_size, **more)
+
+
+def optimizer_of(name: str) -> str:
+    """The optimizer's type."""
+    return "Muon" if name.endswith(MUON) else "Adam"
 
 
 @pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=lambda one: str(one))
@@ -45,7 +50,7 @@ def save_case(folder: str, name: str) -> None:
 
     from tests.harness import snapshots, training
 
-    job = training.Job(optimizer="Adam", empty=False)
+    job = training.Job(optimizer=optimizer_of(name), empty=False)
     engine, model = training.make_engine(job, zero_of(name, 2))
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
@@ -62,7 +67,7 @@ def load_case(folder: str, name: str, group_size: int) -> tuple[dict[str, float]
 
     from tests.harness import snapshots, training
 
-    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
+    job = training.Job(optimizer=optimizer_of(name), empty=False, config=UNIVERSAL)
     engine, model = training.make_engine(job, zero_of(name, group_size))
     made = []
     for _ in range(2):
@@ -109,7 +114,7 @@ def test_a_conversion_that_fails_is_told_on_all_ranks_and_leaves_nothing(ranks: 
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: ") and not changed
-        assert "cannot be loaded as it is" in message and "ds_to_universal" in message, message
+        assert "cannot be loaded as it is" in message and "-m deepspeed_ext convert has failed" in message, message
         assert names == ["global_step3", "latest"]
 
 
@@ -146,7 +151,7 @@ def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path:
     )
     for rank, (slow, broken, gone, alone) in enumerate(ranks(2).run(ends_case, str(tmp_path))):
         assert alone == apart
-        assert slow == f"{failed}-m deepspeed.checkpoint.ds_to_universal --inject_missing_state has failed: so"
+        assert slow == f"{failed}-m deepspeed_ext convert has failed: so"
         assert broken == f"{failed}ValueError: no text"
         assert gone == (given_up if rank else "gone")
 

@@ -173,7 +173,7 @@ def test_states_that_are_cut_otherwise_are_refused(
         if saved != loaded:
             assert f"saved with paro_strategy {saved} in groups of 2, by 4 ranks" in message, message
             assert f"loaded with paro_strategy {loaded} in groups of 2, by 4 ranks" in message, message
-            assert "python -m deepspeed.checkpoint.ds_to_universal" in message
+            assert "python -m deepspeed_ext convert" in message
         assert not changed
 
 

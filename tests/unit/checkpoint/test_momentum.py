@@ -9,6 +9,7 @@ import pytest
 
 from tests.harness.training import placed
 
+UNIVERSAL = "universal"
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 # A sub-group for each parameter group: DeepSpeed's stage 3 divides none anew.
 SUB_GROUPS = {"reduce_bucket_size": 300, "sub_group_size": 10**6, "allgather_bucket_size": 10**6}
@@ -22,6 +23,8 @@ PAIRS: dict[str, list[tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
         ("NIG", "2", OFFLOAD, {}),
     ],
     "p=I,G": [("3", "IIG", {}, {}), ("GNG", "3", {}, {}), ("3", "GIG", OFFLOAD, {})],
+    # DeepSpeed's own, from universal checkpoints
+    UNIVERSAL: [("IIG", "2", {}, {}), ("NIG", "3", {}, {}), ("NIG", "1", OFFLOAD, {})],
 }
 
 
@@ -30,18 +33,27 @@ PAIRS: dict[str, list[tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
 def test_stock_and_strategies_go_on_from_each_other(ranks: Any, tmp_path: Path, pairs: str, dtype: str) -> None:
     # As in parity tests. Momentum with a loss scale too many would be 256 times what it should be.
     bound = 1e-4 if dtype == "fp32" else 5e-2
-    for rows in ranks(4).run(interchange_case, str(tmp_path), PAIRS[pairs], dtype):
+    for rows in ranks(4).run(interchange_case, str(tmp_path), PAIRS[pairs], dtype, pairs == UNIVERSAL):
         for pair, weights, momentum in rows:
             assert weights < bound and momentum < bound, (pair, weights, momentum)
 
 
-def interchange_case(folder: str, pairs: list[tuple[Any, ...]], dtype: str) -> list[tuple[Any, float, float]]:
+def interchange_case(
+    folder: str, pairs: list[tuple[Any, ...]], dtype: str, universal: bool
+) -> list[tuple[Any, float, float]]:
     """Relative differences of weights and momentum between a run and one that another has begun."""
     import torch
 
     from tests.harness import snapshots, training
 
-    job = training.Job(sizes=(13, 37, 29, 29, 7), optimizer="Muon", dtype=dtype, groups=2, empty=False)
+    job = training.Job(
+        sizes=(13, 37, 29, 29, 7),
+        optimizer="Muon",
+        dtype=dtype,
+        groups=2,
+        empty=False,
+        config={"checkpoint": {"load_universal": universal}},
+    )
     first, then = snapshots.steps_of(job, 3), snapshots.steps_of(job, 2, skip=3)
 
     def keys(name: str, zero: dict[str, Any]) -> dict[str, Any]:
@@ -53,6 +65,8 @@ def interchange_case(folder: str, pairs: list[tuple[Any, ...]], dtype: str) -> l
         snapshots.run(engine, job, first)
         engine.save_checkpoint(f"{folder}/{number}")
         engine.destroy()
+        if universal:
+            snapshots.convert(f"{folder}/{number}", ours=True)
         found = []
         for resumed in (False, True):
             engine, model = training.make_engine(job, keys(loaded, both))
@@ -66,7 +80,10 @@ def interchange_case(folder: str, pairs: list[tuple[Any, ...]], dtype: str) -> l
             found.append([[one for key, one in seen.items() if key.endswith(kind)] for kind in kinds])
             engine.destroy()
         apart = [
-            max(((one - two).abs().max() / two.abs().max()).item() for one, two in zip(*pair, strict=True))
+            max(
+                (((one - two).abs().max() / two.abs().max()).item() for one, two in zip(*pair, strict=True)),
+                default=0.0,
+            )
             for pair in zip(*found, strict=True)
         ]
         assert all(torch.isfinite(one).all() for kind in found[1] for one in kind)

@@ -16,14 +16,26 @@ ALL = (*REPLICATED, *PARTITIONED, *STOCK)
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
-def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2) -> None:
+def job_of_kind(kind: str, dtype: str, **config: Any) -> Any:
+    """With an optimizer, or with AutoEP's experts divided among as many ranks as ``kind`` says, and Adam."""
+    from tests.harness import experts
+    from tests.harness.training import Job
+
+    if not kind.isdigit():
+        return job_of(dtype, optimizer=kind, **config)
+    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
+    config = {**config, **experts.autoep(int(kind))}
+    return Job(sizes=(13, 7), network=experts.SmallMixtral, optimizer="Adam", zero=zero, config=config, dtype=dtype)
+
+
+def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2, kind: str = "Adam") -> None:
     """Train, save, convert, and keep what was saved beside it."""
     import torch
     from deepspeed import comm as dist
 
     from tests.harness import snapshots, training
 
-    job = job_of(dtype)
+    job = job_of_kind(kind, dtype)
     for name in names:
         engine, model = training.make_engine(job, placed(name, group_size))
         snapshots.mark(engine, model)
@@ -32,19 +44,19 @@ def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int =
         engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
         if dist.get_rank() == 0:
             torch.save(seen, f"{folder}/{name}/seen.pt")
-        snapshots.convert(f"{folder}/{name}")
+        snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
         engine.destroy()
 
 
 def load_case(
-    folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2
+    folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2, kind: str = "Adam"
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Load with another strategy; what differs from what was saved."""
     import torch
 
     from tests.harness import snapshots, training
 
-    job = job_of(dtype, **UNIVERSAL)
+    job = job_of_kind(kind, dtype, **UNIVERSAL)
     rows = []
     for saved, loaded in pairs:
         engine, model = training.make_engine(job, placed(loaded, group_size))
@@ -88,8 +100,18 @@ def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tu
             assert row[2] == {}, row
 
 
-@pytest.mark.parametrize("world_size, group_size", [(6, 2), (2, 1)])
-def test_to_other_numbers_of_ranks(ranks: Any, tmp_path: Path, world_size: int, group_size: int) -> None:
+@pytest.mark.parametrize(
+    "world_size, group_size, dtype, optimizer",
+    [
+        (6, 2, "fp32", "Adam"),
+        (2, 1, "fp32", "Adam"),
+        (2, 2, "fp32", "Muon"),
+        *deep((8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
+    ],
+)
+def test_to_other_numbers_of_ranks(
+    ranks: Any, tmp_path: Path, world_size: int, group_size: int, dtype: str, optimizer: str
+) -> None:
     pairs = [
         ("NIG", "IIG"),
         ("IIG", "GGG"),
@@ -99,10 +121,27 @@ def test_to_other_numbers_of_ranks(ranks: Any, tmp_path: Path, world_size: int, 
         ("NIG", "3"),
         ("INI", "III"),
     ]
-    ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32")
-    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size):
+    if optimizer == "Muon":
+        pairs = [("NIG", "IIG"), ("IIG", "GGG"), ("III", "NIG")]
+    ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), dtype, 2, optimizer)
+    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, dtype, group_size, optimizer):
         for row in rows:
             assert row[2].keys() <= {"counters"}, row  # samples of a step
+
+
+@pytest.mark.parametrize(
+    "saved_by, world_size, group_size, loaded_by",
+    [(4, 2, 2, 2), *deep((2, 2, 2, 1), (4, 4, 2, 2), (1, 8, 4, 4), (2, 4, 4, 4), (2, 8, 2, 1))],
+)
+def test_experts_divided_otherwise(
+    ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int
+) -> None:
+    pairs = [("NIG", "IIG"), ("III", "NNG"), ("NII", "GGG"), ("NNN", "3"), ("GGG", "2")]
+    ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, str(saved_by))
+    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, str(loaded_by)):
+        for row in rows:  # samples of a step; and a rank's tokens, which are not saved
+            kept = [name for name in row[2] if not name.endswith("tokens_per_expert buffer")]
+            assert set(kept) <= {"counters"}, row
 
 
 MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}

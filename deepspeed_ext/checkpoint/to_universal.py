@@ -1,0 +1,202 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m deepspeed_ext convert``: DeepSpeed's ``ds_to_universal.py``, also for Muon and strategies' experts.
+
+Note [Momentum in universal checkpoints]
+    DeepSpeed's converter knows the states ``exp_avg`` and ``exp_avg_sq`` by name, and fails with a ``KeyError`` where
+    a parameter has others; Muon's matrices have ``momentum_buffer``. Like ``exp_avg``, that is a mean of gradients. So
+    it is shown to the converter as ``exp_avg`` while fragments are extracted, beside zeros of a byte each as
+    ``exp_avg_sq``. By the dtype of these zeros the files are found afterwards: they are removed, and momentum gets its
+    own name, ``momentum_buffer.pt``. DeepSpeed's stages 1 and 2 load states by the names of files, so they find it.
+
+    The momentum of a universal checkpoint is of gradients without the loss scale, as a strategy has it.
+
+Note [States in several files]
+    With experts and os = I or N, as many of the first ranks write states as have all of them together
+    (``zero/writers.py``). So dense states that fewer ranks share, or experts that fewer share, are in several files.
+    DeepSpeed's converter would put all of them together. It is shown only those of the first files, and that experts
+    at stage 3 are shared by as many ranks as the files say.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.constants import (
+    AUTOEP_LAYERS_KEY,
+    BASE_OPTIMIZER_STATE,
+    FP32_FLAT_GROUPS,
+    GROUP_PADDINGS,
+    LOSS_SCALER,
+    OPTIMIZER_STATE_DICT,
+    PARAM,
+    PARAM_SLICE_MAPPINGS,
+    PARTITION_COUNT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from torch import Tensor
+
+from deepspeed_ext.checkpoint.files import inspect
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
+from deepspeed_ext.zero.muon import MOMENTUM
+from deepspeed_ext.zero.sharded.saved import PLACEMENT
+
+_SHOWN_AS, _BESIDE = "exp_avg", "exp_avg_sq"
+_EXPERTS = "autoep_expert"  # DeepSpeed's name of their placement
+_MARK = torch.uint8  # no moment has this dtype
+
+# Bound before ``convert`` replaces them. Worker processes find ours by name in this module, and these in DeepSpeed's.
+_extract_replicated = ds_to_universal.extract_zero_shards
+_extract_partitioned = ds_to_universal.extract_zero_shards_stage3
+_consolidate = ds_to_universal._consolidate_zero3_autoep_expert_states
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Convert a checkpoint; see Note [Momentum in universal checkpoints].
+
+    Args:
+        arguments: DeepSpeed's, of its own ``main``.
+
+    Raises:
+        ValueError: the momentum is that of DeepSpeed's stages and cannot be told apart; says what to do.
+    """
+    with mock.patch.multiple(
+        ds_to_universal,
+        extract_zero_shards=extract_replicated,
+        extract_zero_shards_stage3=extract_partitioned,
+        _consolidate_zero3_autoep_expert_states=consolidate_experts,
+    ):
+        ds_to_universal.main(arguments)
+    for path in Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"):
+        saved = inspect(path)
+        if (saved[PARAM] if isinstance(saved, dict) else saved).dtype == _MARK:
+            path.with_name(f"{_SHOWN_AS}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
+            path.unlink()
+
+
+def extract_replicated(dir: str, ds_checkpoint: Any, indices_3D: tuple[int, int, int]) -> None:
+    """Extract a rank's fragments at stages 1 and 2. Arguments are those of DeepSpeed's ``extract_zero_shards``."""
+    with _shown_when_loaded(lambda state: without_repeated(shown(state), indices_3D[2])):
+        _extract_replicated(dir, ds_checkpoint, indices_3D)
+
+
+def extract_partitioned(
+    optim_files_grid: Any,
+    param_shapes_grid: Any,
+    dp_degree: int,
+    temp_dir: str,
+    indices: tuple[int, int],
+    exclude_param_names: Any = None,
+) -> None:
+    """Extract a rank's fragments at stage 3. Arguments are those of DeepSpeed's ``extract_zero_shards_stage3``."""
+    tensor_parallel, number = indices
+    state = inspect(optim_files_grid[tensor_parallel][number])[OPTIMIZER_STATE_DICT]
+    placed = zip(state.get(PLACEMENT) or (), param_shapes_grid[tensor_parallel], strict=False)
+    repeated = {name for placement, shapes in placed if number >= placement["partition_count"] for name in shapes}
+    with _shown_when_loaded(shown):
+        _extract_partitioned(
+            optim_files_grid,
+            param_shapes_grid,
+            dp_degree,
+            temp_dir,
+            indices,
+            exclude_param_names={*(exclude_param_names or ()), *repeated},
+        )
+
+
+def consolidate_experts(output_dir: str, model_files: list[str], optim_files: list[str]) -> None:
+    """Put experts together at stage 3. Arguments are those of DeepSpeed's function."""
+    load = torch.load
+    placements = inspect(optim_files[0])[OPTIMIZER_STATE_DICT].get(PLACEMENT) or ()
+    shares = {placement["partition_count"] for placement in placements if _EXPERTS in placement["families"]}
+
+    def load_shown(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        if AUTOEP_LAYERS_KEY in found and len(shares) == 1:
+            (count,) = shares
+            layers = [{**layer, "expert_data_parallel_world_size": count} for layer in found[AUTOEP_LAYERS_KEY]]
+            found = {**found, AUTOEP_LAYERS_KEY: layers}
+        return found
+
+    with mock.patch.object(torch, "load", load_shown):
+        _consolidate(output_dir, model_files, optim_files)
+
+
+@contextmanager
+def _shown_when_loaded(show: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Show a rank's state dict otherwise where its file is loaded within this context."""
+    load = torch.load
+
+    def load_shown(*args: Any, **kwargs: Any) -> Any:
+        found = load(*args, **kwargs)
+        return {**found, OPTIMIZER_STATE_DICT: show(found[OPTIMIZER_STATE_DICT])}
+
+    with mock.patch.object(torch, "load", load_shown):
+        yield
+
+
+def without_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a rank's state dict of stages 1 and 2 without the parameters that are in the files of earlier ranks.
+
+    Args:
+        number: of the rank.
+    """
+    base, counts = state[BASE_OPTIMIZER_STATE], state[PARTITION_COUNT]
+    if not isinstance(base, dict):
+        return dict(state)
+    shown_of = list(state[PARAM_SLICE_MAPPINGS])
+    for group, row in enumerate(base["param_groups"]):
+        ranks = counts[group] if isinstance(counts, list) else counts
+        if not row.get("moe", False) and number >= ranks:
+            shown_of[group] = {}
+    return {**state, PARAM_SLICE_MAPPINGS: shown_of}
+
+
+def shown(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's state dict with momentum as ``exp_avg``, beside marked zeros as ``exp_avg_sq``.
+
+    Args:
+        state: as ``state_dict()`` of a ZeRO optimizer, ours or DeepSpeed's, gives it.
+
+    Raises:
+        ValueError: it cannot be told what the momentum is of.
+    """
+    stage3 = BASE_OPTIMIZER_STATE not in state
+    key = OPTIMIZER_STATE_DICT if stage3 else BASE_OPTIMIZER_STATE
+    flats = state[FP32_FLAT_GROUPS if stage3 else SINGLE_PARTITION_OF_FP32_GROUPS]
+    paddings = [0] * len(flats) if stage3 else state[GROUP_PADDINGS]
+    base = state[key]
+    groups = base["param_groups"] if isinstance(base, dict) else ()
+    muon = [number for group in groups if group.get("use_muon", False) for number in group["params"]]
+    if not muon:
+        return dict(state)
+    moments = {
+        number: _momentum(state, base["state"].get(number, {}), flats[number].numel() + paddings[number])
+        for number in muon
+    }
+    states = {
+        number: {_SHOWN_AS: moment, _BESIDE: torch.zeros(1, dtype=_MARK).expand(moment.numel())}
+        for number, moment in moments.items()
+    }
+    return {**state, key: {**base, "state": {**base["state"], **states}}}
+
+
+def _momentum(state: Mapping[str, Any], saved: Mapping[str, Any], numel: int) -> Tensor:
+    """Return the momentum (1D, fp32) of a flat shard, of gradients without the loss scale; zeros if there is none."""
+    momentum = saved.get(MOMENTUM)
+    if momentum is None:  # before the first step, or where a rank has nothing of the parameter group
+        return torch.zeros(numel)
+    scaled = MOMENTUM_SCALE not in state and getattr(state.get(LOSS_SCALER), "cur_scale", 1.0) != 1
+    if scaled or momentum.numel() != numel:
+        what = "has a loss scale or not" if scaled else f"is of {momentum.numel()} elements, expected {numel}"
+        raise ValueError(
+            f"The checkpoint is of DeepSpeed's own Muon, whose momentum {what}, depending on optimizer offload. Load "
+            f"it with a paro_strategy on as many ranks (NGG for stages 1 and 2, GGG for stage 3), save it, and "
+            f"convert that."
+        )
+    return unscaled(state, momentum, offloaded=False).float()
