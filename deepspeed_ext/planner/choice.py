@@ -67,6 +67,11 @@ class Plan:
             said += f"; faster, but too large: {_figures(faster[0])}"
         if self.overlapped is not None and self._is_faster(self.overlapped):
             said += f"; with paro_overlap_updates true faster: {_figures(self.overlapped)}"
+        if self.model.experts:
+            said += (
+                f"; of {chosen.volume.inter / 1e9:.3g} GB that a rank receives from other groups in a step "
+                f"{chosen.of_experts.inter / 1e9:.3g} are of experts"
+            )
         if self.model.matrices:
             said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
         return said + self._compared()

@@ -178,7 +178,7 @@ class Prediction:
             the step (Note [Errors of buckets]); windows of updates that go to host memory. Activations and buckets are
             not included.
         host: bytes in host memory.
-        volume: bytes received in a step.
+        volume: bytes received in a step; ``of_experts``: those of them that are of experts.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and of those
             between, the update, and the exposed part of copies from and to the host.
         busy: seconds for which each part works in a step, exposed or not.
@@ -194,6 +194,7 @@ class Prediction:
     volume: Volume
     seconds: dict[str, float]
     busy: dict[str, float]
+    of_experts: Volume = Volume()
     plain: bool = False
 
     @property
@@ -251,7 +252,8 @@ def _prediction(
 ) -> Prediction:
     families = model.families(sizes)
     copies = _copies(strategy, families, sent)
-    total, moves = _moves(strategy, families, model, rates, sent, copies)
+    volumes, moves = _moves(strategy, families, model, rates, sent, copies)
+    of_experts = sum(volumes[1:], Volume())
     whole_matrices = strategy.exchange(sizes, model.matrices)
     moves.append(_exchange(whole_matrices, model.layers, rates))
     memory = _sum_of(strategy.memory(ranks, _held(strategy, family)) for ranks, family in families)
@@ -273,8 +275,8 @@ def _prediction(
     transient = sum(_transient(strategy, ranks, family, sent) for ranks, family in families) + copies.windows
     few_bits = sent.loco is not None, sent.updates is not None
     memory = replace(memory, parameters=memory.parameters + copies.cached)
-    total += whole_matrices
-    return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy)
+    total = volumes[0] + of_experts + whole_matrices
+    return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy, of_experts)
 
 
 def _moves(
@@ -284,17 +286,18 @@ def _moves(
     rates: Rates,
     sent: Compression,
     copies: Copies,
-) -> tuple[Volume, list[Move]]:
-    """Return the bytes that a rank receives in a step, and the moves, without those of whole matrices."""
-    sharded, total, moves = strategy.p != Placement.N, Volume(), []
+) -> tuple[list[Volume], list[Move]]:
+    """Return the bytes that a rank receives in a step, of each family; and the moves. Without whole matrices."""
+    sharded, moves = strategy.p != Placement.N, []
+    total = [Volume() for _ in families]
     of_all = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
     for phases, by_layer in zip(of_all, (sharded, False, False, False, sharded), strict=True):
         within = between = 0.0
         units, hops = 0, rates.of(phases[0].kind)
-        for phase, (_, family) in zip(phases, families, strict=True):
+        for number, (phase, (_, family)) in enumerate(zip(phases, families, strict=True)):
             volume = sent.volume(phase, model.gradient_bytes, family.updated_bytes)
             messages = family.fetches if by_layer else family.buckets
-            total += volume * model.times(phase)
+            total[number] += volume * model.times(phase)
             within += hops.intra.seconds(volume.intra, messages)
             between += hops.inter.seconds(volume.inter, messages)
             units += messages

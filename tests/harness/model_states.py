@@ -22,11 +22,12 @@ def held(engine: Any) -> StateBytes:
     """
     optimizer, parameters = engine.optimizer, list(engine.module.parameters())
     masters = optimizer.optimizer.state  # of each its moments
+    families = optimizer.gradients.values()
     if isinstance(optimizer, Stage3Optimizer):
-        gradients = [optimizer.gradients["dense"].held, *optimizer.gradients["dense"]._whole.values()]
+        gradients = [part for family in families for part in (family.held, *family._whole.values())]
     else:
         shards = [shard.flat_partition for shard in optimizer.averaged_gradients.values() if shard is not None]
-        gradients = [*optimizer.gradients["dense"].slices.values(), *shards]
+        gradients = [*(part for family in families for part in family.slices.values()), *shards]
     gradients += [getattr(p, name, None) for p in [*parameters, *masters] for name in ("grad", "grad_accum")]
     moments = [value for state in masters.values() for value in state.values()]
     seen: set[int] = set()

@@ -3,20 +3,25 @@
 """Writes tables of benchmarks on emulated clusters and of outer optimizers into README.md, from rows that are kept.
 
 A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
-emulated cluster, or ``all`` for how the planner does in each of them; one of ``OVERLAP``; ``outer``;
-``outer-cluster``; or ``host-parameters``.
+emulated cluster, or ``all`` for how the planner does in each of them; or one of ``OVERLAP`` or ``OTHERS``.
 """
 
 import argparse
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import host_parameter_rows, outer_cluster_rows, outer_rows, overlap_rows, overlap_tables, verdict
+from tests.perf.lib import (
+    host_parameter_rows,
+    mixture_rows,
+    outer_cluster_rows,
+    outer_rows,
+    overlap_rows,
+    overlap_tables,
+    verdict,
+)
 from tests.perf.lib.cluster_rows import KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
-from tests.perf.lib.host_parameter_rows import HostRow
-from tests.perf.lib.outer_rows import OuterRow
 from tests.perf.lib.overlap_rows import OverlapRow
 
 README = Path(__file__).parent / "README.md"
@@ -26,7 +31,12 @@ OVERLAP = {
     "overlap-seconds": overlap_tables.seconds,
     "overlap-against": overlap_tables.against,
 }
-OUTER, OUTER_CLUSTER, HOST = "outer", "outer-cluster", "host-parameters"
+OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from the rows that are kept
+    "outer": lambda: outer_rows.table(outer_rows.of_defaults(outer_rows.read())),
+    "outer-cluster": lambda: outer_cluster_rows.table(outer_cluster_rows.read()),
+    "host-parameters": lambda: host_parameter_rows.table(host_parameter_rows.read()),
+    "mixture": lambda: mixture_rows.table(mixture_rows.read()),
+}
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -85,26 +95,15 @@ def _figures(some: dict[str, MethodRow]) -> Iterator[str]:
             yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
 
 
-def write(
-    readme: Path,
-    rows: Sequence[MethodRow],
-    overlap: Sequence[OverlapRow],
-    outer: Sequence[OuterRow],
-    clusters: Sequence[outer_cluster_rows.OuterRow] = (),
-    hosts: Sequence[HostRow] = (),
-) -> None:
+def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]) -> None:
     """Put the tables where the file wants them."""
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
         if name in OVERLAP:
             return match[1] + markdown(*OVERLAP[name](overlap))
-        if name == OUTER:
-            return match[1] + markdown(*outer_rows.table(outer))
-        if name == OUTER_CLUSTER:
-            return match[1] + markdown(*outer_cluster_rows.table(clusters))
-        if name == HOST:
-            return match[1] + markdown(*host_parameter_rows.table(hosts))
+        if name in OTHERS:
+            return match[1] + markdown(*OTHERS[name]())
         return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
 
     readme.write_text(_TABLE.sub(table, readme.read_text(encoding="utf-8")), encoding="utf-8")
@@ -114,15 +113,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, default=KEPT, help="rows of the emulated cluster")
     parser.add_argument("--overlap-csv", type=Path, default=overlap_rows.KEPT, help="rows of overlap")
-    parser.add_argument("--outer-csv", type=Path, default=outer_rows.KEPT, help="rows of training with them")
-    parser.add_argument("--outer-cluster-csv", type=Path, default=outer_cluster_rows.KEPT, help="of their steps")
-    parser.add_argument("--host-csv", type=Path, default=host_parameter_rows.KEPT, help="of parameters on the host")
     parser.add_argument("--readme", type=Path, default=README, help="what is written")
     args = parser.parse_args()
-    outer = outer_rows.of_defaults(outer_rows.read(args.outer_csv))
-    clusters = outer_cluster_rows.read(args.outer_cluster_csv)
-    hosts = host_parameter_rows.read(args.host_csv)
-    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv), outer, clusters, hosts)
+    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepspeed_ext.comm.pairwise import pairwise_all_to_all
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.arrivals import wait_for_updates
-from tests.harness.model_states import held, storage_bytes, whole_weights
+from tests.harness.model_states import held, storage_bytes
 from tests.perf.lib.cluster_rows import MUON
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
@@ -63,6 +63,8 @@ class Workload:
         lean: what keeps those lean that gather parameters, see ``LEAN``.
         optimizer: "AdamW" or "Muon".
         direct: FSDP2 reduce-scatters by an all-to-all. Gloo's own reduce-scatter is an all-reduce: twice the bytes.
+        config: more keys of the configuration, for all of DeepSpeed's.
+        whole: returns all parameters of a model, whole, in an order that all methods share, as one 1D tensor.
     """
 
     accumulation: int
@@ -74,6 +76,8 @@ class Workload:
     lean: Mapping[str, Any] = field(default_factory=lambda: LEAN)
     optimizer: str = "AdamW"
     direct: bool = True
+    config: Mapping[str, Any] = field(default_factory=dict)
+    whole: Callable[[nn.Module], Tensor] = lambda model: torch.cat([part.flatten() for part in gathered(model)])
 
     @classmethod
     def overlapping(
@@ -141,6 +145,14 @@ class Method(ABC):
         self._most = max(self._most, self._states(), key=lambda states: states.total)
 
 
+@torch.no_grad()
+def gathered(module: nn.Module, recurse: bool = True) -> list[Tensor]:
+    """Return copies of a module's parameters, whole. Collective."""
+    parameters = list(module.parameters(recurse))
+    with deepspeed.zero.GatheredParameters(parameters):
+        return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in parameters]
+
+
 def _count(
     parameters: Iterable[Any], gradients: Iterable[Any], optimizer: torch.optim.Optimizer, masters: Iterable[Any] = ()
 ) -> StateBytes:
@@ -159,7 +171,7 @@ class TorchMethod(Method):
 
     def __init__(self, name: str, setup: str, workload: Workload, model: nn.Module) -> None:
         super().__init__(name, setup)
-        self._accumulation = workload.accumulation
+        self._accumulation, self._whole = workload.accumulation, workload.whole
         self._model: Any = model
         self._optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAMW)
 
@@ -180,10 +192,8 @@ class TorchMethod(Method):
         if last:
             self._end_step()
 
-    @torch.no_grad()
     def weights(self) -> Tensor:
-        parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in self._model.parameters()]
-        return torch.cat([parameter.detach().flatten() for parameter in parameters])
+        return self._whole(getattr(self._model, "module", self._model))  # DDP wraps it
 
     def close(self) -> None:
         self._model = self._optimizer = None
@@ -335,7 +345,7 @@ class Engine(Method):
     """DeepSpeed with any section ``zero_optimization``; it divides by the micro-batches itself."""
 
     def __init__(self, workload: Workload, name: str, zero: dict[str, Any], lean: bool = False) -> None:
-        model = workload.make_model()
+        model, self._whole = workload.make_model(), workload.whole
         if lean:
             leaves = sorted({type(block).__name__ for block in cast(nn.ModuleList, model.blocks)})
             zero = {**workload.lean, "leaf_module": {"classes": leaves}, **zero}
@@ -357,11 +367,13 @@ class Engine(Method):
                 **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket),
                 **zero,
             },
+            **workload.config,
         }
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # By name, for DeepSpeed divides groups with experts.
+        trainable = {"name": "all", "params": [p for p in model.parameters() if p.requires_grad]}
         before = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP
         try:
-            self._engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=config)
+            self._engine, *_ = deepspeed.initialize(model=model, model_parameters=[trainable], config=config)
         finally:
             # hpZ leaves its group here, where every later ZeRO-3 would take it for its own. Nothing reads it later.
             groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = before
@@ -387,7 +399,13 @@ class Engine(Method):
         return _count([*(p.data for p in parameters), *cut], gradients, optimizer.optimizer, masters)
 
     def weights(self) -> Tensor:
-        return whole_weights(self._engine.module)
+        return self._whole(self._engine.module)
+
+    @property
+    def module(self) -> nn.Module:
+        """What the engine trains."""
+        module: nn.Module = self._engine.module
+        return module
 
     def close(self) -> None:
         self._engine.destroy()
@@ -408,9 +426,10 @@ class Ours(Engine):
         wait_for_updates()
 
     def _states(self) -> StateBytes:
-        states, hop = held(self._engine), self._engine.optimizer.families["dense"].reduce.inter
+        states, families = held(self._engine), self._engine.optimizer.families.values()
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
-        errors = sum(getattr(kept, "nbytes", lambda: 0)() for kept in (hop.errors, hop.sums.errors))
+        hops = [family.reduce.inter for family in families]
+        errors = sum(getattr(kept, "nbytes", lambda: 0)() for hop in hops for kept in (hop.errors, hop.sums.errors))
         outer = getattr(self._engine.optimizer.outer, "fragments", ())
         kept = sum(part.nbytes for one in outer for part in (one.anchor, one.weights, one.momentum))
         return replace(states, optimizer=states.optimizer + errors + kept)

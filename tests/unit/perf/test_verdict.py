@@ -14,7 +14,7 @@ import pytest
 from deepspeed_ext.strategy import STRATEGIES
 from scripts import ROOT
 from tests.perf import tables
-from tests.perf.lib import cluster_rows, host_parameter_rows, outer_cluster_rows, outer_rows, overlap_rows, verdict
+from tests.perf.lib import cluster_rows, overlap_rows, verdict
 
 PERF = ROOT / "tests" / "perf"
 
@@ -109,7 +109,5 @@ def test_tables_of_some_strategies_say_nothing_of_the_order() -> None:
 def test_the_readme_has_the_rows_that_are_kept(tmp_path: Path) -> None:
     copy = tmp_path / "README.md"
     copy.write_text(tables.README.read_text())
-    outer = outer_rows.of_defaults(outer_rows.read())
-    clusters, hosts = outer_cluster_rows.read(), host_parameter_rows.read()
-    tables.write(copy, cluster_rows.read(), overlap_rows.read(), outer, clusters, hosts)
+    tables.write(copy, cluster_rows.read(), overlap_rows.read())
     assert copy.read_text() == tables.README.read_text()

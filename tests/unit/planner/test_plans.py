@@ -48,6 +48,8 @@ def test_experts_are_counted_among_the_ranks_that_have_them(
     with_experts = replace(MODEL, experts=(Experts(ep, own),))
     dense, found = (predict(row, cluster, model, rates) for model in (MODEL, with_experts))
     experts = row.volume(GroupSizes(*groups), own, 4)
+    assert (found.of_experts.intra, found.of_experts.inter) == pytest.approx((experts.intra, experts.inter))
+    assert dense.of_experts == Volume()
     assert found.volume == Volume(
         pytest.approx(dense.volume.intra + experts.intra), pytest.approx(dense.volume.inter + experts.inter)
     )
