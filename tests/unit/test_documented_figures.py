@@ -235,6 +235,27 @@ def test_what_is_said_of_steps_with_an_outer_optimizer_has_its_rows() -> None:
     assert f"{ratio(peer, '20'):.1f} times as fast as one of FSDP2" in zero
 
 
+def test_what_is_said_of_a_mixture_has_its_rows() -> None:
+    rows = {row["method"]: row for row in rows_of("mixture_cluster.csv")}
+
+    def ratio(method: str, other: str) -> float:
+        return float(rows[other]["seconds_median"]) / float(rows[method]["seconds_median"])
+
+    section = page("tests/perf/README.md").section("## A mixture of experts between two emulated nodes")
+    text = " ".join(section.text.split())
+    ours, both = "AutoEP, NIG", "AutoEP, NIG + LoCo + updates"
+    for said in (
+        f"exact, it is {ratio(ours, 'ZeRO-3'):.1f} times as fast as ZeRO-3, and with LoCo and updates in 4 bits "
+        f"{ratio(both, 'ZeRO-3'):.1f} times",
+        f"it is {ratio(ours, 'AutoEP, ZeRO-2'):.1f} and {ratio(both, 'AutoEP, ZeRO-2'):.1f} times as fast",
+    ):
+        assert said in text, said
+    for name, row in rows.items():
+        sent = float(row["link_bytes"]) / float(row["header_factor"])
+        assert not row["formula_bytes"] or abs(sent / float(row["formula_bytes"]) - 1) < 0.004, name
+        assert "LoCo" in name or float(row["weights_difference"]) < 2e-7
+
+
 def test_what_is_said_of_parameters_in_host_memory_has_its_rows() -> None:
     rows = {(row["setting"].partition("-")[2], row["method"]): row for row in rows_of("host_parameters.csv")}
 

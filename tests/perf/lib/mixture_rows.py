@@ -119,7 +119,8 @@ def table(rows: Sequence[MixtureRow]) -> tuple[list[str], list[list[str]]]:
     for row in sorted(rows, key=lambda row: -row.median):
         due = [""] * 2
         if row.formula_bytes and row.formula_experts is not None:
-            due = [f"{row.bytes_between / row.formula_bytes:.3f}", f"{row.formula_experts / 1e6:.1f}"]
+            of_experts = f"{row.formula_experts / 1e6:.1f}" if METHODS[row.method].spread else ""
+            due = [f"{row.bytes_between / row.formula_bytes:.3f}", of_experts]
         seconds = [f"{row.median:.2f}", f"{min(row.seconds):.2f} .. {max(row.seconds):.2f}", f"{row.floor:.2f}"]
         speed = f"{faster.get(row.method, 1.0):.1f}"
         lines.append([row.method, *seconds, speed, f"{row.bytes_between / 1e6:.1f}", *due, f"{row.memory / 1e6:.0f}"])
