@@ -27,7 +27,7 @@ Note [Plain ZeRO]
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deepspeed_ext.comm.owners import ROUNDS
@@ -194,7 +194,7 @@ class Prediction:
     volume: Volume
     seconds: dict[str, float]
     busy: dict[str, float]
-    of_experts: Volume = Volume()
+    of_experts: Volume = field(default_factory=Volume)
     plain: bool = False
 
     @property
