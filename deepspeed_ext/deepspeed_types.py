@@ -105,6 +105,7 @@ class Engine(Protocol):
     expert_data_parallel_group: dict[str, ProcessGroup]
     pipeline_parallelism: bool
     is_first_weights_partition_group: Callable[[], bool]
+    _reduce_autoep_folding_tp_replicated_gradients: Callable[[], None]
     zero_grad: Callable[[], None]
     seq_data_parallel_group: ProcessGroup
     seq_dp_world_size: int

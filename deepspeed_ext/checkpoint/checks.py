@@ -128,7 +128,7 @@ class Check:
         own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
         for path, (values, wanted) in experts.items():
-            found = {name: tuple(value.shape) for name, value in values.items()}
+            found = {name: tuple(value.shape) for name, value in values.items() if hasattr(value, "shape")}
             differing = sorted(name for name in wanted.keys() | found if wanted.get(name) != found.get(name))
             if differing:
                 raise CheckpointError(

@@ -63,10 +63,13 @@ def _has_compiled_modules(model: Any) -> bool:
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
-def _folded(engine: Any) -> int:
-    """Return the tensor-parallel ranks into which AutoEP has folded experts; 0 for none."""
-    ranks = int(getattr(getattr(engine, "_autoep_folding_spec", None), "tp_size", 1))
-    return ranks if ranks > 1 else 0
+def _spread_over_lanes(engine: Any) -> str:
+    """Return by how many ranks AutoEP has folded experts into how many tensor-parallel ones, where ranks with the same
+    experts are then not data-parallel ones of each other; else nothing."""
+    spec: Any = getattr(engine, "_autoep_folding_spec", None)
+    if spec is None or spec.tp_size == 1 or spec.ep_size % spec.tp_size == 0:
+        return ""
+    return f"{spec.tp_size} tensor-parallel ranks with autoep_size {spec.ep_size}"
 
 
 def has_native_mixtures(model: Any) -> bool:
@@ -116,9 +119,10 @@ def _no_matrix(engine: Any, optimizer: Any) -> str:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        lambda engine, optimizer: _folded(engine),
-        "AutoEP folds experts into {} tensor-parallel ranks, and corrects gradients in DeepSpeed's own reductions",
-        advice=lambda strategy, engine: "Set tensor_parallel.autotp_size to 1",
+        lambda engine, optimizer: _spread_over_lanes(engine),
+        "AutoEP folds experts into {}, so ranks with the same experts are of several tensor-parallel ones, and in no "
+        "group of data-parallel ranks together",
+        advice=lambda strategy, engine: "Set expert_parallel.autoep_size to a multiple of tensor_parallel.autotp_size",
     ),
     Unsupported(
         lambda engine, optimizer: engine.pipeline_parallelism and _has_outer_optimizer(engine),

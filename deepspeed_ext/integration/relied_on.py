@@ -33,6 +33,7 @@ CALLED: tuple[Patch, ...] = (
     *_of(
         ENGINE,
         (
+            ("_reduce_autoep_folding_tp_replicated_gradients", "leave to our optimizers what it does", "(self)"),
             ("_get_zero_param_shapes", "compare the model with a checkpoint's", "(self)"),
             ("_get_zero_frozen_param_attributes", "save frozen parameters at stage 1", "(self, attr_func)"),
             ("_get_param_shape_func", "save frozen parameters at stage 1", "(self, param)"),
@@ -100,6 +101,7 @@ CALLED: tuple[Patch, ...] = (
         ZERO3,
         (
             ("clear_backward_seen_flag", "end a micro-step of a pipeline", "(self)"),
+            ("_apply_autoep_folding_tp_correction", "correct gradients of folded experts", "(self, param)"),
             ("_finalize_offload_gradient_accumulation", "hand gradients to an offloaded optimizer", "(self)"),
             ("_zero3_partition_group_metadata", "refuse a checkpoint of experts elsewhere", "(self)"),
             ("_muon_update_lacks_loss_scale", "scale Muon's updates as gradients", "(self, sub_group_id)"),

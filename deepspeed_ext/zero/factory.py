@@ -113,6 +113,7 @@ def configure_with(
             f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
             f"{type(configured)}"
         )
+    engine._reduce_autoep_folding_tp_replicated_gradients = lambda: None  # ours does, as gradients come
     if isinstance(configured, Stage3Optimizer) and configured.writers.writes is not None:
         engine.is_first_weights_partition_group = lambda: bool(configured.writers.writes)
     if outer is not None and isinstance(configured, ParoOptimizer):

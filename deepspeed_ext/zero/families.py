@@ -13,6 +13,20 @@ Note [Families]
 
     Means are taken over the dense ranks whatever the family, for each of them has had tokens for each expert.
     A flat buffer, a sub-group and a bucket on the wire are of one family.
+
+Note [Folded experts]
+    AutoEP can fold experts into tensor-parallel ranks, which see the same tokens: each of these sends its share of
+    them to experts, on any tensor-parallel rank, and all of them put the results together again. The backward of that
+    gives experts and routers gradients that are tensor-parallel ranks times too large, the router's from a share of
+    the tokens each. DeepSpeed's ``reduce_autoep_folding_gradient`` says what of each parameter is to be done: a mean
+    over the tensor-parallel ranks, or, of experts, a division. It is done to each gradient before it is packed or
+    kept, which is the one place where strategies differ from DeepSpeed's stages: not at the accumulation boundary,
+    where the engine would do it at stage 1, for there gradients may be in slices already.
+
+    With an expert-parallel size that is a multiple of the tensor-parallel one, the ranks with the same experts have
+    one tensor-parallel number, so they are data-parallel ranks of each other as everywhere. Other experts of the same
+    layer are on other tensor-parallel ranks: a norm adds those of all of them, while of dense parameters the first
+    one counts what all have. DeepSpeed's stages 1 and 2 count experts of the first one alone; its stage 3 counts all.
 """
 
 from collections.abc import Iterable, Mapping

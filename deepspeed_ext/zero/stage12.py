@@ -25,6 +25,7 @@ from unittest import mock
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.module_inject.auto_ep_folding import reduce_autoep_folding_gradient
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
@@ -72,6 +73,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     # Attributes of DeepSpeed's that are read or written here. A number is that of a parameter group.
     accumulated_grads_in_cpu: dict[int, Tensor]  # by parameter
     allgather_bucket_size: int
+    autoep_folding_spec: Any
+    autoep_folding_tp_group: Any  # None unless experts are folded
     averaged_gradients: dict[int, Any]
     bit16_groups: list[list[nn.Parameter]]
     bit16_groups_flat: list[Tensor]
@@ -89,6 +92,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     groups_padding: list[int]
     has_moe_layers: bool
     ipg_buckets: dict[torch.dtype, Any]
+    model_parallel_rank: int
     is_grad_computed: dict[int, dict[int, dict[int, bool]]]  # by number, rank, parameter
     norm_for_param_grads: dict[int, Tensor]
     offload_gradient_dict: dict[int, Any]
@@ -371,6 +375,14 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     # Buckets: N -> g ##############################################################################
 
     @override
+    def _maybe_reduce_autoep_folding_tp_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Correct a gradient where a bucket takes it, at any stage; Note [Folded experts] in ``families.py``."""
+        if self.autoep_folding_tp_group is not None:
+            reduce_autoep_folding_gradient(
+                self.autoep_folding_spec, param, grad, tp_group=self.autoep_folding_tp_group
+            )
+
+    @override
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
         """Put a gradient into a bucket, and move the bucket on as soon as it is full."""
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
@@ -582,7 +594,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @contextmanager
     def _over_all_experts(self, group: int) -> Iterator[Callable[[Tensor], Tensor]]:
         """Within this context the parent computes a norm of experts over all data-parallel ranks, since the ranks that
-        shard their optimizer states may not hold every expert.
+        shard their optimizer states may not hold every expert. Each tensor-parallel rank counts its own folded ones.
 
         Returns:
             What removes the duplicates that replicas add; -1 stays, which marks an invalid norm.
@@ -592,7 +604,11 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             yield lambda norm: norm
             return
         replicas = ranks // dist.get_world_size(group=self.buffers[group].group)
-        with mock.patch.object(self, "dp_process_group", self.topology.world):
+        counting = self.model_parallel_rank if self.autoep_folding_tp_group is None else 0
+        with (
+            mock.patch.object(self, "dp_process_group", self.topology.world),
+            mock.patch.object(self, "model_parallel_rank", counting),
+        ):
             yield lambda norm: without_duplicates(norm, replicas)
 
     # The step, and parameters after it: os -> N ###################################################

@@ -42,6 +42,7 @@ from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import DENSE, Families, family_of, name_in_all
 from deepspeed_ext.zero.muon import uses_muon
+from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
 from deepspeed_ext.zero.sharded import saved
 from deepspeed_ext.zero.sharded.coordinator import coordinator_of
@@ -91,6 +92,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     # Attributes of DeepSpeed's that are read or written here.
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor]
+    autoep_folding_spec: Any  # None unless experts are folded
     averaged_gradients: dict[int, list[Tensor]]  # by sub-group
     device: Any  # of the optimizer's shard
     dp_process_group: Any
@@ -291,6 +293,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         """Keep a gradient whole until the boundary; what is complete may leave."""
         if not (self.shards.begun or self.shards.is_placeholder or self.offload_optimizer):
             self._drop_shard()
+        self._apply_autoep_folding_tp_correction(param)
         last = self._is_last_backward
         if last:
             self.reductions.receive_current()  # it packs this; a model may compute on several streams
@@ -312,6 +315,8 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
                 self.reduce_ready_partitions_and_remove_grads(param)
             return
         ready = list(zero_gradients(ready))  # all written before the stream of reductions waits for that
+        for param in ready:
+            self._apply_autoep_folding_tp_correction(param)
         self.reductions.receive_current()
         for param in ready:
             self._fill_bucket(param)
@@ -806,7 +811,16 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     ) -> Tensor:
         """Return the parent's norm, without what another stage of a pipeline counts."""
         counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
-        return super().get_grad_norm_direct(counted, params, norm_type)
+        norm = super().get_grad_norm_direct(counted, params, norm_type)
+        return norm if self.autoep_folding_spec is None else self._of_one_lane(norm, params)
+
+    def _of_one_lane(self, norm: Tensor, params: Sequence[ZeroParameter]) -> Tensor:
+        """Return what a tensor-parallel rank adds to the norm of all: the parent has summed folded experts over them
+        already. See Note [Folded experts] in ``families.py``."""
+        if family_of(params[0]) == DENSE:
+            return norm
+        self._model_parallel_all_reduce(norm, dist.ReduceOp.SUM)  # put off: the sum is owed
+        return without_duplicates(norm, self.autoep_folding_spec.tp_size)
 
     @override
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Sequence[ZeroParameter]) -> Tensor:

@@ -38,6 +38,7 @@ class CheckpointWriters:
         self._world_rank = dense.rank
         self._world = dense.world
         self._group: ProcessGroup | None = None
+        self._first_with_experts = not experts or not all(map(groups._get_expert_data_parallel_rank, experts))
         if not experts or strategy.os == Placement.G:
             return
         held = [*shards, *(groups._get_expert_parallel_rank(name) for name in experts)]
@@ -59,9 +60,15 @@ class CheckpointWriters:
         return [everybody[everybody.index(rank) % count] for rank in ranks]
 
     def left_to_others(self, path: str) -> bool:
-        """Whether another rank writes the same file: with experts DeepSpeed's stage 3 has all ranks write the model's,
-        named by their numbers."""
-        return self.writes is False and Path(path).name.startswith("zero_pp_rank_")
+        """Whether another rank writes the same file.
+
+        With experts DeepSpeed's stage 3 has all ranks write the model's, named by their numbers. Folded experts are
+        written by several ranks that have the same ones.
+        """
+        name = Path(path).name
+        if name.startswith("layer_") and "_expert_" in name:
+            return not self._first_with_experts
+        return self.writes is False and name.startswith("zero_pp_rank_")
 
     @contextmanager
     def numbered(self, engine: Engine) -> Iterator[Any]:

@@ -16,10 +16,19 @@ def autoep(size: int) -> dict[str, Any]:
     return {"expert_parallel": {"enabled": True, "autoep_size": size, "preset_model": "mixtral"}}
 
 
+def folded(size: int) -> dict[str, Any]:
+    """Keys that spread the experts over ``size`` ranks, and cut attention over two, of ``PairedMixtral``."""
+    kinds = {"[qkv]_proj": "column", "o_proj": "row"}
+    layers = [{"patterns": [rf".*self_attn\.{key}\.weight$"], "partition_type": kind} for key, kind in kinds.items()]
+    rest = {"patterns": [r".*layers\.\d+\.weight$", r".*embed_tokens.*", r".*mlp.*"], "partition_type": "skip"}
+    plan = {"use_default_specs": False, "layer_specs": [*layers, rest]}
+    return {**autoep(size), "tensor_parallel": {"autotp_size": 2, "partition_config": plan}}
+
+
 class SmallMixtral(nn.Module):
     """Two layers of Mixtral's, of four experts each, between linear ones; subclasses have other widths."""
 
-    width, inner = WIDTH, 24
+    width, inner, key_heads = WIDTH, 24, 1
 
     def __init__(self, sizes: Sequence[int], *_: Any, **__: Any) -> None:
         from transformers import MixtralConfig, MixtralModel
@@ -32,7 +41,7 @@ class SmallMixtral(nn.Module):
             intermediate_size=self.inner,
             num_hidden_layers=2,
             num_attention_heads=2,
-            num_key_value_heads=1,
+            num_key_value_heads=self.key_heads,
             num_local_experts=EXPERTS,
             num_experts_per_tok=2,
             attn_implementation="eager",
@@ -47,6 +56,19 @@ class SmallMixtral(nn.Module):
         tokens = torch.tanh(self.layers[0](x)).view(-1, TOKENS, self.width)
         out = self.model(inputs_embeds=tokens, use_cache=False).last_hidden_state
         return torch.tanh(self.layers[1](out.flatten(1)))
+
+
+class PairedMixtral(SmallMixtral):
+    """The same with a head of keys for each of two tensor-parallel ranks."""
+
+    key_heads = 2
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        with torch.no_grad():  # experts whose gradients are a good part of the norm
+            for name, param in self.named_parameters():
+                if ".experts." in name or ".gate." in name:
+                    param.mul_(20.0)
 
 
 def mend_registry() -> None:

@@ -227,7 +227,8 @@ def make_engine(job: Job, zero: dict[str, Any]) -> tuple[Any, Network]:
 
 def batches(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield this rank's micro-batches."""
-    generator = torch.Generator().manual_seed(1000 + dist.get_rank())
+    lanes = job.config.get("tensor_parallel", {}).get("autotp_size", 1)  # neighbors, which have one sample together
+    generator = torch.Generator().manual_seed(1000 + dist.get_rank() // lanes)
     device, ends = get_accelerator().current_device_name(), (job.sizes[0], job.sizes[-1])
     while True:
         x, y = (torch.randn(2, size, generator=generator).to(device, DTYPES[job.dtype]) for size in ends)
@@ -316,7 +317,7 @@ def all_replicas_equal(engine: Any, model: nn.Module) -> bool:
         kinds.setdefault(param.group_name if is_moe_param(param) else None, []).append(param)
     alike = []
     for name in sorted(kinds, key=str):
-        group = None if name is None else engine.expert_data_parallel_group[name]
+        group = engine.seq_data_parallel_group if name is None else engine.expert_data_parallel_group[name]
         with deepspeed.zero.GatheredParameters(kinds[name]):
             weights = torch.cat([p.detach().float().flatten() for p in kinds[name]])
         alike.append(replicas_equal(weights, group))

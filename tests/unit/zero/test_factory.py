@@ -156,11 +156,12 @@ def test_experts_that_no_strategy_supports(ranks: Any) -> None:
         assert "paro_strategy NIG is not supported here: Muon divides matrices among all" in error.message, error
 
 
-@pytest.mark.parametrize("folded", [{"_autoep_folding_spec": SimpleNamespace(tp_size=1)}, {}])
-def test_experts_that_are_folded_into_tensor_parallel_ranks_are_refused(folded: dict[str, Any]) -> None:
+@pytest.mark.parametrize("folded", [{"_autoep_folding_spec": SimpleNamespace(tp_size=2, ep_size=4)}, {}])
+def test_experts_that_are_folded_across_data_parallel_groups_are_refused(folded: dict[str, Any]) -> None:
     refuse_unsupported(UNSUPPORTED[:1], STRATEGIES["NIG"], SimpleNamespace(**folded), None)
-    engine = SimpleNamespace(_autoep_folding_spec=SimpleNamespace(tp_size=2))
-    with pytest.raises(ValueError, match=r"into 2 tensor-parallel ranks, .* Set tensor_parallel.autotp_size to 1\."):
+    engine = SimpleNamespace(_autoep_folding_spec=SimpleNamespace(tp_size=4, ep_size=2))
+    advice = r"into 4 tensor-parallel ranks with autoep_size 2, .* to a multiple of tensor_parallel.autotp_size\."
+    with pytest.raises(ValueError, match=advice):
         refuse_unsupported(UNSUPPORTED[:1], STRATEGIES["NIG"], engine, None)
 
 
