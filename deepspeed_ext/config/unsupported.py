@@ -140,9 +140,11 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=lambda strategy, engine: f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
     Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and engine.pipeline_parallelism,
-        "the model has DeepSpeed MoE layers, of which stages of a pipeline would have different families",
-        advice=lambda strategy, engine: _plain(engine, 1),
+        lambda engine, optimizer: (
+            engine.has_moe_layers and engine.pipeline_parallelism and not has_native_mixtures(engine.module)
+        ),
+        "AutoEP spreads experts, and DeepSpeed has not made its pipelines fit for that yet",
+        advice=lambda strategy, engine: "Use DeepSpeed MoE layers, or no pipeline",
     ),
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and has_native_mixtures(engine.module),

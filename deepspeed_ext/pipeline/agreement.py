@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.module import PipelineModule
 
@@ -23,8 +24,12 @@ def device_of(module: PipelineModule) -> str:
     return str(get_accelerator().device_name(module.local_rank))
 
 
-def settings_of(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str, Any]:
-    """Return the settings that all stages must have in common, by key."""
+def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: PipelineModule) -> dict[str, Any]:
+    """Return the settings that all stages must have in common, by key.
+
+    Expert-parallel sizes are among them, since process groups of experts are made by all ranks together: where some
+    stages have no MoE layers, DeepSpeed's own pipelines wait forever.
+    """
     zero = config.zero_config
     return {
         f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,
@@ -37,6 +42,7 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None) -> dict[str,
         "gradient_clipping": config.gradient_clipping,
         "fp16.enabled": config.float16_config.enabled,
         "bf16.enabled": config.bfloat16_config.enabled,
+        "expert-parallel sizes of MoE layers": sorted({m.ep_size for m in module.modules() if isinstance(m, MoE)}),
     }
 
 

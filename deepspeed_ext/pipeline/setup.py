@@ -66,7 +66,7 @@ def initialize(
             strategy = _strategy(config, module, require)
         except (ValueError, RuntimeError) as error:
             problem = str(error)
-        require_agreement(module, settings_of(config, strategy), problem)
+        require_agreement(module, settings_of(config, strategy, module), problem)
     if strategy is None:
         init(engine, *args, **kwargs)
         return

@@ -14,7 +14,10 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,6 +38,8 @@ class Pipe:
         frozen: layers, by number, without gradients.
         groups: parameter groups: matrices and the rest.
         two: number of a layer after which two tensors cross from stage to stage.
+        experts: into how many ranks the experts of mixtures are divided; 0 for no mixtures.
+        mixtures: numbers of the middle layers behind which they are, in rising order.
         method: how layers are dealt to stages.
         checkpointing: interval of activation checkpointing; negative for the non-reentrant kind. The reentrant kind
             leaves out the embedding, since DeepSpeed's has no gradients of it with any ZeRO.
@@ -50,6 +55,8 @@ class Pipe:
     frozen: Sequence[int] = ()
     groups: int = 1
     two: int | None = None
+    experts: int = 0
+    mixtures: Sequence[int] = (1, 3)
     method: str = "uniform"
     checkpointing: int = 0
     dtype: str = "fp32"
@@ -99,6 +106,29 @@ class Middle(Seeded):
         return (x, added) if self.two else x + added
 
 
+class Mixture(nn.Module):
+    """Adds to its input what one of four experts makes of it: DeepSpeed's layer."""
+
+    def __init__(self, number: int, ranks: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(200 + number)
+            keys = {"min_capacity": 0, "drop_tokens": False, "use_rts": False}
+            self.layer = MoE(WIDTH, self.make_expert(), num_experts=4, ep_size=ranks, k=1, **keys)
+            experts = [self.make_expert() for _ in range(4)]
+        mine = self.layer.deepspeed_moe.experts.deepspeed_experts
+        first = dist.get_rank() % ranks * len(mine)
+        for expert, whole in zip(mine, experts[first:], strict=False):
+            expert.load_state_dict(whole.state_dict())
+
+    @staticmethod
+    def make_expert() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)[0]
+
+
 class Head(Seeded):
     """Vectors to scores."""
 
@@ -120,6 +150,9 @@ def layers_of(pipe: Pipe) -> list[Any]:
         LayerSpec(Middle, i, width, frozen=i in pipe.frozen, two=i == pipe.two)
         for i, width in enumerate(pipe.widths, start=1)
     ]
+    if pipe.experts:
+        for i in reversed(pipe.mixtures):
+            middles.insert(i, LayerSpec(Mixture, i, pipe.experts))
     last = len(pipe.widths) + 1
     if not pipe.tied:
         head = LayerSpec(Head, last, frozen=last in pipe.frozen)
@@ -183,10 +216,10 @@ def configuration(pipe: Pipe, zero: dict[str, Any]) -> dict[str, Any]:
     return {**config, **pipe.config}
 
 
-def groups_of(parameters: Sequence[nn.Parameter], groups: int) -> list[dict[str, Any]]:
+def groups_of(parameters: Sequence[nn.Parameter], count: int) -> list[dict[str, Any]]:
     """Matrices and the rest, or all; without those that are frozen. Stages may have none of a kind."""
     trained = [p for p in parameters if p.requires_grad]
-    if groups == 1:
+    if count == 1:
         return [{"params": trained}]
     kinds = ([p for p in trained if p.dim() > 1], [p for p in trained if p.dim() < 2])
     return [{"params": params, "lr": lr} for params, lr in zip(kinds, (0.5, 0.25), strict=True)]
@@ -209,7 +242,10 @@ def make_pipeline(pipe: Pipe, zero: dict[str, Any], topology: Any = None) -> Any
     )
     engine, *_ = deepspeed.initialize(
         model=module,
-        model_parameters=groups_of(list(module.parameters()), pipe.groups),
+        model_parameters=[
+            {"name": str(number), **group}  # by name, for DeepSpeed divides groups with experts
+            for number, group in enumerate(groups_of(list(module.parameters()), pipe.groups))
+        ],
         config=configuration(pipe, zero),
     )
     return engine
@@ -269,7 +305,11 @@ def everybodys_weights(module: PipelineModule) -> tuple[dict[str, Tensor], bool]
     """All weights of all stages, by name, and whether their copies are the same bits."""
     parameters = list(module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
-        mine = {name: param.detach().clone() for name, param in module.named_parameters() if "nothing" not in name}
+        mine = {
+            f"{name}{_owner(param)}": param.detach().clone()
+            for name, param in module.named_parameters()
+            if "nothing" not in name
+        }
     everybody: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
     torch.distributed.all_gather_object(everybody, mine)
     weights: dict[str, Tensor] = {}
@@ -278,6 +318,11 @@ def everybodys_weights(module: PipelineModule) -> tuple[dict[str, Tensor], bool]
         for name, weight in one.items():
             same &= torch.equal(weights.setdefault(name, weight), weight)
     return {name: weight.float() for name, weight in sorted(weights.items())}, same
+
+
+def _owner(param: nn.Parameter) -> str:
+    """Which experts a parameter is of, where ranks have different ones."""
+    return f" of part {groups._get_expert_parallel_rank(param.group_name)}" if is_moe_param(param) else ""
 
 
 def train_whole(pipe: Pipe, replicas: int) -> Trained:

@@ -85,6 +85,14 @@ def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "experts, world, group, names",
+    [(2, 4, 1, ("NNG", "NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))],
+)
+def test_mixtures_of_experts(ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]) -> None:
+    run(ranks, names, world, group, oracles=("1",), experts=experts)
+
+
+@pytest.mark.parametrize(
     "stages, frozen, groups", [(2, (0, 1, 2), 1), (2, (3, 4, 5), 2), (4, (2, 3), 1)], ids=["first", "last", "middle"]
 )
 def test_a_stage_that_has_nothing_to_train(ranks: Any, stages: int, frozen: tuple[int, ...], groups: int) -> None:

@@ -13,22 +13,24 @@ from tests.harness.training import SMALL
 STRATEGIES = ("NNG", "NIG", "III", "IIG")
 
 
-@pytest.mark.parametrize("tied", [True, *deep(False)], ids=["tied", "untied"])
-def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, tied: bool) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), tied):
+@pytest.mark.parametrize(
+    "tied, experts", [(True, 0), (True, 2), *deep((False, 0))], ids=["tied", "mixtures", "untied"]
+)
+def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path, tied: bool, experts: int) -> None:
+    for rows in ranks(4).run(resume_case, str(tmp_path), tied, experts):
         for name, same_weights, same_losses in rows:
             assert same_weights and same_losses, (name, same_weights, same_losses)
 
 
-def resume_case(folder: str, tied: bool) -> list[tuple[str, bool, bool]]:
+def resume_case(folder: str, tied: bool, experts: int) -> list[tuple[str, bool, bool]]:
     """Strategies, and whether weights and losses after a load are to the bit those of the run that was saved."""
     import torch
 
     from tests.harness import pipelines
 
-    pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2)
+    pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
     rows = []
-    for name in STRATEGIES:
+    for name in ("NIG", "NNI") if experts else STRATEGIES:
         keys = {"paro_strategy": name, "paro_group_size": 1}
         engine = pipelines.make_pipeline(pipe, keys)
         data = pipelines.batches(engine.grid.get_data_parallel_rank())

@@ -65,9 +65,11 @@ def test_an_unsupported_optimizer_at_a_plain_stage_gets_advice_that_works(ranks:
     for message in ranks(4).run(muon_case, "NorMuon"):
         assert "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's" in message, message
     assert ranks(4).run(muon_case, "DeepSpeed's") == [""] * 4
-    for message in ranks(4).run(experts_case, 2):
-        assert message.endswith("would have different families. Set zero_optimization.stage to 1."), message
-    assert ranks(4).run(experts_case, 1) == [""] * 4
+    for message in ranks(4).run(experts_case, 3):
+        assert "DeepSpeed MoE layers, which are not sharded. Set zero_optimization.stage to 1" in message, message
+    assert ranks(4).run(experts_case, 2) == [""] * 4
+    for message in ranks(4).run(experts_case, 2, 1):
+        assert "expert-parallel sizes of MoE layers: [1] on ranks [0, 1], [] on ranks [2, 3]" in message, message
 
 
 def muon_case(kind: str) -> str:
@@ -91,8 +93,8 @@ def muon_case(kind: str) -> str:
     return error_of(deepspeed.initialize, model=module, optimizer=optimizer, config=config)
 
 
-def experts_case(stage: int) -> str:
-    """The error of a pipeline at a plain stage with MoE layers, which only the model tells; empty if none."""
+def experts_case(stage: int, mixtures: int = 2) -> str:
+    """The error of a pipeline at a plain stage with MoE layers, on so many of its stages; empty if none."""
     import deepspeed
     import torch
     from deepspeed.moe.layer import MoE
@@ -102,7 +104,8 @@ def experts_case(stage: int) -> str:
     from tests.harness import pipelines
     from tests.harness.snapshots import error_of
 
-    layers = [LayerSpec(MoE, 4, torch.nn.Linear(4, 4), num_experts=2) for _ in range(2)]
+    layers = [LayerSpec(MoE, 4, torch.nn.Linear(4, 4), num_experts=2) for _ in range(mixtures)]
+    layers += [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(2 - mixtures)]
     module = PipelineModule(layers, num_stages=2, loss_fn=pipelines.loss_of)
     groups = split_params_into_different_moe_groups_for_optimizer({"params": [*module.parameters()], "name": "all"})
     config = pipelines.configuration(pipelines.Pipe(), {"stage": stage})
