@@ -31,6 +31,7 @@ from deepspeed.checkpoint.constants import (
     AUTOEP_LAYERS_KEY,
     BASE_OPTIMIZER_STATE,
     FP32_FLAT_GROUPS,
+    FROZEN_PARAM_SHAPES,
     GROUP_PADDINGS,
     LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
@@ -41,7 +42,9 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.files import inspect
+from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
+from deepspeed_ext.checkpoint.files import HEADER, inspect
+from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.sharded.saved import PLACEMENT
@@ -63,8 +66,10 @@ def convert(arguments: argparse.Namespace) -> None:
         arguments: DeepSpeed's, of its own ``main``.
 
     Raises:
-        ValueError: the momentum is that of DeepSpeed's stages and cannot be told apart; says what to do.
+        ValueError: the momentum is that of DeepSpeed's stages and cannot be told apart, or experts cannot be
+            converted; says what to do.
     """
+    _refuse_experts(Path(arguments.input_folder))
     with mock.patch.multiple(
         ds_to_universal,
         extract_zero_shards=extract_replicated,
@@ -77,6 +82,30 @@ def convert(arguments: argparse.Namespace) -> None:
         if (saved[PARAM] if isinstance(saved, dict) else saved).dtype == _MARK:
             path.with_name(f"{_SHOWN_AS}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
             path.unlink()
+
+
+def _refuse_experts(folder: Path) -> None:
+    """Refuse what DeepSpeed's converter fails with, or takes for something else, before it begins.
+
+    Raises:
+        ValueError: experts are frozen; or neighboring ranks have the same ones, of which each writes states.
+    """
+    way_out = "Load it with the strategy, group size and expert-parallel size that saved it."
+    for path in sorted(folder.glob("*_model_states.pt"))[:1]:
+        state = inspect(path)
+        prefixes = tuple(f"{layer['expert_key_prefix']}." for layer in state.get(AUTOEP_LAYERS_KEY) or ())
+        frozen = [name for name in state.get(FROZEN_PARAM_SHAPES) or () if name.startswith(prefixes)]
+        if frozen:
+            raise ValueError(
+                f"{folder} has frozen experts of AutoEP, such as {frozen[0]}, not to be converted. {way_out}"
+            )
+        header = state.get(HEADER) or {}
+        several = STRATEGIES[header["strategy"]].os != Placement.G if header.get("strategy") else False
+        if prefixes and header.get(EXPERT_ORDER) and several:
+            raise ValueError(
+                f"{folder} was saved with use_data_before_expert_parallelism and {header['strategy']}, whose experts' "
+                f"states are in several files each, and cannot be converted. {way_out}"
+            )
 
 
 def extract_replicated(dir: str, ds_checkpoint: Any, indices_3D: tuple[int, int, int]) -> None:

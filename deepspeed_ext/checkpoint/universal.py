@@ -60,8 +60,7 @@ from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
 _WEIGHTS, _STEP = "fp32", "step"
-_ADAM = ("exp_avg", "exp_avg_sq")  # ds_to_universal.py converts no others
-_MUON = (MOMENTUM,)  # and to_universal.py this one
+_ADAM, _MUON = ("exp_avg", "exp_avg_sq"), (MOMENTUM,)  # to_universal.py converts no others
 _STATES = "optimizer_state.pt"
 
 
@@ -93,13 +92,25 @@ def beyond_stock(optimizer: Any, stage3: bool, folder: str | Path) -> bool:
     states = Path(folder, "zero", _STATES)
     if not states.is_file():
         return False
-    muon = uses_muon(getattr(optimizer, "optimizer", None)) and (stage3 or not optimizer.cpu_offload)
+    # BF16_Optimizer has no offload, and its own loader.
+    muon = uses_muon(getattr(optimizer, "optimizer", None)) and (stage3 or not getattr(optimizer, "cpu_offload", True))
     return muon or (_stage(inspect(states)) == 3) != stage3
 
 
-def _moments(optimizer: ZeROOptimizer, param: nn.Parameter) -> tuple[str, ...]:
-    """Return the names of the optimizer's states that have an element for each of a parameter's."""
-    return _MUON if uses_muon(optimizer.optimizer) and getattr(param, "use_muon", False) else _ADAM
+def _moments(optimizer: ZeROOptimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of a parameter group's states that have an element for each of a parameter's."""
+    return _MUON if uses_muon(optimizer.optimizer) and group.get("use_muon", False) else _ADAM
+
+
+def _moments_by_parameter(optimizer: ZeROOptimizer) -> dict[int, tuple[str, ...]]:
+    """Return the same by the id of each parameter."""
+    rows = optimizer.optimizer.param_groups
+    if hasattr(optimizer, "fp16_groups"):
+        numbers = optimizer.sub_group_to_group_id
+        listed = [(rows[numbers[number]], params) for number, params in enumerate(optimizer.fp16_groups)]
+    else:
+        listed = list(zip(rows, optimizer.bit16_groups, strict=True))
+    return {id(param): _moments(optimizer, row) for row, params in listed for param in params}
 
 
 def _stage(states: Mapping[str, Any]) -> int:
@@ -128,10 +139,10 @@ def check(
     parameters = {
         engine.param_names[param]: param for param in engine.module.parameters() if is_optimized_parameter(param)
     }
+    moments = _moments_by_parameter(engine.optimizer) if states else {}
     for name in sorted(parameters)[dist.get_rank() :: dist.get_world_size()]:
         expected = _numels(parameters[name], engine)
-        moments = _moments(engine.optimizer, parameters[name]) if states else ()
-        for key in (_WEIGHTS, *moments):
+        for key in (_WEIGHTS, *moments.get(id(parameters[name]), ())):
             path = folder / "zero" / name / f"{key}.pt"
             saved = look(path)
             numel = _tensor(saved).numel()
@@ -178,6 +189,8 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
     if not ours and (swapped or not beyond_stock(optimizer, stage3, folder)):
         load(optimizer, folder, states, from_fp32)
         return
+    if states and not ours:
+        _refuse_slices(optimizer, stage3)
     saved = inspect(Path(folder, "zero", _STATES))
     if states and stage3:
         optimizer._load_global_state_stage3(saved)
@@ -200,7 +213,7 @@ def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, A
     """
     for number, group in enumerate(optimizer.optimizer.param_groups):
         params, flat = optimizer.bit16_groups[number], group["params"][0]
-        moments = _moments(optimizer, params[0]) if states else ()
+        moments = _moments(optimizer, group) if states else ()
         for param in params:
             if param._hp_mapping is not None:
                 _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, moments)
@@ -233,14 +246,17 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tupl
 
 def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
     """Load at stage 3, where each sub-group has chunks of parameters."""
-    for params, flat, model in zip(
-        optimizer.fp16_groups,
-        optimizer.fp32_partitioned_groups_flat,
-        optimizer.fp16_partitioned_groups_flat,
-        strict=True,
+    rows, numbers = optimizer.optimizer.param_groups, optimizer.sub_group_to_group_id
+    for number, (params, flat, model) in enumerate(
+        zip(
+            optimizer.fp16_groups,
+            optimizer.fp32_partitioned_groups_flat,
+            optimizer.fp16_partitioned_groups_flat,
+            strict=True,
+        )
     ):
         folders = [(param, zero / optimizer.param_names[param]) for param in params]
-        moments = _moments(optimizer, params[0]) if states else ()
+        moments = _moments(optimizer, rows[numbers[number]]) if states else ()
         for key in (_WEIGHTS, *moments):
             pieces = [optimizer.load_hp_checkpoint_state(str(folder), key, param=param) for param, folder in folders]
             loaded = torch.cat(pieces).to(flat)
@@ -254,30 +270,36 @@ def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, 
 
 
 def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
-    """Put momentum into DeepSpeed's optimizer as it has it; see Note [Momentum of DeepSpeed's stages].
-
-    Raises:
-        ValueError: stages 1 and 2 want whole matrices, but tensor parallelism slices them.
-    """
-    if optimizer.offload_optimizer if stage3 else optimizer.cpu_offload:
-        return
+    """Put momentum into DeepSpeed's optimizer as it has it; see Note [Momentum of DeepSpeed's stages]."""
     scale, states = float(optimizer.loss_scale), optimizer.optimizer.state
     if stage3:
-        for flat in optimizer.fp32_partitioned_groups_flat:
-            if MOMENTUM in states[flat]:
+        in_memory = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
+        for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
+            if MOMENTUM in states[flat] and not optimizer.offload_optimizer:
                 states[flat][MOMENTUM] *= scale
+            if number in in_memory:  # save_muon_momentum_buffer_in_memory
+                in_memory[number].copy_(states[flat][MOMENTUM])
         return
-    for number, group in enumerate(optimizer.optimizer.param_groups):
+    for number, group in enumerate(optimizer.optimizer.param_groups if not optimizer.cpu_offload else ()):
         params, flat = optimizer.params_in_partition[number], group["params"][0]
         if group.get("use_muon", False):
             whole = [_tensor(inspect(zero / optimizer.param_names[param] / f"{MOMENTUM}.pt")) for param in params]
-            if [one.numel() for one in whole] != [param.numel() for param in params]:
-                raise ValueError(
-                    "With tensor parallelism, DeepSpeed's stages 1 and 2 load Muon's momentum from a universal "
-                    "checkpoint only with offload_optimizer. Set that, or a paro_strategy."
-                )
             pieces = [one.flatten().to(flat) for one in whole] or [flat.new_zeros(0)]
             states[flat][MOMENTUM] = torch.cat(pieces).mul_(scale)
+
+
+def _refuse_slices(optimizer: Any, stage3: bool) -> None:
+    """Refuse momentum of whole matrices where tensor parallelism slices them, on all ranks alike.
+
+    Raises:
+        ValueError: it is DeepSpeed's stage 1 or 2 without offload, with Muon and tensor parallelism.
+    """
+    sliced = bwc_tensor_model_parallel_world_size(mpu=optimizer.mpu) > 1
+    if sliced and uses_muon(optimizer.optimizer) and not (stage3 or optimizer.cpu_offload):
+        raise ValueError(
+            "With tensor parallelism, DeepSpeed's stages 1 and 2 load Muon's momentum from a universal checkpoint "
+            "only with offload_optimizer. Set that, or a paro_strategy."
+        )
 
 
 def _tensor(saved: Any) -> Tensor:

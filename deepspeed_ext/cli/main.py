@@ -59,7 +59,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that merge them")
     parser.add_argument("--keep_temp_folder", action="store_true", help="keep what is read of shards")
     parser.add_argument("--no_strict", dest="strict", action="store_false", help="check no patterns of parameters")
-    parser.set_defaults(inject_missing_state=True)
+    parser.add_argument("--inject_missing_state", action="store_true", default=True, help=argparse.SUPPRESS)  # always
 
 
 def _run(arguments: argparse.Namespace) -> None:

@@ -21,7 +21,8 @@ OVERRIDING = (
 
 def _of(owner: str, symbols: Iterable[tuple[str, str, str]]) -> Iterator[Patch]:
     """Yield what is called of ``owner``, given each name, why, and signature."""
-    return (Patch(f"{owner}.{name}", why, signature) for name, why, signature in symbols)
+    dot = "" if owner.endswith(":") else "."  # a module's own functions have none
+    return (Patch(f"{owner}{dot}{name}", why, signature) for name, why, signature in symbols)
 
 
 CALLED: tuple[Patch, ...] = (
@@ -29,6 +30,26 @@ CALLED: tuple[Patch, ...] = (
         "deepspeed.runtime.engine:get_fp32_state_dict_from_zero_checkpoint",
         "bug fix: take weights from the tag that is loaded",
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
+    ),
+    *_of(
+        "deepspeed.checkpoint.ds_to_universal:",
+        (
+            (
+                "extract_zero_shards",
+                "convert momentum, and states in several files",
+                "(dir, ds_checkpoint, indices_3D)",
+            ),
+            (
+                "extract_zero_shards_stage3",
+                "convert momentum, and states in several files",
+                "(optim_files_grid, param_shapes_grid, dp_degree, temp_dir, indices, exclude_param_names=None)",
+            ),
+            (
+                "_consolidate_zero3_autoep_expert_states",
+                "convert experts that fewer ranks share",
+                "(output_dir, model_files, optim_files)",
+            ),
+        ),
     ),
     *_of(
         ENGINE,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.perf.lib.cluster_rows import MethodRow, rate_name, read_last
+from tests.perf.lib.cluster_rows import Launch, MethodRow, rate_name, read_last
 from tests.perf.lib.records import RESULTS
 
 KEPT = RESULTS / "mixture_cluster.csv"
@@ -50,12 +50,10 @@ LEAST = 5.0  # times as fast as ``STOCK``, the best of ours
 
 
 @dataclass(frozen=True)
-class MixtureSetting:
-    """One launch: two nodes of two ranks, with links of one rate."""
+class MixtureSetting(Launch):
+    """Nodes with links of one rate."""
 
     mbit: float = 100
-    nodes: int = 2
-    ranks_per_node: int = 2
     accumulation: int = 4
 
     @property
@@ -63,7 +61,7 @@ class MixtureSetting:
         return f"{self.nodes}x{self.ranks_per_node}-{rate_name(self.mbit)}"
 
 
-SETTINGS = {setting.name: setting for setting in (MixtureSetting(),)}
+SETTINGS = {setting.name: setting for setting in (MixtureSetting(2, 2),)}
 
 
 @dataclass
