@@ -20,8 +20,9 @@ OVERRIDING = (
 
 
 def _of(owner: str, symbols: Iterable[tuple[str, str, str]]) -> Iterator[Patch]:
-    """Yield what is called of ``owner``, given each name, why, and signature."""
-    return (Patch(f"{owner}.{name}", why, signature) for name, why, signature in symbols)
+    """Yield what is called of ``owner``, a class or a module with its colon, given each name, why, and signature."""
+    joint = "" if owner.endswith(":") else "."  # of a module, or of a class
+    return (Patch(f"{owner}{joint}{name}", why, signature) for name, why, signature in symbols)
 
 
 CALLED: tuple[Patch, ...] = (
@@ -29,6 +30,22 @@ CALLED: tuple[Patch, ...] = (
         "deepspeed.runtime.engine:get_fp32_state_dict_from_zero_checkpoint",
         "bug fix: take weights from the tag that is loaded",
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
+    ),
+    *_of(
+        "deepspeed.checkpoint.ds_to_universal:",
+        (
+            ("extract_zero_shards", "convert Muon's momentum and experts", "(dir, ds_checkpoint, indices_3D)"),
+            (
+                "extract_zero_shards_stage3",
+                "convert Muon's momentum and experts",
+                "(optim_files_grid, param_shapes_grid, dp_degree, temp_dir, indices, exclude_param_names=None)",
+            ),
+            (
+                "_consolidate_zero3_autoep_expert_states",
+                "convert experts that few ranks share",
+                "(output_dir, model_files, optim_files)",
+            ),
+        ),
     ),
     *_of(
         ENGINE,
