@@ -24,7 +24,7 @@ PAIRS: dict[str, list[tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
     ],
     "p=I,G": [("3", "IIG", {}, {}), ("GNG", "3", {}, {}), ("3", "GIG", OFFLOAD, {})],
     # DeepSpeed's own, from universal checkpoints
-    UNIVERSAL: [("IIG", "2", {}, {}), ("NIG", "3", {}, {}), ("NIG", "1", OFFLOAD, {})],
+    UNIVERSAL: [("IIG", "2", {}, {}), ("IIG", "3", {}, {}), ("NIG", "1", OFFLOAD, {})],
 }
 
 
