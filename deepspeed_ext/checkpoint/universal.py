@@ -273,8 +273,8 @@ def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
             whole = [_tensor(inspect(zero / optimizer.param_names[param] / f"{MOMENTUM}.pt")) for param in params]
             if [one.numel() for one in whole] != [param.numel() for param in params]:
                 raise ValueError(
-                    "With tensor parallelism or AutoEP's experts, DeepSpeed's stages 1 and 2 load Muon's momentum from "
-                    "a universal checkpoint only with offload_optimizer. Set that, or a paro_strategy."
+                    "With tensor parallelism or AutoEP's experts, DeepSpeed's stages 1 and 2 load Muon's momentum "
+                    "from a universal checkpoint only with offload_optimizer. Set that, or a paro_strategy."
                 )
             pieces = [one.flatten().to(flat) for one in whole] or [flat.new_zeros(0)]
             states[flat][MOMENTUM] = torch.cat(pieces).mul_(scale)
