@@ -8,6 +8,7 @@ Note [Momentum in universal checkpoints]
     it is shown to the converter as ``exp_avg`` while fragments are extracted, beside zeros of a byte each as
     ``exp_avg_sq``. By the dtype of these zeros the files are found afterwards: they are removed, and momentum gets its
     own name, ``momentum_buffer.pt``. DeepSpeed's stages 1 and 2 load states by the names of files, so they find it.
+    Of AutoEP's experts, stages 1 and 2 convert nothing but fp32, with a step count: their mark is a negative number.
 
     The momentum of a universal checkpoint is of gradients without the loss scale, as a strategy has it.
 
@@ -49,9 +50,10 @@ from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.sharded.saved import PLACEMENT
 
-_SHOWN_AS, _BESIDE = "exp_avg", "exp_avg_sq"
+_SHOWN_AS, _BESIDE, _STEP = "exp_avg", "exp_avg_sq", "step"
 _EXPERTS = "autoep_expert"  # DeepSpeed's name of their placement
 _MARK = torch.uint8  # no moment has this dtype
+_MARK_OF_EXPERTS = -1.0  # no mean of squares is negative
 
 # Bound before ``convert`` replaces them. Worker processes find ours by name in this module, and these in DeepSpeed's.
 _extract_replicated = ds_to_universal.extract_zero_shards
@@ -79,9 +81,14 @@ def convert(arguments: argparse.Namespace) -> None:
         ds_to_universal.main(arguments)
     for path in Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"):
         saved = inspect(path)
-        if (saved[PARAM] if isinstance(saved, dict) else saved).dtype == _MARK:
+        if _is_mark(saved[PARAM] if isinstance(saved, dict) else saved):
             path.with_name(f"{_SHOWN_AS}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
             path.unlink()
+            path.with_name(f"{_STEP}.pt").unlink(missing_ok=True)
+
+
+def _is_mark(moment: Tensor) -> bool:
+    return moment.dtype == _MARK or bool((moment.flatten()[:1] == _MARK_OF_EXPERTS).any())
 
 
 def _refuse_experts(folder: Path) -> None:
@@ -150,6 +157,8 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
             (count,) = shares
             layers = [{**layer, "expert_data_parallel_world_size": count} for layer in found[AUTOEP_LAYERS_KEY]]
             found = {**found, AUTOEP_LAYERS_KEY: layers}
+        if OPTIMIZER_STATE_DICT in found:
+            found = {**found, OPTIMIZER_STATE_DICT: shown(found[OPTIMIZER_STATE_DICT])}
         return found
 
     with mock.patch.object(torch, "load", load_shown):
@@ -201,17 +210,17 @@ def shown(state: Mapping[str, Any]) -> dict[str, Any]:
     paddings = [0] * len(flats) if stage3 else state[GROUP_PADDINGS]
     base = state[key]
     groups = base["param_groups"] if isinstance(base, dict) else ()
-    muon = [number for group in groups if group.get("use_muon", False) for number in group["params"]]
+    muon = [(number, group) for group in groups if group.get("use_muon", False) for number in group["params"]]
     if not muon:
         return dict(state)
-    moments = {
-        number: _momentum(state, base["state"].get(number, {}), flats[number].numel() + paddings[number])
-        for number in muon
-    }
-    states = {
-        number: {_SHOWN_AS: moment, _BESIDE: torch.zeros(1, dtype=_MARK).expand(moment.numel())}
-        for number, moment in moments.items()
-    }
+    states: dict[int, dict[str, Any]] = {}
+    for number, group in muon:
+        moment = _momentum(state, base["state"].get(number, {}), flats[number].numel() + paddings[number])
+        if group.get("moe", False) and not stage3:
+            mark, more = torch.full((1,), _MARK_OF_EXPERTS), {_STEP: 0}
+        else:
+            mark, more = torch.zeros(1, dtype=_MARK), {}
+        states[number] = {_SHOWN_AS: moment, _BESIDE: mark.expand(moment.numel()), **more}
     return {**state, key: {**base, "state": {**base["state"], **states}}}
 
 

@@ -289,16 +289,17 @@ def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
 
 
 def _refuse_slices(optimizer: Any, stage3: bool) -> None:
-    """Refuse momentum of whole matrices where tensor parallelism slices them, on all ranks alike.
+    """Refuse momentum of whole matrices where tensor or expert parallelism divides them, on all ranks alike.
 
     Raises:
-        ValueError: it is DeepSpeed's stage 1 or 2 without offload, with Muon and tensor parallelism.
+        ValueError: it is DeepSpeed's stage 1 or 2 without offload, with Muon and one of the two.
     """
-    sliced = bwc_tensor_model_parallel_world_size(mpu=optimizer.mpu) > 1
-    if sliced and uses_muon(optimizer.optimizer) and not (stage3 or optimizer.cpu_offload):
+    experts = any(group.get("moe", False) for group in optimizer.optimizer.param_groups)
+    divided = experts or bwc_tensor_model_parallel_world_size(mpu=optimizer.mpu) > 1
+    if divided and uses_muon(optimizer.optimizer) and not (stage3 or optimizer.cpu_offload):
         raise ValueError(
-            "With tensor parallelism, DeepSpeed's stages 1 and 2 load Muon's momentum from a universal checkpoint "
-            "only with offload_optimizer. Set that, or a paro_strategy."
+            "With tensor parallelism or AutoEP's experts, DeepSpeed's stages 1 and 2 load Muon's momentum from a "
+            "universal checkpoint only with offload_optimizer. Set that, or a paro_strategy."
         )
 
 

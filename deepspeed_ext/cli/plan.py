@@ -198,8 +198,8 @@ def _check(a: argparse.Namespace) -> None:
             "--expert-params goes with --params; of a --model those count that DeepSpeed has marked.",
         ),
         (
-            experts and (trainable or a.muon is not None),
-            "--expert-params: all parameters are trained, and Muon takes no experts.",
+            experts and trainable,
+            "--expert-params: all parameters are trained, so it does not go with --trainable.",
         ),
         (
             experts and of_params and a.expert_params >= a.params,
@@ -298,7 +298,7 @@ def _model(arguments: argparse.Namespace) -> Model:
     )
     layer = float((arguments.largest_layer or 0) * width)
     fetches = max(1, (arguments.params - apart) // FETCHED)
-    experts = _experts(apart, arguments.expert_parallel, width) if apart else ()
+    experts = _experts(apart, arguments.expert_parallel, width, muon) if apart else ()
     bucket = full_bucket(BUCKET, round((states.gradients + sum(e.states.gradients for e in experts)) / width))
     matrices = states.gradients if muon else 0.0
     return Model(
@@ -328,10 +328,12 @@ def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
     )
 
 
-def _experts(params: int, ranks: int, width: int) -> tuple[Experts, ...]:
+def _experts(params: int, ranks: int, width: int, muon: bool) -> tuple[Experts, ...]:
     """Return the share of the experts that each of ``ranks`` ranks has."""
-    states = ModelStates.of(params // ranks, parameter_bytes=width, gradient_bytes=width)
-    return (Experts(ranks, states, fetches=max(1, params // ranks // FETCHED)),)
+    each = MUON_BYTES if muon else ADAM_BYTES
+    states = ModelStates.of(params // ranks, parameter_bytes=width, gradient_bytes=width, optimizer_bytes=each)
+    fetches, matrices = max(1, params // ranks // FETCHED), states.gradients if muon else 0.0
+    return (Experts(ranks, states, fetches=fetches, matrices=matrices),)
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:

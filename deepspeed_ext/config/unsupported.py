@@ -153,11 +153,6 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda strategy, engine: f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either",
     ),
     Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and "muon" in type(optimizer).__name__.lower(),
-        "Muon divides matrices among all data-parallel ranks, and these have different experts",
-        advice=lambda strategy, engine: "Set optimizer.type to another one",
-    ),
-    Unsupported(
         lambda engine, optimizer: _other_muon(optimizer),
         "{} steps whole matrices, and has shards of them",
         advice=lambda strategy, engine: (

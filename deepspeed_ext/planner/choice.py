@@ -72,7 +72,7 @@ class Plan:
                 f"; of {chosen.volume.inter / 1e9:.3g} GB that a rank receives from other groups in a step "
                 f"{chosen.of_experts.inter / 1e9:.3g} are of experts"
             )
-        if self.model.matrices:
+        if self.model.all_matrices:
             said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
         return said + self._compared()
 

@@ -60,13 +60,14 @@ class Experts:
 
     Attributes:
         size: expert-parallel size: the number of neighboring ranks that together have all experts.
-        states, held, fetches: as in ``Model``, for the experts that one rank has.
+        states, held, fetches, matrices: as in ``Model``, for the experts that one rank has.
     """
 
     size: int
     states: ModelStates
     held: ModelStates | None = None
     fetches: int = 1
+    matrices: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Model:
             copies by the cores that compute.
         overlap: ``overlap_comm``; None for its default, which is true except for p = N on a host.
         overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters come under the next forward.
-        matrices: bytes of the matrices that the step needs whole, as they are moved: those of Muon.
-        orthogonalizing: seconds that one rank would take to orthogonalize all of them.
+        matrices: bytes of the dense matrices that the step needs whole, as they are moved: those of Muon.
+        orthogonalizing: seconds that one rank would take to orthogonalize all that it has of matrices, experts' too.
         experts: experts of expert parallelism.
         host: how parameters are in host memory, where they are sharded; None if they are on the device.
     """
@@ -122,13 +123,18 @@ class Model:
                     held=one.held,
                     fetches=one.fetches,
                     largest_layer=0.0,
-                    matrices=0.0,
+                    matrices=one.matrices,
                     experts=(),
                 ),
             )
             for one in self.experts
         ]
         return [(sizes, self), *alone]
+
+    @property
+    def all_matrices(self) -> float:
+        """Return the bytes of the matrices that a rank has, experts' included."""
+        return self.matrices + sum(one.matrices for one in self.experts)
 
     @property
     def updated_bytes(self) -> float:
@@ -226,7 +232,7 @@ def predict(
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
     """Predict what the plain stages cost; see Note [Plain ZeRO]."""
-    if model.matrices:
+    if model.all_matrices:
         return []
     return [predict_plain_stage(name, sizes, model, rates) for name in PLAIN]
 
@@ -253,14 +259,13 @@ def _prediction(
     families = model.families(sizes)
     copies = _copies(strategy, families, sent)
     volumes, moves = _moves(strategy, families, model, rates, sent, copies)
-    of_experts = sum(volumes[1:], Volume())
-    whole_matrices = strategy.exchange(sizes, model.matrices)
-    moves.append(_exchange(whole_matrices, model.layers, rates))
+    exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
+    of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
+    moves.append(_exchange(exchanged, model.layers, rates))
     memory = _sum_of(strategy.memory(ranks, _held(strategy, family)) for ranks, family in families)
     whole = _sum_of(strategy.memory(ranks, family.states) for ranks, family in families)
     host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
     update = UPDATE_TOUCHES * memory.optimizer / rates.memory
-    sharing = sizes.group_size if strategy.os == Placement.N else sizes.shards(strategy.os)
     step = Step(
         Moves(*moves),
         model.layers,
@@ -269,13 +274,13 @@ def _prediction(
         model.compute,
         update,
         overlap,
-        model.orthogonalizing / sharing,
+        _orthogonalizing(strategy, families),
     )
     usage = step.usage()
     transient = sum(_transient(strategy, ranks, family, sent) for ranks, family in families) + copies.windows
     few_bits = sent.loco is not None, sent.updates is not None
     memory = replace(memory, parameters=memory.parameters + copies.cached)
-    total = volumes[0] + of_experts + whole_matrices
+    total = volumes[0] + exchanged[0] + of_experts
     return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy, of_experts)
 
 
@@ -309,14 +314,22 @@ def _moves(
     return total, moves
 
 
-def _exchange(matrices: Volume, layers: int, rates: Rates) -> Move:
-    """Return the move of the matrices that a step needs whole."""
+def _exchange(exchanged: Sequence[Volume], layers: int, rates: Rates) -> Move:
+    """Return the move of the matrices that a step needs whole, of all families, each in rounds of its own."""
     hops, rounds = rates.gather, min(ROUNDS, layers)
-    within, between = (
-        rate.seconds(nbytes, 2 * rounds)
-        for rate, nbytes in ((hops.intra, matrices.intra), (hops.inter, matrices.inter))
-    )
+    within = sum(hops.intra.seconds(one.intra, 2 * rounds) for one in exchanged)
+    between = sum(hops.inter.seconds(one.inter, 2 * rounds) for one in exchanged)
     return Move(Direction.GATHER, within, between, rounds)
+
+
+def _orthogonalizing(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
+    """Return the seconds for which a rank orthogonalizes: its shares of each family, taken to be as long as large."""
+    (_, model), *_ = families
+    shares = [ranks.group_size if strategy.os == Placement.N else ranks.shards(strategy.os) for ranks, _ in families]
+    if len(families) == 1 or not model.all_matrices:
+        return model.orthogonalizing / shares[0]
+    work = sum(family.matrices / share for share, (_, family) in zip(shares, families, strict=True))
+    return model.orthogonalizing * work / model.all_matrices
 
 
 def _copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sent: Compression) -> Copies:

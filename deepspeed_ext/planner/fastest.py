@@ -39,7 +39,7 @@ from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.cost import Model
+from deepspeed_ext.planner.cost import Experts, Model
 from deepspeed_ext.planner.decisions import Decisions, say
 from deepspeed_ext.planner.host import HostParameters
 from deepspeed_ext.planner.models import describe, micro_step_flops, orthogonalizing_flops
@@ -74,7 +74,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     if not name:
         dtype, _ = engine.get_data_types()
         described, compute = _with_compute(described, config, flops, dtype)
-        if described.matrices:
+        if described.all_matrices:
             described = replace(described, orthogonalizing=_orthogonalizing(config, model))
         made = _measured_plan(config, topology, described, allowed, _budget(config, model))
         name = broadcast_text(made.choice.strategy if made.choice else "", 0)
@@ -185,8 +185,10 @@ def _same_everywhere(model: Model) -> Model:
     pairs = [(model.states, model.held), *((one.states, one.held) for one in model.experts)]
     held = [states for pair in pairs for states in pair if states is not None]
     numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
+    numbers += [one.matrices for one in model.experts]
     found = _reduced([*numbers, *(number for states in held for number in astuple(states))], dist.ReduceOp.MAX)
     largest, fetches, regathered, matrices, *rest = found
+    of_experts, rest = rest[: len(model.experts)], rest[len(model.experts) :]
     alike = [ModelStates(*rest[start : start + 4]) for start in range(0, len(rest), 4)]
     return replace(
         model,
@@ -197,7 +199,7 @@ def _same_everywhere(model: Model) -> Model:
         regathered=bool(regathered),
         matrices=matrices,
         experts=tuple(
-            replace(one, states=alike[2 * number], held=alike[2 * number + 1])
+            replace(one, states=alike[2 * number], held=alike[2 * number + 1], matrices=of_experts[number - 1])
             for number, one in enumerate(model.experts, 1)
         ),
     )
@@ -237,6 +239,11 @@ def _budget(config: Config, model: nn.Module) -> float:
     return least
 
 
+def _named(experts: Experts) -> dict[str, Any]:
+    """Return the inputs that experts are; older decisions know no matrices of theirs."""
+    return {key: value for key, value in asdict(experts).items() if key != "matrices" or value}
+
+
 def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Strategy]) -> dict[str, Any]:
     """Return the inputs of a decision; with other values, it is made again."""
     assert model.held is not None
@@ -259,5 +266,5 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         MICRO_STEP: zero.paro_micro_step_seconds,
         **({"matrices": model.matrices} if model.matrices else {}),  # older decisions do not have this key
         **({CACHE_BYTES: zero.paro_parameter_cache_bytes} if zero.paro_parameter_cache_bytes else {}),
-        **({"experts": [asdict(one) for one in model.experts]} if model.experts else {}),
+        **({"experts": [_named(one) for one in model.experts]} if model.experts else {}),
     }

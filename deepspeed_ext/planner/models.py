@@ -44,7 +44,12 @@ def describe(
     width = gradient_bytes or parameter_bytes or first.element_size()
     layers, states = list(_layers(model)), count(dense(model), parameter_bytes, width)
     experts = tuple(
-        Experts(size, count(some, parameter_bytes, width), fetches=len(list(_layers_with(model, some))))
+        Experts(
+            size,
+            count(some, parameter_bytes, width),
+            fetches=len(list(_layers_with(model, some))),
+            matrices=float(width * sum(map(numel_of, matrices(some)))),
+        )
         for size, some in experts_of_sizes(model).items()
     )
     of_all = {id(param) for param in dense(model)}
@@ -57,7 +62,7 @@ def describe(
         fetches=max(1, sum(any(id(param) in of_all for param in layer) for layer in layers)),
         largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
         bucket=full_bucket(bucket, elements),
-        matrices=float(width * sum(map(numel_of, matrices(model.parameters())))),
+        matrices=float(width * sum(map(numel_of, matrices(dense(model))))),
         experts=experts,
     )
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.zero.families import Families
 from deepspeed_ext.zero.shards import FlatShard
 
 
@@ -18,13 +18,13 @@ class FlatShards(Protocol):
 
     Attributes:
         strategy: where model states are.
-        topology: process groups of the data-parallel group, which are those of dense parameters.
+        families: of parameters, with their process groups.
         optimizer: the one that steps.
         reduce_bucket_size: DeepSpeed's key of that name: elements.
     """
 
     strategy: Strategy
-    topology: Topology
+    families: Families
     optimizer: Any
     reduce_bucket_size: int
 

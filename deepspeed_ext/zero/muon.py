@@ -22,6 +22,10 @@ Note [Muon]
     os = I: those of a group do, and nothing crosses between groups; each orthogonalizes all matrices.
     os = N: every rank has all. The ranks of a group divide the work, and gather the updates inside it.
 
+    Each family of parameters (``families.py``) has owners and rounds of its own, among the ranks that share its
+    states: experts go to ranks that have these experts. All ranks start the rounds of all families in one order, dense
+    ones first; ranks with other experts have as many rounds of matrices of the same shapes, over other groups.
+
     The order is that of DeepSpeed's stages: overflow check, Muon, norm and clipping of what it made, step. A step that
     is skipped leaves the momentum as it was. DeepSpeed's own function orthogonalizes (``muon_update``), with all that
     it knows of heads, packed experts, kernels and scales; momentum that is advanced already it leaves as it is.
@@ -49,6 +53,7 @@ from deepspeed_ext.comm.owners import ROUNDS, Job, assign, rounds
 from deepspeed_ext.comm.spans import Span, neighbors_joined
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.families import DENSE, Family, family_of
 from deepspeed_ext.zero.flat_shards import FlatShards
 from deepspeed_ext.zero.matrices import Matrices, matrices_of
 from deepspeed_ext.zero.shards import FlatShard, Member
@@ -65,11 +70,15 @@ class _Owned(NamedTuple):
     spans: list[Span]
 
 
+_Assigned = tuple[FlatShard, Member, Matrices, Job, int]  # matrices of a member of a shard, and their owner
+
+
 class _Round(NamedTuple):
     """What this rank sends and owns in a round.
 
     Attributes:
         parts: elements of this rank's shards, owner by owner; they come back in this order.
+        collectives: of the ranks that share the states of this family.
         sent: how many each owner gets; ``received``: how many each rank sends here.
         owned: matrices of this rank.
         widths: elements of each owner, if every rank gets all of them back; ``back``: where parts are in these.
@@ -77,6 +86,7 @@ class _Round(NamedTuple):
     """
 
     parts: list[tuple[FlatShard, Span]]
+    collectives: Collectives
     sent: list[int]
     received: list[int]
     owned: list[_Owned]
@@ -184,11 +194,14 @@ class Muon:
         """Give parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_take``."""
         device = get_accelerator().current_device_name()
         if self._replicated:
-            mine = torch.empty(one.widths[self._collectives.rank], dtype=self._wire, device=device)
+            rank, ranks = one.collectives.rank, one.collectives.size
+            mine = torch.empty(one.widths[rank], dtype=self._wire, device=device)
             self._orthogonalize_own(one, mine)
-            gathered, ranks = mine.new_empty(sum(one.widths)), self._collectives.size
+            if one.stays:
+                return mine
+            gathered = mine.new_empty(sum(one.widths))
             # Of unequal parts there is no all-gather on all backends.
-            yield self._collectives.all_to_all(
+            yield one.collectives.all_to_all(
                 gathered, mine.repeat(ranks), [mine.numel()] * ranks, "all_gather", one.widths
             )
             return gathered
@@ -199,9 +212,9 @@ class Muon:
             self._orthogonalize(one, sent)
             return sent
         whole = sent.new_empty(sum(one.received))
-        yield self._collectives.all_to_all(whole, sent, one.sent, "all_to_all", one.received)
+        yield one.collectives.all_to_all(whole, sent, one.sent, "all_to_all", one.received)
         self._orthogonalize(one, whole)
-        yield self._collectives.all_to_all(sent, whole, one.received, "all_to_all", one.sent)
+        yield one.collectives.all_to_all(sent, whole, one.received, "all_to_all", one.sent)
         return sent
 
     def _orthogonalize(self, one: _Round, flat: Tensor) -> None:
@@ -246,31 +259,39 @@ class Muon:
         self._rounds = []
         if not self._shards:
             return
-        topology = self._of.topology
-        self._collectives = Collectives(topology.shard_group(self._of.strategy.os), "muon")
-        if self._replicated:
-            self._collectives = Collectives(topology.intra, "muon")
         dtypes = {self._of.get_param_comm_dtype(member.param) for shard in self._shards for member in shard.members}
         self._wire = torch.float32 if torch.float32 in dtypes else torch.bfloat16
         self._queue = TransferQueue(overlap=True, newest_first=True)
-        ranks = self._collectives.size
-        found = list(self._all_matrices(ranks))
+        for name, family in self._of.families.items():  # in one order on all ranks
+            shards = [one for one in self._shards if one.members and family_of(one.members[0].param) == name]
+            if shards:
+                self._rounds += self._rounds_of(family, shards)
+
+    def _rounds_of(self, family: Family, shards: Sequence[FlatShard]) -> list[_Round]:
+        """Return the rounds of a family's matrices."""
+        topology, label = family.topology, "muon" if family.name == DENSE else f"{family.name}_muon"
+        sharing = topology.intra if self._replicated else topology.shard_group(self._of.strategy.os)
+        collectives = Collectives(sharing, label)
+        ranks = collectives.size
+        found = list(self._all_matrices(shards, ranks))
         jobs = [Job(matrices.span, member.stripe, matrices.flops) for _, member, matrices in found]
         owners = assign(jobs, ranks, min(ranks, topology.sizes.group_size))
         elements = [0] * ranks
         for owner, job in zip(owners, jobs, strict=True):
             elements[owner] += job.span.numel
         most = min(self._of.reduce_bucket_size, -(-max(elements) // ROUNDS))
+        made = []
         for numbers in rounds(jobs, owners, most):
             by_owner = sorted(numbers, key=lambda number: (owners[number], number))
             some = [(*found[number], jobs[number], owners[number]) for number in by_owner]
-            self._rounds.append(self._gathers(some) if self._replicated else self._round(some))
+            made.append(self._gathers(collectives, some) if self._replicated else self._round(collectives, some))
+        return made
 
-    def _all_matrices(self, ranks: int) -> Any:
+    def _all_matrices(self, shards: Sequence[FlatShard], ranks: int) -> Any:
         """Yield (shard, member, matrices), those of a parameter in parts that leave something to other ranks."""
         some = [
             (shard, member, getattr(member.param, "muon_num_heads", None), self._group(shard).get("ns_method", "gram"))
-            for shard in self._shards
+            for shard in shards
             for member in shard.members
             if math.prod(member.shape)
         ]
@@ -283,9 +304,9 @@ class Muon:
             for matrices in matrices_of(member.shape, heads, method, total / ranks):
                 yield shard, member, matrices
 
-    def _round(self, some: Sequence[tuple[FlatShard, Member, Matrices, Job, int]]) -> _Round:
+    def _round(self, collectives: Collectives, some: Sequence[_Assigned]) -> _Round:
         """Return this rank's part of a round. ``some``: matrices, owner by owner."""
-        rank, ranks = self._collectives.rank, self._collectives.size
+        rank, ranks = collectives.rank, collectives.size
         sent, received, parts = [0] * ranks, [0] * ranks, []
         for shard, member, _, job, owner in some:
             held = job.held(rank)
@@ -307,21 +328,22 @@ class Muon:
             _Owned(shard, member.param, matrices, [span.shifted(begins[holder]) for holder, span in spans])
             for (shard, member, matrices, _, _), spans in zip(mine, arriving, strict=True)
         ]
-        return _Round(parts, sent, received, owned, stays=all(job.stays for _, _, _, job, _ in some))
+        return _Round(parts, collectives, sent, received, owned, stays=all(job.stays for _, _, _, job, _ in some))
 
-    def _gathers(self, some: Sequence[tuple[FlatShard, Member, Matrices, Job, int]]) -> _Round:
+    def _gathers(self, collectives: Collectives, some: Sequence[_Assigned]) -> _Round:
         """Return a round in which every rank has all, and gets all updates."""
-        filled = [0] * self._collectives.size
+        filled = [0] * collectives.size
         places, parts, owned = [], [], []
         for shard, member, matrices, _, owner in some:
             span = matrices.span.shifted(member.offset)
             places.append((owner, filled[owner]))
             parts.append((shard, span))
             filled[owner] += span.numel
-            if owner == self._collectives.rank:
+            if owner == collectives.rank:
                 owned.append(_Owned(shard, member.param, matrices, [span]))
         begins = _offsets(filled)
-        return _Round(parts, [], [], owned, filled, [begins[owner] + at for owner, at in places])
+        back = [begins[owner] + at for owner, at in places]
+        return _Round(parts, collectives, [], [], owned, filled, back, stays=collectives.size == 1)
 
 
 def _offsets(numels: Sequence[int]) -> list[int]:

@@ -131,6 +131,7 @@ OPTIONS = {
         ("NNI", "NIG"), {**_OVERLAP, **_FEW_BITS, "zeropp_loco_param": {}}, _EXPERTS, gathering=False
     ),
     "experts, sharded": Options(("ING", "III", "IGG", "GGG"), _OVERLAP, _AUTOEP, gathering=False),
+    "experts, Muon": Options(("NNN", "NIG"), _OVERLAP, replace(_EXPERTS, optimizer="Muon"), gathering=False),
     "parameters on the host": Options(_SLICED, {**_OVERLAP, **_HOST}, replace(_ADAM, steps=3), saving=True),
     "parameters and offload": Options(_SLICED, {**_HOST, **_CACHED, **_OFFLOAD}, _ADAM, saving=True),
     "parameters, in few bits": Options(

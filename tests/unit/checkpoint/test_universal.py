@@ -17,15 +17,16 @@ UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
 
 def job_of_kind(kind: str, dtype: str, **config: Any) -> Any:
-    """With an optimizer, or with AutoEP's experts divided among as many ranks as ``kind`` says, and Adam."""
+    """With an optimizer, or with AutoEP's experts divided among as many ranks as ``kind`` begins with."""
     from tests.harness import experts
     from tests.harness.training import Job
 
-    if not kind.isdigit():
+    if not kind[0].isdigit():
         return job_of(dtype, optimizer=kind, **config)
+    size, _, optimizer = kind.partition(" ")
     zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
-    config = {**config, **experts.autoep(int(kind))}
-    return Job(sizes=(13, 7), network=experts.SmallMixtral, optimizer="Adam", zero=zero, config=config, dtype=dtype)
+    config = {**config, **experts.autoep(int(size))}
+    return Job(sizes=(13, 7), network=experts.SmallMixtral, optimizer=optimizer, zero=zero, config=config, dtype=dtype)
 
 
 def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2, kind: str = "Adam") -> None:
@@ -130,15 +131,22 @@ def test_to_other_numbers_of_ranks(
 
 
 @pytest.mark.parametrize(
-    "saved_by, world_size, group_size, loaded_by",
-    [(4, 2, 2, 2), *deep((2, 2, 2, 1), (4, 4, 2, 2), (1, 8, 4, 4), (2, 4, 4, 4), (2, 8, 2, 1))],
+    "saved_by, world_size, group_size, loaded_by, optimizer",
+    [
+        (4, 2, 2, 2, "Adam"),
+        *deep(*((*shape, "Adam") for shape in ((2, 2, 2, 1), (4, 4, 2, 2), (1, 8, 4, 4), (2, 4, 4, 4), (2, 8, 2, 1)))),
+        *deep(*((*shape, "Muon") for shape in ((4, 2, 2, 2), (2, 8, 2, 1)))),
+    ],
 )
 def test_experts_divided_otherwise(
-    ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int
+    ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int, optimizer: str
 ) -> None:
     pairs = [("NIG", "IIG"), ("III", "NNG"), ("NII", "GGG"), ("NNN", "3"), ("GGG", "2")]
-    ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, str(saved_by))
-    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, str(loaded_by)):
+    if optimizer == "Muon":
+        pairs = pairs[:3]
+    saving, loading = f"{saved_by} {optimizer}", f"{loaded_by} {optimizer}"
+    ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, saving)
+    for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, loading):
         for row in rows:  # samples of a step; and a rank's tokens, which are not saved
             kept = [name for name in row[2] if not name.endswith("tokens_per_expert buffer")]
             assert set(kept) <= {"counters"}, row

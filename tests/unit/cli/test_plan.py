@@ -170,7 +170,7 @@ def test_what_is_in_host_memory(
         (["--params", "7B", "--expert-params", "5B", *NODES, *LINKS], "--expert-params and --expert-parallel go toge"),
         (["--model", "a:b", *EXPERTS, *NODES, *LINKS], "--expert-params goes with --params"),
         (["--params", "4B", *EXPERTS, *NODES, *LINKS], "--expert-params 5000000000 leaves nothing of --params 4000"),
-        (["--params", "7B", *EXPERTS, "--muon", *NODES, *LINKS], "all parameters are trained, and Muon takes no exp"),
+        (["--params", "7B", *EXPERTS, "--trainable", "1B", *NODES, *LINKS], "all parameters are trained, so it does"),
         (["--params", "7B", *EXPERTS, "--estimate", *NODES, *LINKS], "DeepSpeed's estimators know, no experts"),
         (
             ["--params", "7B", "--expert-params", "5B", "--expert-parallel", "3", *NODES, *LINKS],

@@ -58,6 +58,9 @@ def test_experts_are_counted_among_the_ranks_that_have_them(
     busy = {part: found.busy[part] - dense.busy[part] for part in ("within", "between")}
     assert busy["within"] == pytest.approx(rates.gather.intra.seconds(experts.intra))
     assert busy["between"] == pytest.approx(rates.gather.inter.seconds(experts.inter))
+    muon = replace(MODEL, matrices=STATES.gradients, experts=(Experts(ep, own, matrices=own.gradients),))
+    exchanged = row.exchange(GroupSizes(*groups), own.gradients) + row.exchange(cluster, STATES.gradients)
+    assert predict(row, cluster, muon, rates).volume == pytest.approx(found.volume + exchanged)
 
 
 def test_groups_with_different_numbers_of_the_same_experts_are_refused() -> None:

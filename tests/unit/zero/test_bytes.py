@@ -233,9 +233,15 @@ def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, gro
             assert more == pytest.approx((due[0].intra, due[0].inter)[kind], rel=RELATIVE), name
 
 
-@pytest.mark.parametrize("names", [("ING", "IIG", "GGG"), *deep((("III", "IGG"),))], ids=by_strategies)
-def test_sharded_experts_are_gathered_among_the_ranks_that_have_them(ranks: Any, names: tuple[str, ...]) -> None:
-    dense, trained, experts, rows = ranks(4).run(autoep_case, 2, names)[0]
+@pytest.mark.parametrize(
+    "names, optimizer",
+    [(("ING", "IIG", "GGG"), "SGD"), (("IIG",), "Muon"), *deep((("III", "IGG"), "SGD"), (("III", "IGG"), "Muon"))],
+    ids=by_strategies,
+)
+def test_sharded_experts_are_gathered_among_the_ranks_that_have_them(
+    ranks: Any, names: tuple[str, ...], optimizer: str
+) -> None:
+    dense, trained, experts, matrices, rows = ranks(4).run(autoep_case, 2, names, optimizer)[0]
     width = {"parameter_bytes": WIDTH, "gradient_bytes": WIDTH}
     families = [
         (GroupSizes(4, 2), ModelStates.of(dense, trained, **width)),
@@ -243,13 +249,28 @@ def test_sharded_experts_are_gathered_among_the_ranks_that_have_them(ranks: Any,
     ]
     for name, (intra, inter) in zip(names, rows, strict=True):
         due = [STRATEGIES[name].volume(*family) for family in families]
+        for (cluster, _), numel in zip(families, matrices, strict=True):
+            due.append(STRATEGIES[name].exchange(cluster, numel * WIDTH))
         assert inter == pytest.approx(sum(volume.inter for volume in due), rel=RELATIVE), name
         tokens = 150_000  # to experts and back, in forward and backward
         assert intra == pytest.approx(sum(volume.intra for volume in due), rel=RELATIVE, abs=tokens), name
 
 
-def autoep_case(group: int, names: tuple[str, ...]) -> tuple[int, int, int, list[Bytes]]:
-    """Dense parameters, those of them that are trained, those of experts that this rank has; bytes as above."""
+def autoep_case(
+    group: int, names: tuple[str, ...], optimizer: str
+) -> tuple[int, int, int, tuple[int, int], list[Bytes]]:
+    """Dense parameters, those of them that are trained, those of experts that this rank has; Muon's of dense ones and
+    of experts; bytes as above, without Muon's iteration."""
+    from unittest import mock
+
+    with mock.patch("deepspeed.runtime.zero.muon.original_muon.muon_update", lambda matrix, *_, **__: matrix):
+        return autoep_bytes(group, names, optimizer)
+
+
+def autoep_bytes(
+    group: int, names: tuple[str, ...], optimizer: str
+) -> tuple[int, int, int, tuple[int, int], list[Bytes]]:
+    """The same."""
     from deepspeed import comm as dist
     from deepspeed.moe.utils import is_moe_param
 
@@ -259,7 +280,7 @@ def autoep_case(group: int, names: tuple[str, ...]) -> tuple[int, int, int, list
     class Network(experts.SmallMixtral):
         width, inner = 160, 320
 
-    job = training.Job(sizes=(256, 511, 300), zero=BUCKETS, network=Network, config=experts.autoep(2))
+    job = training.Job((256, 511, 300), zero=BUCKETS, network=Network, optimizer=optimizer, config=experts.autoep(2))
     rows = []
     for name in names:
         engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group, **TWICE})
@@ -278,10 +299,12 @@ def autoep_case(group: int, names: tuple[str, ...]) -> tuple[int, int, int, list
         split = meter.split(group)
         rows.append((split.intra_mean, split.inter_mean))
         numels = [(p.ds_numel, p.requires_grad, is_moe_param(p)) for p in model.parameters() if p.ds_numel > 48]
+        muon = [(p.ds_numel, is_moe_param(p)) for p in model.parameters() if getattr(p, "use_muon", False)]
         engine.destroy()
     own = sum(numel for numel, _, expert in numels if expert)
     dense = [(numel, trained) for numel, trained, expert in numels if not expert]
-    return sum(numel for numel, _ in dense), sum(numel for numel, trained in dense if trained), own, rows
+    matrices = (sum(numel for numel, expert in muon if not expert), sum(numel for numel, expert in muon if expert))
+    return sum(numel for numel, _ in dense), sum(numel for numel, trained in dense if trained), own, matrices, rows
 
 
 def experts_case(group: int, frozen: tuple[str, ...]) -> tuple[int, int, list[Bytes]]:

@@ -204,6 +204,57 @@ def frozen_case(frozen: str) -> tuple[list[Difference], list[Difference]]:
     return training.compare(job, 2, strategies[0], stage=3), training.compare(job, 2, strategies[1], stage=3)
 
 
+MUON = {
+    "weights": 1e-4,
+    "losses": 1e-5,
+}  # iterations make more of what rounding leaves in directions of small gradients
+ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    "world, ep, group, names, job",
+    [
+        (6, 2, 2, ("NNN", "NIG"), {"accumulation": 3, "clipping": 0.1, "groups": 2}),
+        *deep(*((*shape, REPLICATED, {"accumulation": 3}) for shape in ((4, 1, 2), (4, 2, 2), (4, 4, 2), (8, 2, 4)))),
+        *deep((4, 2, 2, REPLICATED, ON_HOST)),
+    ],
+)
+def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]) -> None:
+    """Each matrix of an expert is orthogonalized by a rank that has it, as in DeepSpeed's stages 1 and 2."""
+    check(run(ranks, ep, {"steps": 3, "optimizer": "Muon", **job}, world, group, strategies=names), **MUON)
+
+
+@pytest.mark.parametrize(
+    "world, ep, group, names, job",
+    [
+        (4, 2, 4, ("NIG", "III", "GNG"), {"accumulation": 3}),
+        (4, 2, 2, ("IIG",), {"clipping": 0.1, "groups": 2}),
+        *deep(*((*shape, PARTITIONED + REPLICATED, {}) for shape in ((4, 2, 2), (4, 1, 2), (4, 4, 2), (8, 2, 4)))),
+        *deep((4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),
+    ],
+)
+def test_muon_of_autoep(
+    ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
+) -> None:
+    """Packed experts, beside DeepSpeed's stage 3."""
+    for rows in ranks(world).run(muon_case, ep, {"steps": 3, **job}, group, names):
+        for row, name in zip(rows, names, strict=True):
+            check([row], **MUON, optimizer="Stage3Optimizer" if name in PARTITIONED else "Stage12Optimizer")
+
+
+def muon_case(ep: int, job: dict[str, Any], group: int, names: tuple[str, ...]) -> list[Difference]:
+    """Differences from stage 3, which all-reduces gradients for Muon."""
+    from tests.harness import experts
+
+    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
+    zero = {**zero, "sub_group_size": 400, **job.pop("zero", {})}
+    made = Job(
+        sizes=SIZES, network=experts.SmallMixtral, optimizer="Muon", zero=zero, config=experts.autoep(ep), **job
+    )
+    variants = [training.placed(name, group) for name in names]
+    return training.against(made, variants, {"stage": 3, "reduce_scatter": False})
+
+
 FP16 = {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}
 
 
@@ -235,7 +286,7 @@ def test_sixteen_bits_of_autoep(ranks: Any, job: dict[str, Any], bounds: dict[st
 def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
     """Those with os = G; what does not fit is refused before anything is changed."""
     for rows, refused in ranks(4).run(exchange_case, str(tmp_path)):
-        assert len(rows) == 4 and all(rows.values()), rows
+        assert len(rows) == 5 and all(rows.values()), rows
         assert "is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers (" in refused[0]
         assert "shard the states otherwise" in refused[1], refused
         assert "does not fit the model's experts: of 3 names 3 are missing, unexpected or have another" in refused[2]
@@ -245,6 +296,7 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     """Whether going on is the same from a checkpoint of one's own and from another's; errors of bad loads."""
+    from dataclasses import replace
     from pathlib import Path
 
     from deepspeed import comm as dist
@@ -254,19 +306,25 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     found = {}
     routed = Job(sizes=SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
     mixtral = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
-    for job, stage, name in ((routed, "2", "NIG"), (mixtral, "3", "IIG")):
-        for saver, loader in ((stage, name), (name, stage)):
-            engine, _ = training.make_engine(job, training.placed(saver))
-            snapshots.run(engine, job, snapshots.steps_of(job, 2), first=0)
-            engine.save_checkpoint(f"{folder}/{saver}")
-            losses = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
-            engine.destroy()
-            engine, _ = training.make_engine(job, training.placed(loader))
-            engine.load_checkpoint(f"{folder}/{saver}")
-            again = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
-            found[f"{saver} to {loader}"] = all(abs(a - b) < 1e-6 for a, b in zip(losses, again, strict=True))
-            engine.destroy()
-            dist.barrier()
+    for job, saver, loader in (
+        (routed, "2", "NIG"),
+        (routed, "NIG", "2"),
+        (mixtral, "3", "IIG"),
+        (mixtral, "IIG", "3"),
+        (replace(routed, optimizer="Muon", groups=2), "2", "NIG"),  # momentum of whole matrices
+    ):
+        engine, _ = training.make_engine(job, training.placed(saver))
+        snapshots.run(engine, job, snapshots.steps_of(job, 2), first=0)
+        engine.save_checkpoint(f"{folder}/{saver}")
+        losses = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+        engine.destroy()
+        engine, _ = training.make_engine(job, training.placed(loader))
+        engine.load_checkpoint(f"{folder}/{saver}")
+        again = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
+        same = all(abs(a - b) < 1e-6 for a, b in zip(losses, again, strict=True))
+        found[f"{job.optimizer}, {saver} to {loader}"] = same
+        engine.destroy()
+        dist.barrier()
     refused = []
     universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
     Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
@@ -294,24 +352,29 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind, ep, compressed",
+    "kind, ep, compressed, optimizer",
     [
-        ("MoE", 4, True),
-        ("AutoEP", 4, True),
-        ("folded", 2, False),
-        *deep(("folded", 4, True), ("MoE", 2, False), ("MoE", 4, False), ("MoE", 2, True)),
-        *deep(("AutoEP", 2, False), ("AutoEP", 2, True), ("AutoEP", 4, False)),
+        ("MoE", 4, True, "Adam"),
+        ("AutoEP", 4, True, "Adam"),
+        ("folded", 2, False, "Adam"),
+        ("MoE", 2, False, "Muon"),
+        ("AutoEP", 2, False, "Muon"),
+        *deep(("folded", 4, True, "Adam"), ("MoE", 2, False, "Adam"), ("MoE", 4, False, "Adam")),
+        *deep(("MoE", 2, True, "Adam"), ("AutoEP", 2, False, "Adam"), ("AutoEP", 2, True, "Adam")),
+        *deep(("AutoEP", 4, False, "Adam")),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool
+    ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str
 ) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind):
+    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer):
         for name, restored, same_losses, same_weights in rows:
             assert restored and same_losses and same_weights, (name, restored, same_losses, same_weights)
 
 
-def resume_case(folder: str, ep: int, compressed: bool, kind: str) -> list[tuple[str, bool, bool, bool]]:
+def resume_case(
+    folder: str, ep: int, compressed: bool, kind: str, optimizer: str
+) -> list[tuple[str, bool, bool, bool]]:
     """Whether a load brings back this rank's weights and states, and going on is what it was, to the bit."""
     import torch
     from deepspeed import comm as dist
@@ -320,13 +383,13 @@ def resume_case(folder: str, ep: int, compressed: bool, kind: str) -> list[tuple
 
     if kind == "MoE":
         network = {2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
-        job = Job(sizes=SIZES, network=network, optimizer="Adam", groups=2, zero=SEVERAL_BUCKETS)
+        job = Job(sizes=SIZES, network=network, optimizer=optimizer, groups=2, zero=SEVERAL_BUCKETS)
     else:
         network, keys = {
             "AutoEP": (experts.SmallMixtral, experts.autoep),
             "folded": (experts.PairedMixtral, experts.folded),
         }[kind]
-        job = Job(sizes=SIZES, network=network, optimizer="Adam", zero=PLAIN, config=keys(ep))
+        job = Job(sizes=SIZES, network=network, optimizer=optimizer, zero=PLAIN, config=keys(ep))
     few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
     some = {2: ("NII", "NIG", "INI", "IIG", "GGG"), 4: ("NNN", "III", "IGG", "ING")}[ep]  # in files of one or more
     rows = []
@@ -338,7 +401,8 @@ def resume_case(folder: str, ep: int, compressed: bool, kind: str) -> list[tuple
             optimizer, params = engine.optimizer, [getattr(p, "ds_tensor", p) for p in model.parameters()]
             if optimizer.strategy.stage == 3:
                 optimizer.drain_parameters()
-            states = [state[key] for state in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+            kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+            states = [state[key] for state in optimizer.optimizer.state.values() for key in kinds if key in state]
             stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
             kept = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
             return [tensor.detach().clone() for tensor in (*params, *kept, *states)]

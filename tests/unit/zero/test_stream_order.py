@@ -37,6 +37,7 @@ SETS = {
     "experts": 3,
     "experts, in few bits": 2,
     "experts, sharded": 4,
+    "experts, Muon": 2,
     "outer": 4,
     "outer, delayed": 4,
     "outer, offload": 2,
