@@ -149,7 +149,8 @@ def with_own_momentum(buffers: Sequence[FlatBuffer], state: State, group: Proces
     Args:
         buffers: those of Muon.
         state: of this rank.
-        group: the ranks that share the optimizer's states.
+        group: the ranks that share the optimizer's dense states. Those that share experts' are among them, and the
+            others have experts of the same shapes, saved alike.
 
     Raises:
         ValueError: on all of them, if it is that of other elements.
