@@ -221,7 +221,8 @@ ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 )
 def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]) -> None:
     """Each matrix of an expert is orthogonalized by a rank that has it, as in DeepSpeed's stages 1 and 2."""
-    check(run(ranks, ep, {"steps": 3, "optimizer": "Muon", **job}, world, group, strategies=names), **MUON)
+    rows = run(ranks, ep, {"steps": 3, "optimizer": "Muon", **job}, world, group, strategies=names)
+    check(rows, weights=1e-6, losses=1e-5, norms=1e-4)  # the gate has a weight of 100
 
 
 @pytest.mark.parametrize(
