@@ -72,8 +72,8 @@ def test_each_fix_applies_alone_or_is_named(archive: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["99"], r"expected the number of a fix that applies alone \(1, 2, 3, 4, 5, 6\), got 99"),
-        (["7"], r"0007-.*\.patch needs the patches before it; these apply alone: 1, 2, 3, 4, 5, 6"),
+        (["99"], r"expected the number of a fix that applies alone \(1, 2, 3, 4, 5, 6, 7, 8\), got 99"),
+        (["9"], r"0009-.*\.patch needs the patches before it; these apply alone: 1, 2, 3, 4, 5, 6, 7, 8"),
         (["1"], "expected --checkout DIR, a checkout of DeepSpeed"),
         (["1", "--checkout", ".", "-k", "parity"], "--only takes no other arguments, got -k parity"),
     ],
