@@ -150,7 +150,9 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda engine, optimizer: engine.has_moe_layers and has_native_mixtures(engine.module),
         "the model has DeepSpeed MoE layers, which are not sharded",
         sharded,
-        lambda strategy, engine: f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either",
+        lambda strategy, engine: (
+            f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either; AutoEP's experts can be sharded"
+        ),
     ),
     Unsupported(
         lambda engine, optimizer: _other_muon(optimizer),

@@ -131,7 +131,7 @@ NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "I
             {**IIG, "stage3_leaf_bytes": 99},
             "paro_strategy and paro_group_size and stage3_leaf_bytes",
             1,
-            " or 2: DeepSpeed's stage 3 does not support them, either",
+            " or 2: DeepSpeed's stage 3 does not support them, either; AutoEP's experts can be sharded",
         ),
     ],
 )
