@@ -151,7 +151,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "the model has DeepSpeed MoE layers, which are not sharded",
         sharded,
         lambda strategy, engine: (
-            f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either; AutoEP's experts can be sharded"
+            f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either; AutoEP's experts can be "
+            f"sharded"
         ),
     ),
     Unsupported(
