@@ -98,7 +98,9 @@ def _refuse_experts(folder: Path) -> None:
         ValueError: experts are frozen; or neighboring ranks have the same ones, of which each writes states.
     """
     way_out = "Load it with the strategy, group size and expert-parallel size that saved it."
-    for path in sorted(folder.glob("*_model_states.pt"))[:1]:
+    for path in sorted((*folder.glob("mp_rank_*_model_states.pt"), *folder.glob("zero_pp_rank_*_model_states.pt")))[
+        :1
+    ]:
         state = inspect(path)
         prefixes = tuple(f"{layer['expert_key_prefix']}." for layer in state.get(AUTOEP_LAYERS_KEY) or ())
         frozen = [name for name in state.get(FROZEN_PARAM_SHAPES) or () if name.startswith(prefixes)]

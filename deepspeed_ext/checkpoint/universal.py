@@ -294,9 +294,10 @@ def _refuse_slices(optimizer: Any, stage3: bool) -> None:
     Raises:
         ValueError: it is DeepSpeed's stage 1 or 2 without offload, with Muon and one of the two.
     """
+    if stage3 or not uses_muon(optimizer.optimizer) or optimizer.cpu_offload:
+        return
     experts = any(group.get("moe", False) for group in optimizer.optimizer.param_groups)
-    divided = experts or bwc_tensor_model_parallel_world_size(mpu=optimizer.mpu) > 1
-    if divided and uses_muon(optimizer.optimizer) and not (stage3 or optimizer.cpu_offload):
+    if experts or bwc_tensor_model_parallel_world_size(mpu=optimizer.mpu) > 1:
         raise ValueError(
             "With tensor parallelism or AutoEP's experts, DeepSpeed's stages 1 and 2 load Muon's momentum from a "
             "universal checkpoint only with offload_optimizer. Set that, or a paro_strategy."

@@ -16,7 +16,7 @@ Note [What runs when, parameters sharded]
     - After the step, updated parameters move os -> p (``gather_updates``).
 """
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -314,12 +314,17 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             for param in (param for param in ready if param.grad is not None):
                 self.reduce_ready_partitions_and_remove_grads(param)
             return
-        ready = list(zero_gradients(ready))  # all written before the stream of reductions waits for that
-        for param in ready:
-            self._apply_autoep_folding_tp_correction(param)
+        # All are written before the stream of reductions waits for that.
+        ready = list(self._corrected(zero_gradients(ready)))
         self.reductions.receive_current()
         for param in ready:
             self._fill_bucket(param)
+
+    def _corrected(self, params: Iterable[ZeroParameter]) -> Iterator[ZeroParameter]:
+        """Yield parameters whose gradients are corrected if experts are folded; Note [Folded experts]."""
+        for param in params:
+            self._apply_autoep_folding_tp_correction(param)
+            yield param
 
     def _fill_bucket(self, param: ZeroParameter) -> None:
         """Put a gradient into DeepSpeed's bucket of its dtype, and reduce buckets that are full."""
