@@ -166,6 +166,10 @@ def convert(folder: str, ours: bool = False) -> None:
             strict=True,
             inject_missing_state=True,
         )
-        with contextlib.redirect_stdout(io.StringIO()):
-            (to_universal.convert if ours else ds_to_universal.main)(arguments)
-    dist.barrier()
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                (to_universal.convert if ours else ds_to_universal.main)(arguments)
+        finally:
+            dist.barrier()
+    else:
+        dist.barrier()
