@@ -43,7 +43,7 @@ from tests.perf.lib.host_parameter_rows import (
 )
 from tests.perf.lib.pcie import Pcie
 from tests.perf.lib.peers import Method, Workload
-from tests.perf.lib.settings import add_arguments, require_positive, run
+from tests.perf.lib.settings import add_arguments, require_positive, run_what_is_promised
 from tests.perf.lib.side_by_side import SideBySide, Turn, over_ranks
 
 SHORT, MOST = 5.0, 9  # steps that take less than this together go on, up to this number of them in a turn
@@ -128,19 +128,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args, late = parse_arguments(), []
-
-    def print_all(rows: list[HostRow]) -> bool:
-        failed = verdict.print_each(rows, lambda row: row.setting, print_rows, problems)
-        late.extend(missed(rows))
-        return failed
-
-    status = run(
-        args, __spec__.name, SETTINGS, HostRow, lambda: Worker(SETTINGS[args.setting], args).rows(), print_all
+    args = parse_arguments()
+    return run_what_is_promised(
+        args,
+        __spec__.name,
+        SETTINGS,
+        HostRow,
+        lambda: Worker(SETTINGS[args.setting], args).rows(),
+        lambda rows: verdict.print_each(rows, lambda row: row.setting, print_rows, problems),
+        missed,
     )
-    for line in late:
-        print(f"MISSED: {line}")
-    return status or int(bool(late))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from tests.perf.lib.mixture_rows import (
     table,
 )
 from tests.perf.lib.peers import Method, Ours, Workload
-from tests.perf.lib.settings import add_arguments, require_positive, run
+from tests.perf.lib.settings import add_arguments, require_positive, run_what_is_promised
 from tests.perf.lib.side_by_side import SideBySide
 
 FEW_BITS = Compression(LocoSettings(), UpdateSettings())
@@ -119,18 +119,16 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args, late = parse_arguments(), list[str]()
-
-    def print_all(rows: list[MixtureRow]) -> bool:
-        late.extend(missed(rows))
-        return verdict.print_each(rows, lambda row: row.setting, print_rows)
-
-    status = run(
-        args, __spec__.name, SETTINGS, MixtureRow, lambda: Worker(SETTINGS[args.setting], args).rows(), print_all
+    args = parse_arguments()
+    return run_what_is_promised(
+        args,
+        __spec__.name,
+        SETTINGS,
+        MixtureRow,
+        lambda: Worker(SETTINGS[args.setting], args).rows(),
+        lambda rows: verdict.print_each(rows, lambda row: row.setting, print_rows),
+        missed,
     )
-    for line in late:
-        print(f"MISSED: {line}")
-    return status or int(bool(late))
 
 
 if __name__ == "__main__":
