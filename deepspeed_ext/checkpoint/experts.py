@@ -18,12 +18,6 @@ def data_before_experts(engine: Engine) -> bool:
     return bool(engine.has_moe_layers and engine._config.use_data_before_expert_parallel_)
 
 
-def of_layers(engine: Engine) -> list[str]:
-    """Return the names of DeepSpeed's ``MoE`` layers, whose experts no universal checkpoint has: each has files of its
-    own, which DeepSpeed's converter leaves out, and parameters of the same names on all ranks."""
-    return [name for name, module in engine.module.named_modules() if isinstance(module, MoE)]
-
-
 def outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
     """Return the names of a module's entries that are in its own file, not in those of experts."""
     found: dict[str, Any] = dict.fromkeys(names)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import PARAM
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.utils import logger
+from torch import Tensor
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync
 
@@ -41,6 +43,12 @@ def inspect(path: str | os.PathLike[str]) -> Any:
     """Return the content of a checkpoint's file; its tensors stay on disk."""
     # A file that is no zip archive was saved with checkpoint_serialization false, or is truncated.
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
+
+
+def tensor_of(saved: Any) -> Tensor:
+    """Return the tensor of what a universal checkpoint has in a parameter's file, which may be in a dict."""
+    found: Tensor = saved[PARAM] if isinstance(saved, dict) else saved
+    return found
 
 
 class CheckpointFiles(TorchCheckpointEngine):

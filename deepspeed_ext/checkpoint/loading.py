@@ -14,12 +14,12 @@ import deepspeed.runtime.engine
 from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.converting import converted, is_universal
-from deepspeed_ext.checkpoint.experts import of_layers
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.outer import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
+from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
 
 
@@ -81,7 +81,7 @@ def load_checkpoint(
             why = _misfit(engine, check, strict)
             if not why:
                 return load_checkpoint(load, engine, load_dir, tag, **rest)
-        if layers := of_layers(engine):
+        if layers := native_mixtures(engine.module):
             raise CheckpointError(
                 f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
                 f"experts of MoE layers ({', '.join(layers)})."

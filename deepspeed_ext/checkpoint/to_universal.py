@@ -36,7 +36,6 @@ from deepspeed.checkpoint.constants import (
     GROUP_PADDINGS,
     LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
-    PARAM,
     PARAM_SLICE_MAPPINGS,
     PARTITION_COUNT,
     SINGLE_PARTITION_OF_FP32_GROUPS,
@@ -44,7 +43,7 @@ from deepspeed.checkpoint.constants import (
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
-from deepspeed_ext.checkpoint.files import HEADER, inspect
+from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
 from deepspeed_ext.zero.muon import MOMENTUM
@@ -80,8 +79,7 @@ def convert(arguments: argparse.Namespace) -> None:
     ):
         ds_to_universal.main(arguments)
     for path in Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"):
-        saved = inspect(path)
-        if _is_mark(saved[PARAM] if isinstance(saved, dict) else saved):
+        if _is_mark(tensor_of(inspect(path))):
             path.with_name(f"{_SHOWN_AS}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
             path.unlink()
             path.with_name(f"{_STEP}.pt").unlink(missing_ok=True)
@@ -98,23 +96,19 @@ def _refuse_experts(folder: Path) -> None:
         ValueError: experts are frozen; or neighboring ranks have the same ones, of which each writes states.
     """
     way_out = "Load it with the strategy, group size and expert-parallel size that saved it."
-    for path in sorted((*folder.glob("mp_rank_*_model_states.pt"), *folder.glob("zero_pp_rank_*_model_states.pt")))[
-        :1
-    ]:
-        state = inspect(path)
-        prefixes = tuple(f"{layer['expert_key_prefix']}." for layer in state.get(AUTOEP_LAYERS_KEY) or ())
-        frozen = [name for name in state.get(FROZEN_PARAM_SHAPES) or () if name.startswith(prefixes)]
-        if frozen:
-            raise ValueError(
-                f"{folder} has frozen experts of AutoEP, such as {frozen[0]}, not to be converted. {way_out}"
-            )
-        header = state.get(HEADER) or {}
-        several = STRATEGIES[header["strategy"]].os != Placement.G if header.get("strategy") else False
-        if prefixes and header.get(EXPERT_ORDER) and several:
-            raise ValueError(
-                f"{folder} was saved with use_data_before_expert_parallelism and {header['strategy']}, whose experts' "
-                f"states are in several files each, and cannot be converted. {way_out}"
-            )
+    files = (*folder.glob("mp_rank_*_model_states.pt"), *folder.glob("zero_pp_rank_*_model_states.pt"))
+    state = inspect(min(files)) if files else {}
+    prefixes = tuple(f"{layer['expert_key_prefix']}." for layer in state.get(AUTOEP_LAYERS_KEY) or ())
+    frozen = [name for name in state.get(FROZEN_PARAM_SHAPES) or () if name.startswith(prefixes)]
+    if frozen:
+        raise ValueError(f"{folder} has frozen experts of AutoEP, such as {frozen[0]}, not to be converted. {way_out}")
+    header = state.get(HEADER) or {}
+    several = STRATEGIES[header["strategy"]].os != Placement.G if header.get("strategy") else False
+    if prefixes and header.get(EXPERT_ORDER) and several:
+        raise ValueError(
+            f"{folder} was saved with use_data_before_expert_parallelism and {header['strategy']}, whose experts' "
+            f"states are in several files each, and cannot be converted. {way_out}"
+        )
 
 
 def extract_replicated(dir: str, ds_checkpoint: Any, indices_3D: tuple[int, int, int]) -> None:

@@ -39,7 +39,6 @@ from deepspeed.checkpoint.constants import (
     FROZEN_PARAM_FRAGMENTS,
     FROZEN_PARAM_SHAPES,
     OPTIMIZER_STATE_DICT,
-    PARAM,
     PARAM_GROUPS,
     VOCAB_TENSOR,
     ZERO_STAGE,
@@ -53,7 +52,7 @@ from deepspeed.utils.tensor_fragment import map_to_flat_opt_states
 from deepspeed.utils.zero_to_fp32 import natural_keys
 from torch import Tensor, nn
 
-from deepspeed_ext.checkpoint.files import inspect
+from deepspeed_ext.checkpoint.files import inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.deepspeed_types import Engine, MappedParameter, is_partitioned
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
@@ -145,7 +144,7 @@ def check(
         for key in (_WEIGHTS, *moments.get(id(parameters[name]), ())):
             path = folder / "zero" / name / f"{key}.pt"
             saved = look(path)
-            numel = _tensor(saved).numel()
+            numel = tensor_of(saved).numel()
             padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # tensor parallelism pads the vocabulary
             if expected and numel not in expected and not padded:
                 raise CheckpointError(
@@ -283,7 +282,7 @@ def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
     for number, group in enumerate(optimizer.optimizer.param_groups if not optimizer.cpu_offload else ()):
         params, flat = optimizer.params_in_partition[number], group["params"][0]
         if group.get("use_muon", False):
-            whole = [_tensor(inspect(zero / optimizer.param_names[param] / f"{MOMENTUM}.pt")) for param in params]
+            whole = [tensor_of(inspect(zero / optimizer.param_names[param] / f"{MOMENTUM}.pt")) for param in params]
             pieces = [one.flatten().to(flat) for one in whole] or [flat.new_zeros(0)]
             states[flat][MOMENTUM] = torch.cat(pieces).mul_(scale)
 
@@ -302,12 +301,6 @@ def _refuse_slices(optimizer: Any, stage3: bool) -> None:
             "With tensor parallelism or AutoEP's experts, DeepSpeed's stages 1 and 2 load Muon's momentum from a "
             "universal checkpoint only with offload_optimizer. Set that, or a paro_strategy."
         )
-
-
-def _tensor(saved: Any) -> Tensor:
-    """Return the tensor of a parameter's file, which may be in a dict."""
-    found: Tensor = saved[PARAM] if isinstance(saved, dict) else saved
-    return found
 
 
 def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> None:

@@ -72,10 +72,10 @@ def _spread_over_lanes(engine: Any) -> str:
     return f"{spec.tp_size} tensor-parallel ranks with autoep_size {spec.ep_size}"
 
 
-def has_native_mixtures(model: Any) -> bool:
-    """Whether a model has DeepSpeed's MoE layers, and not only what AutoEP has made."""
-    layer = sys.modules.get("deepspeed.moe.layer")
-    return layer is not None and any(isinstance(module, layer.MoE) for module in model.modules())
+def native_mixtures(model: Any) -> dict[str, Any]:
+    """Return DeepSpeed's MoE layers of a model, by name; what AutoEP has made is none of them."""
+    layer = sys.modules.get("deepspeed.moe.layer")  # whoever has such a layer has imported it
+    return {} if layer is None else {name: one for name, one in model.named_modules() if isinstance(one, layer.MoE)}
 
 
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
@@ -141,13 +141,13 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         lambda engine, optimizer: (
-            engine.has_moe_layers and engine.pipeline_parallelism and not has_native_mixtures(engine.module)
+            engine.has_moe_layers and engine.pipeline_parallelism and not native_mixtures(engine.module)
         ),
         "AutoEP spreads experts, and DeepSpeed has not made its pipelines fit for that yet",
         advice=lambda strategy, engine: "Use DeepSpeed MoE layers, or no pipeline",
     ),
     Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and has_native_mixtures(engine.module),
+        lambda engine, optimizer: engine.has_moe_layers and native_mixtures(engine.module),
         "the model has DeepSpeed MoE layers, which are not sharded",
         sharded,
         lambda strategy, engine: (

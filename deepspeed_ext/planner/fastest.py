@@ -31,7 +31,7 @@ from deepspeed_ext.config.keys import (
     STRATEGY,
 )
 from deepspeed_ext.config.section import offloads
-from deepspeed_ext.config.unsupported import has_native_mixtures
+from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
@@ -99,7 +99,7 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
         reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others shard")
-    if has_native_mixtures(model):
+    if native_mixtures(model):
         replicated = [row for row in possible if row.p == Placement.N]
         if reasons or not replicated:
             raise ValueError(
