@@ -22,26 +22,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tests.harness import architectures
+
 WORLD, STEPS, TOKENS = 4, 3, 12
 ROUNDING = 2e-5
 BEYOND_STOCK = ("`get_seq_length` can only be called on Attention layers",)  # what transformers itself cannot do
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "attn_implementation": "eager",
-    "pad_token_id": None,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+ALL = {"attn_implementation": "eager", "pad_token_id": None}
+SMALL = architectures.SMALL | ALL
+EXPERTS = architectures.EXPERTS | {"moe_intermediate_size": 16}  # grouped products want rows of whole 16 bytes
 DEEPSEEK = (
-    {key: value for key, value in SMALL.items() if key != "head_dim"}
-    | LATENT
+    {
+        key: value
+        for key, value in SMALL.items()
+        if key in architectures.WITHOUT_HEADS or key not in architectures.SMALL
+    }
+    | architectures.LATENT
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
     | {"n_group": 2, "topk_group": 1}
 )

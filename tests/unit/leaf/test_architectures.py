@@ -9,26 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.harness.architectures import EXPERTS, LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.tiers import deep
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
 # Name: small configuration; and of the configuration's defaults, which are a published model's, what becomes units.
 ARCHITECTURES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Mixtral": (SMALL | {"num_local_experts": 4}, ["MixtralAttention"]),
     "Qwen3Moe": (SMALL | EXPERTS | {"decoder_sparse_step": 1}, ["Qwen3MoeDecoderLayer"]),
     "DeepseekV3": (
-        {key: value for key, value in SMALL.items() if key != "head_dim"}
+        WITHOUT_HEADS
         | LATENT
         | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
         | {"moe_intermediate_size": 12},
@@ -42,7 +31,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["Llama4TextAttention", "Llama4TextMLP"],
     ),
     "KimiLinear": (
-        {key: value for key, value in SMALL.items() if key != "head_dim"}
+        WITHOUT_HEADS
         | LATENT
         | EXPERTS
         | {"num_expert_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
