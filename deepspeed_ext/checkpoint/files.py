@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.checkpoint.constants import PARAM
@@ -18,14 +18,23 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync
 
+if TYPE_CHECKING:
+    from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
+    from deepspeed_ext.checkpoint.snapshots import Snapshot
+
 HEADER = "paro"  # the same in the fork, so that each reads what the other has saved
 """Our key in each file of a checkpoint, beside DeepSpeed's; it says what saved it. See ``CheckpointFiles.saving``."""
 
 
-def wrap(engine: CheckpointEngine) -> CheckpointEngine:
-    """Replace DeepSpeed's checkpoint engine by ours. If it is not torch's, return it as it is, with a warning."""
+def wrap(engine: CheckpointEngine, aside: "Callable[[], AsyncSaves] | None" = None) -> CheckpointEngine:
+    """Replace DeepSpeed's checkpoint engine by ours. If it is not torch's, return it as it is, with a warning.
+
+    Args:
+        engine: DeepSpeed's.
+        aside: makes what writes saves beside the training; None to write at once.
+    """
     if type(engine) is TorchCheckpointEngine:
-        return CheckpointFiles(engine)
+        return CheckpointFiles(engine, aside and aside())
     logger.warning(
         f"deepspeed_ext: checkpoints are written by {type(engine).__name__}: a save that is killed may leave an "
         f"incomplete checkpoint, and files are not checked before they are loaded. The keys are checkpoint.writer and "
@@ -56,15 +65,22 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     Args:
         engine: DeepSpeed's checkpoint engine, which this one replaces with the same settings, without logging again.
+        aside: writes saves beside the training; None to write at once.
+
+    Attributes:
+        aside: the same.
     """
 
-    def __init__(self, engine: TorchCheckpointEngine) -> None:
+    def __init__(self, engine: TorchCheckpointEngine, aside: "AsyncSaves | None" = None) -> None:
         self.__dict__.update(vars(engine))
+        self.aside = aside
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
         self._left_to_others: Callable[[str], bool] = lambda path: False
         self.written: set[str] = set()  # files that this rank has written in this save
         self.error: Exception | None = None
+        self._snapshot: Snapshot | None = None
+        self._waiting: list[tuple[object, str, str]] = []  # content, place and path of files that a snapshot has
         self.headers: dict[str, Mapping[str, Any]] = {}  # path: header; empty for files that we have not saved
         self.amendments: dict[str, Mapping[str, Any]] = {}  # path: entries that a load finds in place of the file's
 
@@ -76,6 +92,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         folder: CheckpointFolder,
         header: Mapping[str, Any],
         left_to_others: Callable[[str], bool] = lambda path: False,
+        snapshot: "Snapshot | None" = None,
     ) -> Iterator[None]:
         """Redirect files of the folder to its staging folder within this context, and add a header to them.
 
@@ -85,22 +102,29 @@ class CheckpointFiles(TorchCheckpointEngine):
             folder: the folder of the checkpoint.
             header: what the files of one save have in common.
             left_to_others: returns whether another rank writes the same content to a path.
+            snapshot: takes what files are to hold, instead of writing them; see ``take_waiting``.
         """
         self._folder, self._header, self.written, self.error = folder, header, set(), None
-        self._left_to_others = left_to_others
+        self._left_to_others, self._snapshot = left_to_others, snapshot
+        self._waiting = []
         try:
             yield
         finally:
-            self._folder = None
+            self._folder = self._snapshot = None
+
+    def take_waiting(self) -> list[tuple[object, str, str]]:
+        """Return content, place and path of the files that wait to be written, once."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     def save(self, state_dict: object, path: str) -> None:
         """Write a file: into the staging folder during a save, otherwise to ``path``, once it is complete."""
         if self._folder is None:
-            place = behind_links(Path(path))
-            new = place.with_name(f".{place.name}.saving.pt")
+            final = behind_links(Path(path))
+            new = final.with_name(f".{final.name}.saving.pt")
             try:
                 self._write(state_dict, str(new))
-                new.replace(place)
+                new.replace(final)
             finally:
                 new.unlink(missing_ok=True)
             return
@@ -108,11 +132,29 @@ class CheckpointFiles(TorchCheckpointEngine):
             return
         if isinstance(state_dict, dict) and not _holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}
-        try:
-            self._write(state_dict, self._folder.staged(path))
+        place = self._folder.staged(path)
+        if self._snapshot is None:
+            self.error = self.error or self.write(state_dict, place, path)
             self.written.add(path)
+            return
+        try:
+            self._waiting.append((self._snapshot.take(state_dict), place, path))
         except Exception as error:
-            self.error = self.error or CheckpointError(f"{path} could not be written: {error}")
+            self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {error}")
+
+    def write(self, state_dict: object, place: str, path: str) -> CheckpointError | None:
+        """Write a file; return why it could not be written, if so.
+
+        Args:
+            state_dict: what it holds.
+            place: where it is written.
+            path: where it will be.
+        """
+        try:
+            self._write(state_dict, place)
+        except Exception as error:
+            return CheckpointError(f"{path} could not be written: {error}")
+        return None
 
     def _write(self, state_dict: object, path: str) -> None:
         super().save(state_dict, path)
@@ -121,6 +163,25 @@ class CheckpointFiles(TorchCheckpointEngine):
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Make a folder; during a save, inside the staging folder."""
         super().makedirs(path if self._folder is None else self._folder.staged(path), exist_ok=exist_ok)
+
+    # Beside the training ##############################################################################
+
+    def is_decoupled(self) -> bool:
+        """Return whether ``cleanup`` is to be called at the end of the engine."""
+        return self.aside is not None
+
+    def cleanup(self) -> None:
+        """Wait for the save that runs. DeepSpeed calls it when the engine is destroyed."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that runs, if one does.
+
+        Raises:
+            SaveFailed: on all ranks; it has failed.
+        """
+        if self.aside is not None:
+            self.aside.finish()
 
     # Reading ##########################################################################################
 

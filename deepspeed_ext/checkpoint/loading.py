@@ -51,6 +51,8 @@ def load_checkpoint(
         CheckpointError: on all ranks, if a file is missing, truncated, of another save, of another model, or if the
             optimizer states are sharded otherwise. Nothing has been changed.
     """
+    files: CheckpointFiles = engine.checkpoint_engine
+    files.finish()  # the save that runs may be the one to load, and reads states that this load changes
     from_universal = engine.load_universal_checkpoint()
     tag = run_on_all_or_raise(
         lambda: _tag(engine, load_dir, tag),
@@ -73,7 +75,6 @@ def load_checkpoint(
         CheckpointFolder(load_dir, tag).present_tag, f"no checkpoint {tag} in {load_dir}", CheckpointError
     )
     require_same(f"the place of checkpoint {tag}", present, CheckpointError)
-    files: CheckpointFiles = engine.checkpoint_engine
     strict = None if custom_load_fn is not None else load_module_strict
     if from_universal and not is_universal(Path(load_dir, present)):
         with _ordinary(engine):

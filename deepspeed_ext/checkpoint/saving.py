@@ -3,29 +3,29 @@
 """``engine.save_checkpoint``: a save that replaces the checkpoint completely or leaves it as it was."""
 
 import secrets
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
+from unittest import mock
 
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
+from torch import Tensor
 
 from deepspeed_ext.checkpoint import outer, residuals
+from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
+from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-from deepspeed_ext.comm.agreement import (
-    all_reduce_min,
-    all_reduce_sum,
-    raise_together,
-    require_same,
-    run_on_all_or_raise,
-)
+from deepspeed_ext.checkpoint.snapshots import Snapshot
+from deepspeed_ext.comm.agreement import WORLD, all_reduce_min, raise_together, require_same
+from deepspeed_ext.config.saves import saves_in_zeros_order
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.outer import OuterOptimizer
 
 _SAVE_ID_BITS = 62
-_LOOKS = 5
 
 
 def save_checkpoint(
@@ -46,7 +46,8 @@ def save_checkpoint(
 
     Raises:
         KeyError: ``client_state`` has a key of ours.
-        CheckpointError: on all ranks, if one of them could not write. The previous checkpoint is untouched.
+        CheckpointError: on all ranks, if one of them could not write, or if an asynchronous save before this one could
+            not, which is told once. The previous checkpoint is untouched.
         RuntimeError: parameters are offloaded; see ``ParoOptimizer.send_whole``.
     """
     if HEADER in (client_state or {}):
@@ -54,41 +55,71 @@ def save_checkpoint(
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     require_same("the tag of a checkpoint", tag, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
-    folder = CheckpointFolder(save_dir, tag)
-    first, doing = _is_first(engine), "the checkpoint could not be saved"
-    run_on_all_or_raise(lambda: folder.prepare() if first else None, doing, CheckpointError)
+    files.finish()
+    commit = Commit(
+        CheckpointFolder(save_dir, tag), _is_first(engine), not engine.use_node_local_storage(), save_latest
+    )
+    commit.prepare(WORLD)
     more = {} if exclude_frozen_parameters else _frozen(engine)
-    engine.optimizer.send_whole()  # so that a run that loads this checkpoint continues as this one does
-    of_outer = outer.contents(engine)
+    snapshot = None if files.aside is None else _snapshot(engine, files.aside)
     try:
-        header, writers = _header(engine, folder.path.name), engine.optimizer.writers
+        engine.optimizer.send_whole()  # so that a run that loads this checkpoint continues as this one does
+        of_outer = outer.contents(engine)
+        header, writers = _header(engine, commit.folder.path.name), engine.optimizer.writers
         with (
             engine.optimizer.outer.in_place(),
-            files.saving(folder, header, writers.left_to_others),
+            files.saving(commit.folder, header, writers.left_to_others, snapshot),
             writers.numbered(engine),
+            mock.patch.object(engine.optimizer, "own_order", not saves_in_zeros_order(engine._config)),
         ):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
             )
             residuals.save(engine, files, save_dir, tag)
             outer.save(engine, files, of_outer, save_dir, tag)
-        raise_together(files.error, CheckpointError)
-        written = all_reduce_sum(len(files.written))
-        if not engine.use_node_local_storage():
-            run_on_all_or_raise(lambda: _require_all(folder, written) if first else None, doing, CheckpointError)
-        run_on_all_or_raise(lambda: folder.publish() if first else None, doing, CheckpointError)
-        if save_latest:
-            run_on_all_or_raise(lambda: folder.point() if first else None, doing, CheckpointError)
-    except CheckpointError as error:  # on all ranks: none may go on and read ``latest`` before it is restored
-        run_on_all_or_raise(
-            lambda: folder.revert() if first else None,
-            f"{error}; what was there could not be put back",
-            CheckpointError,
-        )
-        raise
-    if first:
-        folder.clear()
+        if files.aside is None or snapshot is None:
+            commit.run(len(files.written), files.error, WORLD)
+            return saved
+        _require_copies(files, commit)
+        snapshot.seal()
+        files.aside.start(snapshot, files.take_waiting(), files.write, commit)
+        snapshot = None
+    finally:
+        if files.aside is not None and snapshot is not None:
+            files.aside.give_up()
     return saved
+
+
+def _snapshot(engine: Engine, aside: AsyncSaves) -> Snapshot:
+    """Return an empty snapshot, for which the optimizer waits before it changes its states."""
+    optimizer: ParoOptimizer = engine.optimizer
+    optimizer.before_change = optimizer.resync.before_asking = aside.settle
+    optimizer.before_step = partial(aside.at_step, raises=not engine.pipeline_parallelism)
+    return aside.snapshot(_changed_by_steps(engine))
+
+
+def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
+    """Yield the optimizer's weights and states, if a step alone changes them, or what calls ``before_change``."""
+    optimizer: ParoOptimizer = engine.optimizer
+    if isinstance(optimizer.outer, OuterOptimizer):
+        return
+    parameters = {
+        held.data_ptr() for param in engine.module.parameters() for held in (param, getattr(param, "ds_tensor", param))
+    }
+    for shard in optimizer.flat_shards():
+        weights = optimizer.shard_weights(shard.number)
+        if weights.data_ptr() not in parameters:  # with torch.autocast they may be parameters
+            yield weights
+        yield from (one for one in optimizer.optimizer.state.get(weights, {}).values() if isinstance(one, Tensor))
+
+
+def _require_copies(files: CheckpointFiles, commit: Commit) -> None:
+    """Raise on all ranks if one of them could not copy its states. Collective."""
+    try:
+        raise_together(files.error, CheckpointError)
+    except CheckpointError as failure:
+        commit.revert(failure, WORLD)
+        raise
 
 
 def _frozen(engine: Engine) -> dict[str, Any]:
@@ -99,19 +130,6 @@ def _frozen(engine: Engine) -> dict[str, Any]:
         FROZEN_PARAM_SHAPES: engine._get_zero_frozen_param_attributes(engine._get_param_shape_func),
         FROZEN_PARAM_FRAGMENTS: engine._get_zero_frozen_param_attributes(engine._get_param_fragment_func),
     }
-
-
-def _require_all(folder: CheckpointFolder, expected: int) -> None:
-    """Wait until this rank sees all files that ranks have written; a network file system may show them late."""
-    for _ in range(_LOOKS):
-        found = folder.files()
-        if found >= expected:
-            return
-        time.sleep(1.0)
-    raise CheckpointError(
-        f"of {expected} files that all ranks have written rank 0 sees {found} in {folder.staging}: {folder.save_dir} "
-        f"must be on a file system that all nodes share, or checkpoint.use_node_local_storage must be true."
-    )
 
 
 def _is_first(engine: Engine) -> bool:

@@ -3,10 +3,11 @@
 """How ranks agree with one another, or raise together.
 
 All functions are collective: over ``group``, a process group, or where there is none, or it is None, over all ranks.
+What raises together may do so over another ``Channel`` than the process group of all ranks.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from deepspeed import comm as dist
@@ -86,25 +87,73 @@ def broadcast_text(text: str, source: int) -> str:
     return said[0]
 
 
-def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError) -> None:
+class Channel(Protocol):
+    """How all ranks tell one another numbers and texts. Its methods are collective.
+
+    Attributes:
+        rank: this rank's number.
+        world: the number of ranks.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    def all_reduce_min(self, value: int) -> int:
+        """Return the smallest of all ranks' values."""
+        ...
+
+    def all_reduce_sum(self, value: int) -> int:
+        """Return the sum of all ranks' values."""
+        ...
+
+    def broadcast_text(self, text: str, source: int) -> str:
+        """Return the text of rank ``source``, on all ranks."""
+        ...
+
+
+class _World:
+    """The process group of all ranks, by ``deepspeed.comm``."""
+
+    all_reduce_min = staticmethod(all_reduce_min)
+    all_reduce_sum = staticmethod(all_reduce_sum)
+    broadcast_text = staticmethod(broadcast_text)
+
+    @property
+    def rank(self) -> int:
+        return int(dist.get_rank())
+
+    @property
+    def world(self) -> int:
+        return int(dist.get_world_size())
+
+
+WORLD: Channel = _World()
+
+
+def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError, over: Channel = WORLD) -> None:
     """Raise on all ranks if one of them has an error.
 
     Raises:
         kind: with the error of the first rank that has one.
     """
-    world = dist.get_world_size()
-    first = all_reduce_min(world if error is None else dist.get_rank())
-    if first < world:
-        raise kind(f"rank {first}: {broadcast_text(str(error), first)}") from error
+    first = over.all_reduce_min(over.world if error is None else over.rank)
+    if first < over.world:
+        raise kind(f"rank {first}: {over.broadcast_text(str(error), first)}") from error
 
 
-def run_on_all_or_raise(act: Callable[[], _Result], doing: str, kind: type[Exception] = RuntimeError) -> _Result:
+def run_on_all_or_raise(
+    act: Callable[[], _Result], doing: str, kind: type[Exception] = RuntimeError, over: Channel = WORLD
+) -> _Result:
     """Do what may fail on one rank and not on others, which would then wait for it.
 
     Args:
         act: without any communication.
         doing: the beginning of the message of errors that do not have their own, which are those of ``kind``.
         kind: what is raised.
+        over: how ranks agree.
 
     Raises:
         kind: on all ranks, if it failed on one.
@@ -117,7 +166,7 @@ def run_on_all_or_raise(act: Callable[[], _Result], doing: str, kind: type[Excep
     except Exception as found:
         error = kind(f"{doing}: {type(found).__name__}: {found}")
         error.__cause__ = found
-    raise_together(error, kind)
+    raise_together(error, kind, over)
     return result
 
 

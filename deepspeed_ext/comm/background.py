@@ -21,10 +21,15 @@ from deepspeed_ext.comm.pairwise import tagged
 _numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
 _all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a thread that runs keeps its own
 _failed: "set[Background]" = set()  # those whose failure nobody knows of yet
+PARAMETERS = "updated parameters of its last step are on their way to or from ranks that take that step later"
 _CHANNELS = 2**15 - 1  # queues, and jobs of each, that tags tell from one another
 _JOBS = 2**16
 _COMES = 10.0  # seconds that a thread may take to begin on a loaded machine
 _LOOKS = 0.001  # seconds
+
+
+class Explained(Exception):
+    """A failure whose text needs no other words, wherever it is told."""
 
 
 class Job:
@@ -42,6 +47,11 @@ class Job:
         self._tag = tag
         self._over = threading.Event()
         self._failure: BaseException | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self._over.is_set()
 
     def wait(self) -> None:
         """Wait until it is done; raises what it has raised."""
@@ -82,10 +92,11 @@ class Background:
     Args:
         owed: whether other ranks need what the jobs send, even if this rank's script has ended; see Note [Endings] in
             ``endings.py``.
+        what: what they do that is owed, for messages.
     """
 
-    def __init__(self, owed: bool = False) -> None:
-        self.owed = owed
+    def __init__(self, owed: bool = False, what: str = PARAMETERS) -> None:
+        self.owed, self.what = owed, what
         self._lock = threading.Lock()
         self._jobs: deque[Job] = deque()
         self._last: Job | None = None

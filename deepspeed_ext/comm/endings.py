@@ -10,6 +10,8 @@ Note [Endings]
     exception and SIGINT. A process of ``multiprocessing`` has its finalizers instead: one that is forked ends without
     ``atexit``.
 
+    A save that goes on beside the training is owed as well: the others wait for this rank's files.
+
     That ends. All that is owed has been started by this rank, and needs of the others only that they take the same
     step. If one of them dies its connections are closed, which is an error here; if one hangs the process group's
     timeout is. Stock's step would have waited for the same ranks, for as long. A device cannot be told that a peer has
@@ -41,7 +43,7 @@ from typing import Protocol
 
 from deepspeed.utils import logger
 
-from deepspeed_ext.comm.background import Background, running, untold_failures
+from deepspeed_ext.comm.background import Background, Explained, running, untold_failures
 from deepspeed_ext.comm.pairwise import break_off_all
 
 _SILENCE = 10.0  # seconds after which a rank says what it waits for
@@ -97,10 +99,10 @@ def complete(after_an_error: bool) -> BaseException | None:
                 failures.append(error)
         owed = [background for background in running() if background.owed]
         if not _joined(owed, _SILENCE):
+            left = ", and ".join(sorted({one.what for one in owed if not one.join(0)}))
             logger.warning(
-                "This rank has ended, but updated parameters of its last step are still on their way to or from ranks "
-                "that take that step later. It waits for them, for at most the timeout of the process group. "
-                "Ctrl-C ends it at once."
+                f"This rank has ended, but {left}. It waits for that, for at most the timeout of the process group. "
+                f"Ctrl-C ends it at once."
             )
             _joined(owed, None)
         if not after_an_error:
@@ -129,6 +131,8 @@ def _end_threads() -> None:
 
 def failed(failure: BaseException) -> str:
     """Say that what was owed did not arrive."""
+    if isinstance(failure, Explained):
+        return str(failure)
     return (
         f"Updated parameters of the last step did not arrive, since another rank ended before it had taken that step, "
         f"or failed: {failure}"

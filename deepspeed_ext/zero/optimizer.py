@@ -55,8 +55,15 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
             nobody reads gradients between the two.
         flush_follows: whether the backward that runs is the last one before a boundary that somebody else declares.
+        own_order: whether ``state_dict`` returns partitions as they are held; see Note [Own order] in
+            ``flat/saved.py``.
+        before_step: called when a step begins, on all ranks; may raise: then nothing has been done.
+        before_change: called before the optimizer's states are changed or moved otherwise: somebody may read them.
     """
 
+    own_order = False
+    before_step: Callable[[], None] = staticmethod(lambda: None)
+    before_change: Callable[[], None] = staticmethod(lambda: None)
     complete_gradients: Callable[[], None] = staticmethod(lambda: None)
     outer = InnerStepsOnly()
     overlaps_micro_steps = False
@@ -197,12 +204,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End an accumulation that the caller owns (``managed_gradient_accumulation`` false): at ``engine.step()``."""
+        self.before_step()
         self.set_gradient_accumulation_boundary(True)
         self._sync_gradients()
 
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Tell reductions that remember whether a step was skipped."""
+        self.before_step()
         self.outer.begin_step()
         self._scale_of_step = float(self.loss_scale)
         self.resync.vote()
@@ -293,6 +302,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload the errors that are kept with DeepSpeed's states."""
+        self.before_change()
         super().offload_states(*args, **kwargs)
         self.error_state.offload()
         self.outer.offload()
@@ -300,12 +310,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Move back what an outer optimizer has, too."""
+        self.before_change()
         super().reload_states(*args, **kwargs)
         self.outer.reload()
 
     @override
     def destroy(self) -> None:
         """Forget errors with DeepSpeed's optimizer."""
+        self.before_change()
         self.outer.drop()
         for family in self.families.values():
             family.reduce.inter.errors = family.reduce.inter.sums.errors = ErrorState()

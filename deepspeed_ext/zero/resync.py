@@ -16,7 +16,7 @@ Note [Resync]
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -78,7 +78,12 @@ class Resync:
         strategy: of which updates cross between groups if p is not G, and os is.
         topology: process groups of the data-parallel group.
         gathers: by which they travel: of each family.
+
+    Attributes:
+        before_asking: called by ``ask``, first.
     """
+
+    before_asking: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, strategy: Strategy, topology: Topology, gathers: Iterable[ParameterRedistribution]) -> None:
         crosses = strategy.p < strategy.os == Placement.G
@@ -98,7 +103,8 @@ class Resync:
         return self._every is None
 
     def ask(self) -> None:
-        """Make the next update travel whole, on all ranks."""
+        """Make the next update travel whole, on all ranks. Called before somebody sets the optimizer's weights."""
+        self.before_asking()
         self._asked = True
 
     def vote(self) -> None:

@@ -19,6 +19,7 @@ Note [What runs when]
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPar
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from torch import Tensor, nn
 
+from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement, Strategy
@@ -669,9 +671,12 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return DeepSpeed's, in its order; see ``flat/saved.py``."""
-        with self._in_zeros_order():
-            state = dict(super().state_dict())
+        """Return DeepSpeed's, in its order, or in ours while that is asked for; see ``flat/saved.py``."""
+        if self.own_order and self._striped:
+            state = saved.in_own_order(super().state_dict(), self.buffers, self._file_mappings())
+        else:
+            with self._in_zeros_order():
+                state = dict(super().state_dict())
         return {**state, MOMENTUM_SCALE: 1.0} if uses_muon(self.optimizer) else state
 
     @property
@@ -695,11 +700,11 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             if self._striped:
                 stack.enter_context(mock.patch.object(self, "single_partition_of_fp32_groups", weights))
                 stack.enter_context(mock.patch.object(self, "groups_padding", paddings))
-                stack.enter_context(mock.patch.object(self, "_param_slice_mappings", self._zeros_mappings()))
+                stack.enter_context(mock.patch.object(self, "_param_slice_mappings", self._file_mappings()))
             yield
 
-    def _zeros_mappings(self) -> list[Any]:
-        return saved.mappings(self.buffers, self._param_slice_mappings, self.param_names)
+    def _file_mappings(self, layouts: Mapping[int, FlatLayout] = MappingProxyType({})) -> list[Any]:
+        return saved.mappings(self.buffers, self._param_slice_mappings, self.param_names, layouts)
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Refuse a rank's state dict that is sharded otherwise; see ``flat/saved.py``.
@@ -707,7 +712,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         Raises:
             ValueError: it is.
         """
-        saved.check(state, self.partition_count, self._zeros_mappings())
+        saved.check(state, self.partition_count, self.buffers, self._file_mappings)
 
     @override
     def _load_legacy_checkpoint(
@@ -720,12 +725,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """
         rank, states = dist.get_rank(group=self.dp_process_group), list(state_dict_list)
         self._check_together(states[rank])
-        if load_optimizer_states:
+        own_order = saved.OWN_ORDER in states[rank]
+        if load_optimizer_states and not own_order:
             groups = zip(self.buffers, self.optimizer.param_groups, strict=True)
             muon = [buffer for buffer, row in groups if row.get("use_muon", False)]
             states[rank] = saved.with_own_momentum(muon, states[rank], self.dp_process_group)
-        if self._striped and (load_optimizer_states or load_from_fp32_weights):
-            states[rank] = saved.from_zeros_order(self.buffers, states[rank])
+        if own_order or (self._striped and (load_optimizer_states or load_from_fp32_weights)):
+            states[rank] = saved.as_held(self.buffers, states[rank])
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
 
     def _check_together(self, state: Mapping[str, Any]) -> None:
@@ -735,7 +741,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             self.check_states(state)
         except ValueError as error:
             problem = error
-        if self._striped or uses_muon(self.optimizer):
+        if self._striped or saved.OWN_ORDER in state or uses_muon(self.optimizer):
             saved.raise_if_any(problem, self.dp_process_group)
         if problem is not None:
             raise problem

@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 def write_files_safely(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_checkpoint_engine(config_params: Any, *args: Any, **kwargs: Any) -> Any:
+        from deepspeed_ext.config.saves import refuse_without_strategy, saves_aside
         from deepspeed_ext.config.section import active_strategy
 
-        made = create(config_params, *args, **kwargs)
         if active_strategy(config_params) is None:
-            return made
+            refuse_without_strategy(config_params)
+            return create(config_params, *args, **kwargs)
+        from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
         from deepspeed_ext.checkpoint.files import wrap
 
-        return wrap(made)
+        return wrap(create(config_params, *args, **kwargs), AsyncSaves if saves_aside(config_params) else None)
 
     return create_checkpoint_engine
 

@@ -126,7 +126,7 @@ class FlatBuffer:
 
     def _pieces_in(self, layout: FlatLayout) -> Iterator[tuple[int, Piece]]:
         """Yield the place of each parameter of which this rank's chunk has elements, and what it has, in its order."""
-        for cell in layout.cells_of(*self.cell):
+        for cell in layout.cells_of(*divmod(self.rank, layout.cols)):
             first = bisect_right(self._offsets, cell.span.start) - 1
             for place in range(first, bisect_left(self._offsets, cell.span.stop)):
                 span = self._spans[place].common(cell.span)
@@ -236,8 +236,12 @@ class FlatBuffer:
 
     def zeros_members(self) -> Iterator[Member]:
         """Yield the parameters of which this rank's partition has elements in DeepSpeed's order."""
-        for place, piece in self._pieces_in(self._zeros_held):
-            yield self._member(place, self._zeros_held, piece)
+        return self.members_in(self._zeros_held)
+
+    def members_in(self, layout: FlatLayout) -> Iterator[Member]:
+        """Yield the parameters of which this rank's chunk of another layout would have elements, in its order."""
+        for place, piece in self._pieces_in(layout):
+            yield self._member(place, layout, piece)
 
     # What others ask for ##########################################################################
 

@@ -5,11 +5,23 @@
 Checkpoints have partitions in DeepSpeed's order, whatever the layout of flat buffers: its tools put them together by
 it. So a rank's states are exchanged with those of other ranks where they are saved and loaded. All of it is collective
 over the ranks that share the optimizer's states, if flat buffers have stripes.
+
+Note [Own order]
+    To exchange states takes 12 bytes of each parameter of a shard over the links between groups, while nobody trains.
+    So they may be saved in the order in which ranks hold them: ``"checkpoint": {"zero_order": false}``, which
+    asynchronous saves have by default. Such a file says for each flat buffer where its elements are (``_Place``), and
+    how they would be in DeepSpeed's order, so that files can be put into that without a model
+    (``checkpoint/in_order.py``).
+
+    DeepSpeed takes partitions for its own without asking. So they have another name in these files,
+    ``OWN_PARTITIONS``, and DeepSpeed, which looks for its own, fails instead.
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, TypedDict
 
 import torch
 from deepspeed.checkpoint.constants import (
@@ -20,17 +32,23 @@ from deepspeed.checkpoint.constants import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
     ZERO_STAGE,
 )
+from deepspeed.utils import groups
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import all_reduce_max, any_rank
+from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.relayout import Relayout
+from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
 from deepspeed_ext.zero.momentum import of_partition, sharded_otherwise, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
 
 State = Mapping[str, Any]
+
+OWN_ORDER = "paro_own_order"  # in a state dict: a ``_Place`` for each flat buffer that is not in DeepSpeed's order
+OWN_PARTITIONS = "paro_partition_of_fp32_groups"  # the optimizer's weights then
 
 
 def require_one_value_per_element(states: State, whole: Container[int]) -> None:
@@ -64,23 +82,96 @@ def in_zeros_order(buffer: FlatBuffer, weights: Tensor, states: State) -> tuple[
     return to_zeros.move(weights.detach()).cpu(), {**states, **moved}
 
 
-def mappings(buffers: Iterable[FlatBuffer], parents: Sequence[Any], names: Mapping[nn.Parameter, str]) -> list[Any]:
-    """Return DeepSpeed's map of parameters to places in the partition, ``parents``, in its order."""
+def mappings(
+    buffers: Iterable[FlatBuffer],
+    parents: Sequence[Any],
+    names: Mapping[nn.Parameter, str],
+    layouts: Mapping[int, FlatLayout] = MappingProxyType({}),
+) -> list[Any]:
+    """Return DeepSpeed's map of parameters to places in the partition, ``parents``, in the order of files.
+
+    Args:
+        buffers: all.
+        parents: of each buffer, as it is held.
+        names: of parameters.
+        layouts: of buffers that files have in an order of their own, by their numbers; others are in DeepSpeed's.
+    """
     found = list(parents)
-    for buffer in (buffer for buffer in buffers if buffer.striped):
+    for buffer in (buffer for buffer in buffers if buffer.striped or buffer.number in layouts):
+        layout = layouts.get(buffer.number)
+        members = buffer.zeros_members() if layout is None else buffer.members_in(layout)
         found[buffer.number] = OrderedDict(
-            (names[member.param], fragment_address(**member.in_shard._asdict())) for member in buffer.zeros_members()
+            (names[member.param], fragment_address(**member.in_shard._asdict())) for member in members
         )
     return found
 
 
-def check(state: State, partition_count: Any, own_mappings: Sequence[Any]) -> None:
+class _Place(TypedDict):
+    """Where the elements of a flat buffer are, of which a file has one chunk.
+
+    Attributes:
+        layout: fields of the ``FlatLayout``.
+        cell: number of the chunk.
+        experts: which experts the buffer has: their expert-parallel rank; -1 for other parameters.
+        zeros: elements of the buffer in DeepSpeed's order, padding included.
+        zeros_padding: how many of this file's chunk are padding then.
+        zeros_mapping: where parameters are in it then; as in ``PARAM_SLICE_MAPPINGS``.
+    """
+
+    layout: dict[str, Any]
+    cell: int
+    experts: int
+    zeros: int
+    zeros_padding: int
+    zeros_mapping: Mapping[str, Any]
+
+
+def in_own_order(
+    state: State, buffers: Iterable[FlatBuffer], zeros_mappings: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return a rank's state dict as a file has it in own order; see Note [Own order].
+
+    Args:
+        state: DeepSpeed's, with partitions as they are held.
+        buffers: all, some with stripes.
+        zeros_mappings: of this rank, as they would be in DeepSpeed's order.
+    """
+    places: list[_Place | None] = [
+        _Place(
+            layout=asdict(buffer.layout),
+            cell=buffer.rank,
+            experts=-1 if buffer.family.name == DENSE else groups._get_expert_parallel_rank(buffer.family.name),
+            zeros=buffer.zeros_layout.numel,
+            zeros_padding=buffer.zeros_padding,
+            zeros_mapping=mapping,
+        )
+        if buffer.striped
+        else None
+        for buffer, mapping in zip(buffers, zeros_mappings, strict=True)
+    ]
+    named = {OWN_PARTITIONS if key == SINGLE_PARTITION_OF_FP32_GROUPS else key: state[key] for key in state}
+    return {**named, OWN_ORDER: places}
+
+
+def own_layouts(state: State) -> dict[int, FlatLayout]:
+    """Return the layouts of flat buffers that a file has in its own order, by their numbers."""
+    return {
+        number: FlatLayout(**place["layout"])
+        for number, place in enumerate(state.get(OWN_ORDER) or ())
+        if place is not None
+    }
+
+
+def check(
+    state: State, partition_count: Any, buffers: Sequence[FlatBuffer], own_mappings: Callable[..., Sequence[Any]]
+) -> None:
     """Refuse a rank's state dict that is sharded otherwise: DeepSpeed would pad a shard that is too short.
 
     Args:
         state: of a checkpoint.
         partition_count: over how many ranks states are sharded here: an entry for each parameter group.
-        own_mappings: of this rank, in DeepSpeed's order.
+        buffers: all.
+        own_mappings: gives those of this rank, with given ``layouts``; see ``mappings``.
 
     Raises:
         ValueError: it is of another stage, sharded over another number of ranks, or of parameters elsewhere.
@@ -93,10 +184,17 @@ def check(state: State, partition_count: Any, own_mappings: Sequence[Any]) -> No
         )
     if PARAM_SLICE_MAPPINGS not in state:  # of an older DeepSpeed
         return
+    layouts = own_layouts(state)
+    for number, layout in layouts.items():
+        if number >= len(buffers) or layout.numel != buffers[number].numel:
+            wanted = buffers[number].numel if number < len(buffers) else 0
+            raise sharded_otherwise(
+                f"of {layout.numel} elements in parameter group {number}", f"have {wanted} in that group"
+            )
     # By place, whatever the names: it is how DeepSpeed takes them.
     saved, own = (
         [[(piece.start, piece.numel) for piece in group.values()] for group in some]
-        for some in (state[PARAM_SLICE_MAPPINGS], own_mappings)
+        for some in (state[PARAM_SLICE_MAPPINGS], own_mappings(layouts))
     )
     if saved != own:
         raise sharded_otherwise(
@@ -114,31 +212,43 @@ def raise_if_any(problem: ValueError | None, group: ProcessGroup | None) -> None
         raise problem or sharded_otherwise("otherwise on another rank", "are not")
 
 
-def from_zeros_order(buffers: Iterable[FlatBuffer], state: State) -> dict[str, Any]:
-    """Return this rank's state dict with partitions as they are here."""
+def as_held(buffers: Iterable[FlatBuffer], state: State) -> dict[str, Any]:
+    """Return this rank's state dict with partitions as they are here, whatever the order of its file."""
+    layouts = own_layouts(state)
     base = state[BASE_OPTIMIZER_STATE]  # elastic ones have a list
-    weights, paddings = list(state[SINGLE_PARTITION_OF_FP32_GROUPS]), list(state[GROUP_PADDINGS])
+    weights = list(state[OWN_PARTITIONS if OWN_ORDER in state else SINGLE_PARTITION_OF_FP32_GROUPS])
+    paddings = list(state[GROUP_PADDINGS])
     states = dict(enumerate(base)) if not isinstance(base, dict) else dict(base["state"])
-    for buffer in (buffer for buffer in buffers if buffer.striped):
-        group, chunk = buffer.number, buffer.zeros_layout.chunk
-        from_zeros = Relayout(buffer.zeros_layout, buffer.layout, buffer.group)
+    for buffer in (buffer for buffer in buffers if buffer.striped or buffer.number in layouts):
+        group, source = buffer.number, layouts.get(buffer.number, buffer.zeros_layout)
         number = group if not isinstance(base, dict) else base["param_groups"][group]["params"][0]
-        whole = {chunk, weights[group].numel()}
-        mine = states.get(number, {})
-        require_one_value_per_element(mine, whole)
-        weights[group], paddings[group] = from_zeros.move(_filled(weights[group], chunk)), 0
-        states[number] = {
-            key: from_zeros.move(_filled(value, chunk))
-            if isinstance(value, Tensor) and value.dim() and value.numel() in whole
-            else value
-            for key, value in sorted(mine.items())
-        }
-    moved: Any = [states[group] for group in range(len(base))] if not isinstance(base, dict) else None
+        moved = _moved(buffer, source, weights[group], states.get(number, {}))
+        weights[group], states[number] = moved
+        paddings[group] = 0 if buffer.striped else buffer.zeros_padding
+    moved_base: Any = [states[group] for group in range(len(base))] if not isinstance(base, dict) else None
     return {
-        **state,
+        **{key: value for key, value in state.items() if key not in (OWN_ORDER, OWN_PARTITIONS)},
         SINGLE_PARTITION_OF_FP32_GROUPS: weights,
         GROUP_PADDINGS: paddings,
-        BASE_OPTIMIZER_STATE: moved if moved is not None else {**base, "state": states},
+        BASE_OPTIMIZER_STATE: moved_base if moved_base is not None else {**base, "state": states},
+    }
+
+
+def _moved(
+    buffer: FlatBuffer, source: FlatLayout, weights: Tensor, states: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return weights and states of a partition as they are here. Collective, unless they are so already."""
+    whole = {source.chunk, weights.numel()}
+    require_one_value_per_element(states, whole)
+    if source == buffer.layout:
+        return weights, dict(states)
+    from_saved = Relayout(source, buffer.layout, buffer.group)
+    moved = from_saved.move(_filled(weights, source.chunk))
+    return moved, {
+        key: from_saved.move(_filled(value, source.chunk))
+        if isinstance(value, Tensor) and value.dim() and value.numel() in whole
+        else value
+        for key, value in sorted(states.items())
     }
 
 

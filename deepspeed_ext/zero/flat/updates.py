@@ -40,9 +40,9 @@ def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
 
 
 def tell_of_setters(buffers: Iterable[FlatBuffer], resync: Resync) -> None:
-    """Make the next update travel whole when somebody sets the optimizer's weights by DeepSpeed's
-    ``safe_set_full_...``."""
-    for buffer in () if resync.always else buffers:
+    """Ask for whole updates when somebody sets the optimizer's weights by DeepSpeed's ``safe_set_full_...``, before it
+    is done."""
+    for buffer in buffers:
         for param in buffer.params:
             owner: Any = param
             owner.set_full_hp_param = _telling(owner.set_full_hp_param, Asking(resync))

@@ -1,0 +1,91 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a save: all ranks have written their files, or none of them counts."""
+
+import time
+from dataclasses import dataclass
+
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.comm.agreement import Channel, raise_together, run_on_all_or_raise
+
+_LOOKS = 5
+_DOING = "the checkpoint could not be saved"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What is left of a save when files have been written. See ``folder.py``.
+
+    Attributes:
+        folder: of the tag, prepared.
+        first: whether this rank does the work that is done once per file system.
+        shared: whether all ranks write to the same file system.
+        latest: whether the file ``latest`` is to name the tag.
+    """
+
+    folder: CheckpointFolder
+    first: bool
+    shared: bool
+    latest: bool
+
+    def run(self, written: int, error: Exception | None, over: Channel) -> None:
+        """Replace the checkpoint, if all ranks have written their files. Collective.
+
+        Args:
+            written: the number of files that this rank has written.
+            error: why it could not write one.
+            over: how ranks agree.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them could not write. The previous checkpoint is untouched.
+        """
+        folder, first = self.folder, self.first
+        try:
+            raise_together(error, CheckpointError, over)
+            total = over.all_reduce_sum(written)
+            if self.shared:
+                run_on_all_or_raise(
+                    lambda: _require_all(folder, total) if first else None, _DOING, CheckpointError, over
+                )
+            run_on_all_or_raise(lambda: folder.publish() if first else None, _DOING, CheckpointError, over)
+            if self.latest:
+                run_on_all_or_raise(lambda: folder.point() if first else None, _DOING, CheckpointError, over)
+        except CheckpointError as failure:  # on all ranks: none may go on and read ``latest`` before it is restored
+            self.revert(failure, over)
+            raise
+        if first:
+            folder.clear()
+
+    def prepare(self, over: Channel) -> None:
+        """Make the staging folder. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be made.
+        """
+        run_on_all_or_raise(lambda: self.folder.prepare() if self.first else None, _DOING, CheckpointError, over)
+
+    def revert(self, failure: Exception, over: Channel) -> None:
+        """Put back what was there. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if that fails, too.
+        """
+        run_on_all_or_raise(
+            lambda: self.folder.revert() if self.first else None,
+            f"{failure}; what was there could not be put back",
+            CheckpointError,
+            over,
+        )
+
+
+def _require_all(folder: CheckpointFolder, expected: int) -> None:
+    """Wait until this rank sees all files that ranks have written; a network file system may show them late."""
+    for _ in range(_LOOKS):
+        found = folder.files()
+        if found >= expected:
+            return
+        time.sleep(1.0)
+    raise CheckpointError(
+        f"of {expected} files that all ranks have written rank 0 sees {found} in {folder.staging}: {folder.save_dir} "
+        f"must be on a file system that all nodes share, or checkpoint.use_node_local_storage must be true."
+    )

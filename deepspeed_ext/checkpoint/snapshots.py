@@ -1,0 +1,177 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Copies in host memory of what a save writes, made while the training goes on.
+
+Note [What a snapshot copies when]
+    A file of a checkpoint holds states that change at different times:
+
+    - *Optimizer states*, the weights in fp32 among them, change in the optimizer's step alone. They are most of the
+      bytes, and are copied *behind* the training: by a stream beside it from a device, by the thread that will write
+      from the host. ``Snapshot.settle`` is what waits for that: the optimizer calls it before a step, and before
+      anything else of its own that changes or moves its states.
+    - *Everything else* may change as soon as the save has returned: weights in 16 bits, which a script may exchange
+      for averaged ones, buffers in the next forward, errors of reductions in the next backward, what the script has
+      given. It is copied before the save returns: from a device by the same stream, for which the one that computes
+      waits, and not the host.
+
+    With an outer optimizer nothing is copied behind: a save shows anchors in the place of the group's weights, and
+    takes them back when it returns.
+
+    What is copied are storages, as ``torch.save`` writes them: tensors that share one in what was given share one in
+    the snapshot. So its file is the same, to the byte, as that of a save that writes at once. (That of a tensor on a
+    device says that it was on the host.)
+"""
+
+import copy
+import pickle
+import threading
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+
+_Storage = torch.UntypedStorage | torch.TypedStorage
+
+
+class HostBuffers:
+    """Host memory of snapshots, pinned where there is a device: made once, and used again by the next save."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._lent: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(one.nbytes for one in (*self._lent, *(free for many in self._free.values() for free in many)))
+
+    def lend(self, nbytes: int) -> Tensor:
+        """Return memory of so many bytes, uint8, with any content."""
+        fitting = self._free[nbytes]
+        one = fitting.pop() if fitting else get_accelerator().pin_memory(torch.empty(nbytes, dtype=torch.uint8))
+        self._lent.append(one)
+        return one
+
+    def take_back(self) -> None:
+        """Take back all that was lent, and free what was not asked for since the last time: sizes have changed."""
+        self._free = defaultdict(list)
+        for one in reversed(self._lent):
+            self._free[one.nbytes].append(one)
+        self._lent = []
+
+
+class _Finder(pickle.Pickler):
+    """Finds tensors in the same places where ``torch.save`` does, in order, by going the same way."""
+
+    def __init__(self) -> None:
+        super().__init__(self, protocol=2)
+        self.found: list[Tensor] = []
+
+    def write(self, written: bytes) -> None:
+        """Write nothing."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if isinstance(obj, Tensor):
+            self.found.append(obj)
+        return "" if isinstance(obj, Tensor | _Storage) else None
+
+
+class Snapshot:
+    """The states of one save. See Note [What a snapshot copies when].
+
+    Args:
+        buffers: to copy into.
+        changed_by_steps: tensors that only the optimizer changes, and before that calls ``settle``.
+    """
+
+    def __init__(self, buffers: HostBuffers, changed_by_steps: Iterable[Tensor]) -> None:
+        self._buffers = buffers
+        self._behind = {tensor.untyped_storage().data_ptr() for tensor in changed_by_steps}
+        self._copies: dict[int, Tensor] = {}  # of storages, uint8, by their addresses
+        self._on_device: list[tuple[Tensor, Tensor]] = []  # source and copy, uint8, of what is copied behind
+        self._on_host: list[tuple[Tensor, Tensor]] = []
+        self._sources: list[Tensor] = []  # held until they have been read
+        self._stream: Any = None  # beside the one that computes, once something on a device is copied
+        self._read: Any = None  # an event: all on the device has been
+        self._done = threading.Event()
+
+    def take(self, content: object) -> object:
+        """Return what a file is to hold, with copies of all tensors, which are complete after ``complete``."""
+        finder = _Finder()
+        finder.dump(content)
+        copies: dict[int, Any] = {id(one): self._copied(one) for one in finder.found if _is_plain(one)}
+        taken = copy.deepcopy(content, copies)
+        if self._stream is not None:
+            get_accelerator().current_stream().wait_stream(self._stream)
+        return taken
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held = self._copies.get(storage.data_ptr()) if storage.nbytes() else torch.empty(0, dtype=torch.uint8)
+        if held is None:
+            held = self._copies[storage.data_ptr()] = self._buffers.lend(storage.nbytes())
+            self._copy(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage), held)
+        made = torch.empty(0, dtype=tensor.dtype).set_(
+            held.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def _copy(self, source: Tensor, to: Tensor) -> None:
+        behind = source.data_ptr() in self._behind
+        if behind:
+            (self._on_host if source.device.type == "cpu" else self._on_device).append((source, to))
+        elif source.device.type == "cpu":
+            to.copy_(source)
+        else:
+            self._copy_on_stream([(source, to)])
+
+    def _copy_on_stream(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        if self._stream is None:
+            self._stream = get_accelerator().Stream()
+        self._stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(self._stream):
+            for source, to in pairs:
+                to.copy_(source, non_blocking=True)
+                self._sources.append(source)
+
+    def seal(self) -> None:
+        """Begin to copy from the device what is copied behind, after everything else."""
+        if self._on_device:
+            self._copy_on_stream(self._on_device)
+        if self._stream is not None:
+            self._read = get_accelerator().Event()
+            self._read.record(self._stream)
+
+    def complete(self) -> None:
+        """Complete all copies; called by the thread that writes them."""
+        try:
+            for source, to in self._on_host:
+                to.copy_(source)
+            if self._read is not None:
+                self._read.synchronize()
+        finally:
+            self._sources, self._on_device, self._on_host = [], [], []
+            self._done.set()
+
+    def settle(self) -> None:
+        """Make what the current stream, and the host, do from now on come after all copies."""
+        if self._done.is_set():
+            return
+        if self._on_host:
+            self._done.wait()
+        if self._read is not None:
+            get_accelerator().current_stream().wait_event(self._read)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is no more than a view of its storage; others are copied by ``deepcopy``, at once."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or vars(tensor))
+    )

@@ -1,0 +1,68 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Our keys in the section ``checkpoint``, validated."""
+
+from typing import TYPE_CHECKING, Any
+
+from deepspeed_ext.config.keys import SECTION, STRATEGY
+from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
+from deepspeed_ext.values import must_be
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+CHECKPOINT = "checkpoint"
+ASYNC_SAVE = "async_save"
+ZERO_ORDER = "zero_order"
+
+
+def saves_aside(config: "DeepSpeedConfig") -> bool:
+    """Return whether saves go on beside the training.
+
+    Raises:
+        ValueError: the key is neither true nor false, or another writer is configured.
+    """
+    if not _flag(config, ASYNC_SAVE, False):
+        return False
+    checkpoint = config._param_dict[CHECKPOINT]
+    if checkpoint.get("writer") is not None or config.datastates_config.enabled:
+        given = "datastates_ckpt" if checkpoint.get("writer") is None else f"{CHECKPOINT}.writer"
+        raise ValueError(
+            f"{CHECKPOINT}.{ASYNC_SAVE} cannot be combined with {given}, which writes checkpoints its own way. Remove "
+            f"one of the two."
+        )
+    return True
+
+
+def saves_in_zeros_order(config: "DeepSpeedConfig") -> bool:
+    """Return whether files of optimizer states have them in ZeRO's order; see ``zero/flat/saved.py``.
+
+    Raises:
+        ValueError: the key is neither true nor false.
+    """
+    return _flag(config, ZERO_ORDER, not saves_aside(config))
+
+
+def refuse_without_strategy(config: "DeepSpeedConfig") -> None:
+    """Refuse our keys in an engine that has no strategy, where they would do nothing.
+
+    Raises:
+        ValueError: one is there.
+    """
+    asked = [key for key in (ASYNC_SAVE, ZERO_ORDER) if key in _section(config)]
+    if asked:
+        stages = ", ".join(f"{name} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items() if stage)
+        raise ValueError(
+            f"{CHECKPOINT}.{asked[0]} needs a strategy: set {SECTION}.{STRATEGY} ({stages}), or remove the key."
+        )
+
+
+def _section(config: "DeepSpeedConfig") -> dict[str, Any]:
+    return config._param_dict.get(CHECKPOINT) or {}
+
+
+def _flag(config: "DeepSpeedConfig", key: str, default: bool) -> bool:
+    found = _section(config).get(key, default)
+    if not isinstance(found, bool):
+        raise must_be(f"{CHECKPOINT}.{key}", "true or false", found)
+    return found
