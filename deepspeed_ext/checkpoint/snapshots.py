@@ -113,10 +113,8 @@ class Snapshot:
         held = self._copies.get(storage.data_ptr()) if storage.nbytes() else torch.empty(0, dtype=torch.uint8)
         if held is None:
             held = self._copies[storage.data_ptr()] = self._buffers.lend(storage.nbytes())
-            self._copy(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage), held)
-        made = torch.empty(0, dtype=tensor.dtype).set_(
-            held.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+            self._copy(tensor.detach().as_strided(_whole(tensor), (1,), 0).view(torch.uint8), held)
+        made = held.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
@@ -160,12 +158,15 @@ class Snapshot:
 
     def settle(self) -> None:
         """Make what the current stream, and the host, do from now on come after all copies."""
-        if self._done.is_set():
-            return
         if self._on_host:
             self._done.wait()
         if self._read is not None:
             get_accelerator().current_stream().wait_event(self._read)
+
+
+def _whole(tensor: Tensor) -> tuple[int]:
+    """Return how many elements of its dtype a tensor's storage has."""
+    return (tensor.untyped_storage().nbytes() // tensor.element_size(),)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -173,5 +174,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
+        and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or vars(tensor))
     )

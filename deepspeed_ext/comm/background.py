@@ -21,6 +21,7 @@ from deepspeed_ext.comm.pairwise import tagged
 _numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
 _all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a thread that runs keeps its own
 _failed: "set[Background]" = set()  # those whose failure nobody knows of yet
+THREAD = "deepspeed_ext transfers"  # the name of threads
 PARAMETERS = "updated parameters of its last step are on their way to or from ranks that take that step later"
 _CHANNELS = 2**15 - 1  # queues, and jobs of each, that tags tell from one another
 _JOBS = 2**16
@@ -127,7 +128,7 @@ class Background:
         return job
 
     def _begin(self) -> None:
-        thread = threading.Thread(target=self._do_all, name="deepspeed_ext transfers", daemon=True)
+        thread = threading.Thread(target=self._do_all, name=THREAD, daemon=True)
         try:
             self._busy, self._thread = True, thread
             thread.start()

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp
 
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 
+NAME = "deepspeed_ext on the host"  # of its process groups
 _LONGEST = 4096  # bytes of a text that is told
 
 
@@ -44,7 +45,7 @@ class HostChannel:
 
     def __init__(self) -> None:
         self.rank, self.world = int(dist.get_rank()), int(dist.get_world_size())
-        self._group = distributed.new_group(backend="gloo", timeout=timeout_of(None))
+        self._group = distributed.new_group(backend="gloo", timeout=timeout_of(None), group_desc=NAME)
 
     def start_min(self, value: int) -> Vote:
         """Begin to find the smallest of all ranks' values."""

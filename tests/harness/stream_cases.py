@@ -54,6 +54,7 @@ class Options:
         gathering: whether parameters are looked at, and changed, between forward and backward, while gathers for the
             backward are on their way.
         saving: whether a checkpoint is saved and loaded after each step.
+        aside: whether one is saved beside the training after each step.
         pipe: a pipeline instead of the job.
     """
 
@@ -62,6 +63,7 @@ class Options:
     job: Job = _JOB
     gathering: bool = True
     saving: bool = False
+    aside: bool = False
     pipe: pipelines.Pipe | None = None
 
 
@@ -81,6 +83,7 @@ _SLICED = ("ING", "IIG", "IGG")
 _BF16 = replace(_JOB, dtype="bf16")
 _ADAM = replace(_JOB, optimizer="Adam")
 _PLAIN = replace(_JOB, groups=1, frozen=(), network=None, skipped=((2, 1), (3, 1)))  # a layer rests for a step
+_ASIDE = replace(_ADAM, dtype="bf16", steps=3, config={**WITHOUT_TIMER, "checkpoint": {"async_save": True}})
 _EVERY = replace(_BF16, accumulation=1, steps=3, network=None, skipped=((1, 1), (2, 0)))
 _MIXTURES = replace(_JOB, network=mixtures.Routed, frozen=(1,))
 _ALL_USED = replace(_MIXTURES, network=mixtures.Mixtures)
@@ -141,6 +144,8 @@ OPTIONS = {
     "outer": Options(_APART, {**_OVERLAP, **_OUTER}, replace(_ADAM, steps=3), saving=True),
     "outer, delayed": Options(_APART, {**_OVERLAP, **_DELAYED}, replace(_EVERY, steps=7), gathering=False),
     "outer, offload": Options(("NII", "III"), {**_OUTER, **_OFFLOAD}, replace(_ADAM, steps=3)),
+    "saves aside": Options(ALL, {**_OVERLAP, **_AHEAD, "zeropp_loco_param": {}}, _ASIDE, aside=True),
+    "saves aside, offload": Options(("NIG", "NNI", "IIG"), {**_OVERLAP, **_OFFLOAD}, _ASIDE, aside=True),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
@@ -240,6 +245,8 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
                 read_by_host(engine.optimizer)
                 engine.save_checkpoint(folder, tag=f"{name}-{number}")
                 engine.load_checkpoint(folder, tag=f"{name}-{number}")
+            if last and given.aside:
+                engine.save_checkpoint(folder, tag=name)
             if last and given.gathering and name[0] == name[2] != "N":
                 next(model.parameters()).ds_tensor.mul_(0.9)  # the user writes what this rank holds of a parameter
     engine.destroy()

@@ -103,14 +103,14 @@ def not_shared_case(folder: str) -> tuple[str, list[str]]:
 
     from deepspeed import comm as dist
 
-    from deepspeed_ext.checkpoint import saving
+    from deepspeed_ext.checkpoint import commit
     from tests.harness import training
 
     engine, _ = make(training.Job(empty=False))
     disk = node_dir(folder)
     (Path(disk) / ".global_step1.saving").mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    with mock.patch.object(saving, "_LOOKS", 1):
+    with mock.patch.object(commit, "_LOOKS", 1):
         message = error_of(engine.save_checkpoint, disk)
     engine.destroy()
     return message, sorted(path.name for path in Path(folder, "node0").iterdir())

@@ -31,7 +31,10 @@ WATCHED = [
     ("parameters and offload", ("IGG",)),
     ("parameters, in few bits", ("IIG",)),
     ("parameters, pageable", ("IIG",)),
+    ("saves aside", ("NIG", "IIG")),
     *deep(
+        ("saves aside", ("NNI", "III", "GGG")),
+        ("saves aside, offload", ("NIG", "IIG")),
         ("pageable", ("NGG",)),
         ("in few bits", ("NIG",)),
         ("Muon, offload", ("NIG", "III")),
@@ -47,7 +50,7 @@ def test_the_host_waits_for_what_it_reads(
     run_on_device: Any, tmp_path: Path, options: str, names: tuple[str, ...]
 ) -> None:
     for found in run_on_device(cases.watched, options, names, str(tmp_path)):
-        assert found == {name: [] for name in names}
+        assert found == {name: [] for name in names}, chr(10).join(sum(found.values(), []))
 
 
 @pytest.mark.parametrize("pinned, names", with_some([True, False], ("NIG", "IIG"), ("NIG", "NNI", "IIG", "GGG")))
