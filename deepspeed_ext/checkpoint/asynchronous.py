@@ -56,8 +56,9 @@ class AsyncSaves:
         """Return an empty snapshot. See ``Snapshot``."""
         return Snapshot(self.buffers, changed_by_steps)
 
-    def give_up(self) -> None:
+    def give_up(self, snapshot: Snapshot) -> None:
         """Forget a snapshot that will not be written."""
+        snapshot.complete()  # a device may still write what would be lent again
         self.buffers.take_back()
 
     def start(self, snapshot: Snapshot, waiting: list[Waiting], write: Write, commit: Commit) -> None:

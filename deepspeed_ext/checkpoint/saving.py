@@ -86,7 +86,7 @@ def save_checkpoint(
         snapshot = None
     finally:
         if files.aside is not None and snapshot is not None:
-            files.aside.give_up()
+            files.aside.give_up(snapshot)
     return saved
 
 
