@@ -18,6 +18,7 @@ from deepspeed_ext.planner.intervals import daly, share_lost, young
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.planner.saves import Contents, Family, SavePrediction, Saves, Schedule
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from tests.harness.tiers import by_strategies, deep
 
 CLUSTER = GroupSizes(8, 4)  # on two nodes
 STATES = ModelStates.of(10**9, 4 * 10**8)  # weights 2 GB, of which 1.2 GB are frozen; optimizer states 4.8 GB
@@ -231,9 +232,10 @@ def test_steps_that_take_no_time_are_refused() -> None:
         Schedule.of(1.0, 1.0, 0.0, SAVES)
 
 
-def test_files_are_those_of_real_saves(ranks: Any, kernels: bool) -> None:
+@pytest.mark.parametrize("names", [("NII", "IIG"), *deep((("NNN", "NNG", "III", "ING"),))], ids=by_strategies)
+def test_files_are_those_of_real_saves(ranks: Any, kernels: bool, names: tuple[str, ...]) -> None:
     """To 1 %: the rest is headers and padding. On a host, frozen weights are in a file once."""
-    (found, *_) = ranks(4).run(saved_files, ("NNN", "NII", "NIG", "III", "IIG"))
+    (found, *_) = ranks(4).run(saved_files, names)
     for name, (trained, every, files) in found.items():
         states, sizes = ModelStates.of(every, trained), GroupSizes(4, 2)
         errors = 0.0 if name == "NNN" else LOCO.saved_bytes(STRATEGIES[name], sizes, trained)
