@@ -26,6 +26,7 @@ from deepspeed_ext.planner.cost import BUCKET, Experts, Model
 from deepspeed_ext.planner.host import HostParameters
 from deepspeed_ext.planner.outer import OuterPlan, plan_outer
 from deepspeed_ext.planner.rates import Rates, bytes_per_second
+from deepspeed_ext.planner.saves import Saves
 from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement, full_bucket
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -84,6 +85,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host-gbps", type=amount, metavar="G", help=copies)
     where.add_argument("--latency-us", type=rest, default=0.0, metavar="U", help="of a message between groups")
     where.add_argument("--memory-gb", type=amount, metavar="G", help="10^9 bytes of a rank for model states")
+    saves = parser.add_argument_group("how often to save, if --mtbf-hours is given")
+    failures = (
+        "mean hours between failures of the whole job: those of one node, divided by the number of nodes; needs "
+        "--disk-gbps, and --micro-step-seconds or --tokens"
+    )
+    saves.add_argument("--mtbf-hours", type=amount, metavar="H", help=failures)
+    saves.add_argument("--disk-gbps", type=amount, metavar="G", help="10^9 bytes/s that a node writes to storage")
+    shared = "10^9 bytes/s that the storage takes from all nodes together (default: no limit)"
+    saves.add_argument("--shared-disk-gbps", type=amount, metavar="G", help=shared)
+    restart = "seconds from a failure until training goes on, with the load (default: 0)"
+    saves.add_argument("--restart-seconds", type=rest, metavar="S", help=restart)
+    later = "checkpoint.async_save: training goes on while files are written"
+    saves.add_argument("--async-save", action="store_true", help=later)
     output = parser.add_argument_group("output")
     terminal = "write the plans; - for the terminal, instead of the table"
     output.add_argument("--json", type=new_file, metavar="FILE", help=terminal)
@@ -103,7 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
-    model = _offloaded(_model(arguments), arguments)
+    model = replace(_offloaded(_model(arguments), arguments), saves=_saves(arguments, per_node))
     if cluster is not None and cluster.tflops is not None and arguments.tokens is not None:
         parameters, trained = (one / BYTES[arguments.dtype] for one in (model.states.parameters, model.states.updated))
         flops = FROZEN_FLOPS * parameters + (FLOPS - FROZEN_FLOPS) * trained
@@ -124,7 +138,7 @@ def run(arguments: argparse.Namespace) -> None:
     forms = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
     plans = [plan(sizes, model, rates, budget, [sent], allowed) for sent in forms]
-    outer = None if settings is None else plan_outer(sizes, model, rates, settings, budget)
+    outer = None if settings is None else plan_outer(sizes, replace(model, saves=None), rates, settings, budget)
     _write(arguments, plans, outer, nodes, per_node)
 
 
@@ -234,6 +248,15 @@ def _check(a: argparse.Namespace) -> None:
             "--json - writes nothing else to the terminal. Leave out --estimate, or name a file.",
         ),
         ((a.intra_gbps is None) != (a.inter_gbps is None), "--intra-gbps and --inter-gbps go together."),
+        ((a.mtbf_hours is None) != (a.disk_gbps is None), "--mtbf-hours and --disk-gbps go together."),
+        (
+            a.mtbf_hours is None and (a.async_save or a.shared_disk_gbps is not None or a.restart_seconds is not None),
+            "--shared-disk-gbps, --restart-seconds and --async-save go with --mtbf-hours and --disk-gbps.",
+        ),
+        (
+            a.mtbf_hours is not None and not a.micro_step_seconds and a.tokens is None,
+            "--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens with --cluster.",
+        ),
     ):
         if wrong:
             raise ValueError(message)
@@ -248,6 +271,20 @@ def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
     if twice:
         raise ValueError(f"--outer gives {', '.join(twice)} twice.")
     return OuterSettings.parse(dict(arguments.outer), "--outer", "{where} {key}")
+
+
+def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
+    """Return where a run saves and how often it fails; None without --mtbf-hours."""
+    if arguments.mtbf_hours is None:
+        return None
+    return Saves(
+        mtbf=3600 * arguments.mtbf_hours,
+        ranks_per_node=per_node,
+        disk=bytes_per_second(arguments.disk_gbps),
+        shared=bytes_per_second(arguments.shared_disk_gbps),
+        restart=arguments.restart_seconds or 0.0,
+        asynchronous=arguments.async_save,
+    )
 
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
@@ -349,8 +386,9 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.planner import probe
 
+    copies = arguments.offload_param or arguments.mtbf_hours is not None
     # Otherwise all ranks of a node would measure on its first device.
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
-    return probe.measure(get_topology(None, sizes.group_size), dtype, pinned=arguments.offload_param or None)
+    return probe.measure(get_topology(None, sizes.group_size), dtype, pinned=copies or None)

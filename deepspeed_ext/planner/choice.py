@@ -72,6 +72,8 @@ class Plan:
                 f"; of {chosen.volume.inter / 1e9:.3g} GB that a rank receives from other groups in a step "
                 f"{chosen.of_experts.inter / 1e9:.3g} are of experts"
             )
+        if chosen.saves is not None:
+            said += f"; {chosen.saves.reason}"
         if self.model.all_matrices:
             said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
         return said + self._compared()
@@ -112,6 +114,7 @@ class Plan:
             "micro_step_seconds": self.model.compute,
             "budget": self.budget,
             "rates": self.rates.as_dict(),
+            "saves": None if self.model.saves is None else self.model.saves.as_dict(),
             "choice": None if self.choice is None else self.choice.as_dict(),
             "reason": self.reason,
             "predictions": [one.as_dict() | {"fits": self.fits(one)} for one in self.predictions],

@@ -60,10 +60,16 @@ class Compression:
 
     def kept_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds during a step: the errors before and after it."""
+        return 2 * self.saved_bytes(strategy, sizes, trainable)
+
+    def saved_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
+        """Return the bytes of error feedback that a rank holds between steps, and saves."""
+        if sizes.groups == 1:
+            return 0.0  # nothing crosses
         kept = 0.0 if self.loco is None else self.loco.kept_bits / BITS * trainable / sizes.shards(Placement.I)
         if self.updates is not None and strategy.os != Placement.G:
             kept += self.updates.sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
-        return 2 * kept
+        return kept
 
 
 def label(loco: bool, updates: bool) -> str:

@@ -34,7 +34,8 @@ from deepspeed_ext.comm.owners import ROUNDS
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
 from deepspeed_ext.planner.host import Copies, HostParameters
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.planner.step import LAYERS, Move, Moves, Overlap, Step
+from deepspeed_ext.planner.saves import Family, SavePrediction, Saves, predict_saves
+from deepspeed_ext.planner.step import LAYERS, UPDATE, Move, Moves, Overlap, Step
 from deepspeed_ext.strategy import (
     STRATEGIES,
     Direction,
@@ -93,6 +94,7 @@ class Model:
         orthogonalizing: seconds that one rank would take to orthogonalize all that it has of matrices, experts' too.
         experts: experts of expert parallelism.
         host: how parameters are in host memory, where they are sharded; None if they are on the device.
+        saves: where it is saved, and how often the job fails; None to leave saves out.
     """
 
     states: ModelStates
@@ -111,6 +113,7 @@ class Model:
     orthogonalizing: float = 0.0
     experts: tuple[Experts, ...] = ()
     host: HostParameters | None = None
+    saves: Saves | None = None
 
     def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
         """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""
@@ -137,10 +140,14 @@ class Model:
         return self.matrices + sum(one.matrices for one in self.experts)
 
     @property
+    def trainable(self) -> float:
+        """Return the elements of the dense parameters that are trained."""
+        return self.states.gradients / self.gradient_bytes
+
+    @property
     def updated_bytes(self) -> float:
         """Return the bytes of one updated parameter."""
-        elements = self.states.gradients / self.gradient_bytes
-        return self.states.updated / elements if elements else 1.0
+        return self.states.updated / self.trainable if self.trainable else 1.0
 
     @property
     def layers(self) -> int:
@@ -160,7 +167,7 @@ class Model:
     @property
     def buckets(self) -> int:
         """Return how many buckets the gradients fill."""
-        return max(1, round(self.states.gradients / self.gradient_bytes / self.bucket))
+        return max(1, round(self.trainable / self.bucket))
 
     def overlaps(self, strategy: Strategy) -> Overlap:
         """Return what runs under compute."""
@@ -183,12 +190,13 @@ class Prediction:
             Muon's momentum until the step is decided; the largest gathered layer; the error feedback before and after
             the step (Note [Errors of buckets]); windows of updates that go to host memory. Activations and buckets are
             not included.
-        host: bytes in host memory.
+        host: bytes in host memory; with asynchronous saves those of the first rank, which pins most for them.
         volume: bytes received in a step; ``of_experts``: those of them that are of experts.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and of those
             between, the update, and the exposed part of copies from and to the host.
         busy: seconds for which each part works in a step, exposed or not.
         plain: whether this is a plain stage instead; see Note [Plain ZeRO].
+        saves: what saves cost, and how often to save; None if that is not asked for. Not in ``seconds``.
     """
 
     strategy: str
@@ -202,6 +210,7 @@ class Prediction:
     busy: dict[str, float]
     of_experts: Volume = field(default_factory=Volume)
     plain: bool = False
+    saves: SavePrediction | None = None
 
     @property
     def name(self) -> str:
@@ -227,7 +236,8 @@ def predict(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
 ) -> Prediction:
     """Predict what a strategy costs; see Note [Cost model]."""
-    return _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
+    one = _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
+    return _with_saves(one, strategy, model.families(sizes), rates, sent)
 
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
@@ -245,7 +255,7 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
     one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap)
-    return replace(one, plain=True)
+    return _with_saves(replace(one, plain=True), strategy, model.families(sizes), rates, AS_IT_IS)
 
 
 def _prediction(
@@ -282,6 +292,28 @@ def _prediction(
     memory = replace(memory, parameters=memory.parameters + copies.cached)
     total = volumes[0] + exchanged[0] + of_experts
     return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy, of_experts)
+
+
+def _with_saves(
+    one: Prediction,
+    strategy: Strategy,
+    families: Sequence[tuple[GroupSizes, Model]],
+    rates: Rates,
+    sent: Compression,
+) -> Prediction:
+    """Return a prediction with what saves cost, and what they pin on the host."""
+    (_, model), *_ = families
+    if model.saves is None:
+        return one
+    of_saves = [
+        Family(ranks, part.states, sent.saved_bytes(strategy, ranks, part.trainable)) for ranks, part in families
+    ]
+    on_host = not (model.held or model.states).optimizer
+    step, update = one.total_seconds, one.seconds[UPDATE]
+    found = predict_saves(
+        model.saves, strategy, of_saves, rates, step, update, plain=one.plain, states_on_host=on_host
+    )
+    return replace(one, saves=found, host=one.host + found.pinned)
 
 
 def _moves(
@@ -364,8 +396,7 @@ def _sum_of(parts: Iterable[StateBytes]) -> StateBytes:
 
 
 def _transient(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:
-    trainable = model.states.gradients / model.gradient_bytes
-    held = model.held or model.states
+    trainable, held = model.trainable, model.held or model.states
     total = 0.0
     if held.optimizer:  # not both: Muon's new momentum is kept or dropped before gradients are cast to fp32
         elements = trainable if held.gradients < 4 * trainable else model.matrices / model.gradient_bytes

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as a table, and as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.cost import Prediction
 from deepspeed_ext.planner.outer import OuterPlan
 from deepspeed_ext.planner.rates import Rate
+from deepspeed_ext.planner.saves import figure
 from deepspeed_ext.planner.step import HOST, PARTS
 from deepspeed_ext.strategy import STRATEGIES
 
@@ -31,7 +32,10 @@ _COLUMNS = (
     ("between", 9),
 )
 _HOST_COLUMNS = (("host: GB", 11), ("s: copies", 11), ("busy", 8))
+_SAVE_COLUMNS = (("save, s: sync", 15), ("async", 8), ("every: s", 11), ("steps", 9), ("lost %", 8))
 _OUTER_COLUMNS = (("outer: GB held", 16), ("on its way", 12), ("between", 9), ("s: exposed", 12), ("busy", 8))
+# Titles and widths, and what returns a row's figures.
+_Columns = tuple[Sequence[tuple[str, int]], Callable[[Prediction], Sequence[str]]]
 CHANGES_TRAINING = (
     "An outer optimizer changes the training, so none of these is a choice: "
     "see deepspeed_ext/zero/README.md#an-outer-optimizer"
@@ -42,7 +46,9 @@ def table(plans: Sequence[Plan]) -> str:
     """Return a table of the strategies of all plans and the plain stages, fastest first.
 
     A row has what each rank holds, what it receives in a step, the seconds that each part adds to a step, and for how
-    long the links are busy. If something is in host memory, further columns show the bytes there, and copies.
+    long the links are busy. If something is in host memory, further columns show the bytes there, and copies. If the
+    plans say how often to save, there are columns for the seconds for which a save holds training up, synchronous and
+    asynchronous, and of the way that was asked for the interval, and the share of the time that is lost.
 
     Args:
         plans: plans for the same model and cluster.
@@ -52,17 +58,22 @@ def table(plans: Sequence[Plan]) -> str:
     rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
     width = max(len(one.name) for one, _ in rows)
     n, m, k = first.sizes.ranks, first.sizes.group_size, first.sizes.groups
-    on_host = any(one.host for one, _ in rows)
+    further: list[_Columns] = [(_HOST_COLUMNS, _of_host)] if any(one.host for one, _ in rows) else []
+    further += [] if first.model.saves is None else [(_SAVE_COLUMNS, _of_saves)]
     limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
     lines = [
         f"{n} ranks in {k} group(s) of {m}, {first.model.accumulation} micro-step(s) a step, a rank's memory: {limit}",
         *_hidden(first),
         *_copied(first),
+        *_saved(first),
         *(f"  {line}" for line in rates(first)),
         "",
-        _titles(width, (*_COLUMNS, *(_HOST_COLUMNS if on_host else ()))),
+        _titles(width, (*_COLUMNS, *(column for columns, _ in further for column in columns))),
     ]
-    lines += [_line(one, _mark(one, plan), width, _of_host(one) if on_host else "") for one, plan in rows]
+    lines += [
+        _line(one, _mark(one, plan), width, "".join(_cells(cells(one), columns) for columns, cells in further))
+        for one, plan in rows
+    ]
     lines += ["", *(f"{_form(plan)}, {plan.reason}" if _form(plan) != EXACT else plan.reason for plan in plans)]
     return "\n".join(lines)
 
@@ -105,13 +116,32 @@ def _hidden(plan: Plan) -> list[str]:
 
 
 def _copied(plan: Plan) -> list[str]:
-    if plan.model.host is None or plan.rates.host != float("inf"):
+    if (plan.model.host is None and plan.model.saves is None) or plan.rates.host != float("inf"):
         return []
     return ["copies from and to the host are taken as 0 s: give --host-gbps"]
 
 
-def _of_host(one: Prediction) -> str:
-    return _cells([f"{one.host / 1e9:.2f}", f"{one.seconds[HOST]:.3g}", f"{one.busy[HOST]:.3g}"], _HOST_COLUMNS)
+def _saved(plan: Plan) -> list[str]:
+    saves = plan.model.saves
+    if saves is None:
+        return []
+    together = "" if saves.shared == float("inf") else f", and all nodes together {saves.shared / 1e9:.3g}"
+    kind = "asynchronous" if saves.asynchronous else "synchronous"
+    return [
+        f"{kind} saves; the job fails every {saves.mtbf / 3600:.3g} h and takes {saves.restart:.3g} s to restart; a "
+        f"node writes {saves.disk / 1e9:.3g} GB/s{together}"
+    ]
+
+
+def _of_host(one: Prediction) -> list[str]:
+    return [f"{one.host / 1e9:.2f}", f"{one.seconds[HOST]:.3g}", f"{one.busy[HOST]:.3g}"]
+
+
+def _of_saves(one: Prediction) -> list[str]:
+    assert one.saves is not None
+    held = (one.saves.synchronous.held, one.saves.asynchronous.held)
+    asked = one.saves.schedule
+    return [*map(figure, (*held, asked.seconds)), str(asked.steps), f"{100 * asked.lost:.2f}"]
 
 
 def rates(plan: Plan) -> list[str]:

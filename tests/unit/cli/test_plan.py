@@ -153,6 +153,37 @@ def test_what_is_in_host_memory(
     assert row[3] == "0.00" and row[15] == "0.38" and "give --host-gbps" not in said  # 12 GB / 32 on the host
 
 
+def test_how_often_to_save(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fails = ["--mtbf-hours", "24", "--disk-gbps", "2", "--shared-disk-gbps", "10", "--restart-seconds", "300"]
+    where = ["--params", "7B", *NODES, *LINKS, "--host-gbps", "10", "--micro-step-seconds", "4"]
+    plan(monkeypatch, *where, *fails)
+    said = capsys.readouterr().out
+    assert (
+        "synchronous saves; the job fails every 24 h and takes 300 s to restart; a node writes 2 GB/s, and all nodes "
+        "together 10" in said
+    )
+    titles, *lines = [line for line in said.splitlines() if "known as" in line or line[:3] in {*STRATEGIES, "DDP"}]
+    column = titles.index("known as")
+    assert all(line[column - 1] == " " != line[column] for line in lines if ": " not in line)
+    # IIG: 84/32 GB of states on each rank, 8 of them to the disk of a node; 84 GB to what all share take less.
+    (row,) = (line.split() for line in said.splitlines() if line.startswith("IIG  "))
+    held, step = 2.625 / 10 + 21 / 2, float(row[12])
+    interval = (2 * held * 86400) ** 0.5  # Daly's is 3 s less
+    assert row[15:17] == ["10.8", "0"] and float(row[17]) == pytest.approx(interval, abs=3 + step)
+    assert int(row[18]) == pytest.approx(interval / step, abs=2)
+    assert float(row[19]) == pytest.approx(100 * (held / interval + interval / 2 / 86400 + 300 / 86400), rel=0.03)
+    plan(monkeypatch, *where, *fails, "--async-save", "--json", "-")
+    written = json.loads(capsys.readouterr().out)
+    assert written["exact"]["saves"]["asynchronous"]
+    assert " s): asynchronous saves hold training up for " in written["exact"]["reason"]
+    found = {one["strategy"]: one for one in written["exact"]["predictions"]}
+    assert found["IIG"]["host"] == 2.625e9 and found["NIG"]["host"] == 14e9 + 2.625e9
+    assert found["NIG"]["saves"]["asynchronous"]["held"] == pytest.approx(1.4)
+    plan(monkeypatch, *where, *fails, "--async-save", "--outer", "9", "--json", "-")
+    outer = json.loads(capsys.readouterr().out)["outer"]["predictions"]
+    assert {(one["saves"], one["host"]) for one in outer} == {(None, 0.0)}, "its own states are not counted"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -219,6 +250,17 @@ def test_what_is_in_host_memory(
         (["--params", "7B", "--host-gbps", "0", *NODES, *LINKS], "--host-gbps: must be above 0, got 0"),
         (["--params", "7B", "--offload-param", "--estimate", *NODES, *LINKS], "nothing in host memory"),
         (["--params", "7B", "--offload-param", "--outer", "9", *NODES, *LINKS], "--outer takes nothing in host mem"),
+        (["--params", "7B", "--mtbf-hours", "9", *NODES, *LINKS], "--mtbf-hours and --disk-gbps go together"),
+        (["--params", "7B", "--async-save", *NODES, *LINKS], "--async-save go with --mtbf-hours and --disk-gbps"),
+        (
+            ["--params", "7B", "--mtbf-hours", "9", "--disk-gbps", "1", *NODES, *LINKS],
+            "--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens with --cluster",
+        ),
+        (["--params", "7B", "--mtbf-hours", "0", *NODES, *LINKS], "--mtbf-hours: must be above 0, got 0.0"),
+        (
+            ["--params", "7B", "--mtbf-hours", "inf", "--disk-gbps", "1", *NODES, *LINKS, "--micro-step-seconds", "1"],
+            "mtbf must be a finite number above 0, got inf",
+        ),
         (["--model", "a:b", "--largest-layer", "7", *NODES, *LINKS], "--largest-layer goes with --params"),
         (["--params", "seven", *NODES, *LINKS], "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
         (["--model", "no_such_module:f", *NODES, *LINKS], "'no_such_module:f' cannot be imported"),

@@ -1,0 +1,259 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a save writes, for how long it holds training up, and how often to save. Pure.
+
+Note [Cost of a save]
+    *Files.* Of optimizer states of X bytes (12 for each parameter that AdamW trains) a rank has X/S, S the number of
+    shards. All ranks write theirs with os = G, the first group with I, the first rank with N; with experts, as many of
+    the first ranks as have all states together (``zero/writers.py``). With p = N the first rank writes the weights,
+    and the first E ranks write those of experts, E the expert-parallel size. Frozen weights are in that file twice, in
+    the model's state dict and as what ``zero_to_fp32.py`` reads. With p = I and G, the optimizer's states have what is
+    trained, and the ranks that write these write their slices of frozen weights, too. All ranks write what error
+    feedback has kept. So each kind of file is of the first so many ranks, and the first rank and node write most.
+
+    *Synchronous.* All ranks wait for the last one: C = L = crossing + copying + writing. With p = N, partitions go
+    back to DeepSpeed's order first (``comm/relayout.py``): of the X/S bytes of a shard, all but 1/S come from other
+    ranks, half of what ``Strategy.exchange`` says. Partitions of plain stages are in that order, and those of small
+    models, which have no stripes. Writing takes as long as the first node does at the rate of a node, or all do at
+    the rate of a storage that they share.
+
+    *Asynchronous.* Weights and errors are copied to pinned host memory while training waits. Optimizer states change
+    in a step only: they are copied under the next forward and backward, and the step waits for what is left. Then
+    files are written. Nothing crosses. A rank pins as many bytes as it writes. C is what training waits for, L all of
+    it. A plain stage is predicted as if it could do so, too.
+
+    Left out: copies within the host (of an offloaded optimizer), buffers and padding, an outer optimizer's states,
+    agreements between ranks and the two renames, and that a writer takes a core, and links, from training.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from deepspeed_ext.planner.intervals import daly, share_lost, young
+from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement, Strategy, Volume
+
+
+@dataclass(frozen=True)
+class Saves:
+    """Where a run saves, and how often it fails.
+
+    Attributes:
+        mtbf: mean seconds between failures of the whole job.
+        ranks_per_node: number of ranks of a node.
+        disk: bytes per second that a node writes.
+        shared: bytes per second that the storage takes from all nodes together.
+        restart: seconds from a failure until training goes on from the last save.
+        asynchronous: whether training goes on while files are written.
+
+    Raises:
+        ValueError: a figure is out of bounds.
+    """
+
+    mtbf: float
+    ranks_per_node: int
+    disk: float
+    shared: float = math.inf
+    restart: float = 0.0
+    asynchronous: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("mtbf", self.mtbf), ("disk", self.disk)):
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
+        if not self.shared > 0:
+            raise ValueError(f"shared must be above 0, got {self.shared!r}.")
+        if not 0 <= self.restart < math.inf:
+            raise ValueError(f"restart must be a finite number of at least 0, got {self.restart!r}.")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values; None for a storage without bound, since JSON has no infinity."""
+        return asdict(self) | {"shared": None if self.shared == math.inf else self.shared}
+
+    def writing(self, files: Sequence["Files"]) -> float:
+        """Return the seconds until the last node has written its files."""
+        of_first = sum(min(one.ranks, self.ranks_per_node) * one.each for one in files)
+        return max(of_first / self.disk, sum(one.total for one in files) / self.shared)
+
+
+class Family(NamedTuple):
+    """A family of parameters: the sizes of its groups, its states, and the bytes of errors that a rank keeps."""
+
+    sizes: GroupSizes
+    states: ModelStates
+    errors: float = 0.0
+
+
+class Files(NamedTuple):
+    """The first ``ranks`` ranks write ``each`` bytes."""
+
+    ranks: int
+    each: float
+
+    @property
+    def total(self) -> float:
+        """Return the bytes of all of them."""
+        return self.ranks * self.each
+
+
+class Contents(NamedTuple):
+    """The files of one save: of weights, of optimizer states, and of errors."""
+
+    weights: tuple[Files, ...]
+    states: Files
+    errors: Files
+
+    @property
+    def all(self) -> tuple[Files, ...]:
+        return (*self.weights, self.states, self.errors)
+
+    @classmethod
+    def of(cls, strategy: Strategy, families: Sequence[Family]) -> "Contents":
+        """Return what a strategy writes; see Note [Cost of a save].
+
+        Args:
+            strategy: whose files.
+            families: the dense one first.
+        """
+        ranks = families[0].sizes.ranks
+        together = [ranks // one.sizes.ranks for one in families]  # ranks that have all parameters of a family
+        writers = ranks
+        if strategy.os != Placement.G:
+            writers = math.lcm(families[0].sizes.shards(strategy.os), *together)
+        states = sum(one.states.optimizer / one.sizes.shards(strategy.os) for one in families)
+        frozen = [one.states.parameters - one.states.updated for one in families]
+        if strategy.p == Placement.N:
+            whole = (one.states.parameters + extra for one, extra in zip(families, frozen, strict=True))
+            weights = tuple(Files(*one) for one in zip(together, whole, strict=True))
+        else:
+            slices = (extra / one.sizes.shards(strategy.p) for one, extra in zip(families, frozen, strict=True))
+            weights = (Files(writers, sum(slices)),)
+        return cls(weights, Files(writers, states), Files(ranks, sum(one.errors for one in families)))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How often to save in one way; see Note [When to save].
+
+    Attributes:
+        held: seconds for which a save holds training up.
+        lasts: seconds from its beginning until it is good.
+        steps, seconds: of training between two saves.
+        young_seconds: Young's first-order estimate of the latter, before bounds and whole steps.
+        lost: share of the time that is lost to saves, work done again and restarts.
+    """
+
+    held: float
+    lasts: float
+    steps: int
+    seconds: float
+    young_seconds: float
+    lost: float
+
+    @classmethod
+    def of(cls, held: float, lasts: float, step: float, saves: Saves) -> "Schedule":
+        """Return the best schedule for a save, if a step of training takes ``step`` seconds.
+
+        Raises:
+            ValueError: a step takes no time, so an interval has no number of steps.
+        """
+        if not step > 0:
+            raise ValueError(f"how often to save needs the seconds of a step, which are predicted as {step:g}.")
+        steps = max(1, round(daly(held, saves.mtbf) / step), math.ceil((lasts - held) / step))
+        lost = share_lost(steps * step, held, lasts, saves.mtbf, saves.restart)
+        return cls(held, lasts, steps, steps * step, young(held, saves.mtbf), lost)
+
+
+@dataclass(frozen=True)
+class SavePrediction:
+    """What saves cost under a strategy.
+
+    Attributes:
+        of_first_rank, total: bytes of files that the first rank writes, which has most, and that all write.
+        pinned: bytes of pinned host memory of the first rank; 0 unless saves are asynchronous.
+        kind: "synchronous" or "asynchronous": how the run saves.
+        synchronous, asynchronous: how often to save in either way.
+    """
+
+    of_first_rank: float
+    total: float
+    pinned: float
+    kind: str
+    synchronous: Schedule
+    asynchronous: Schedule
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule of the way in which the run saves."""
+        return self.asynchronous if self.kind == "asynchronous" else self.synchronous
+
+    @property
+    def reason(self) -> str:
+        """Return a clause on how often to save, and what that costs in either way."""
+        now = self.schedule
+        others = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
+        other, then = next((name, one) for name, one in others.items() if name != self.kind)
+        return (
+            f"save every {now.steps} steps ({figure(now.seconds)} s): {self.kind} saves hold training up for "
+            f"{figure(now.held)} s and take {figure(now.lasts)} s, and {now.lost:.2%} of the time is lost; {other} "
+            f"ones hold it up for {figure(then.held)} s, and lose {then.lost:.2%} at every {then.steps} steps"
+        )
+
+
+def predict_saves(
+    saves: Saves,
+    strategy: Strategy,
+    families: Sequence[Family],
+    rates: Rates,
+    step: float,
+    update: float,
+    *,
+    plain: bool = False,
+    states_on_host: bool = False,
+) -> SavePrediction:
+    """Return what saves cost; see Note [Cost of a save].
+
+    Args:
+        saves: where and how.
+        strategy: the placements.
+        families: of parameters, the dense one first.
+        rates: of hops and copies.
+        step: seconds of a step.
+        update: seconds of these in which optimizer states change.
+        plain: whether this is a plain stage, whose partitions are in DeepSpeed's order.
+        states_on_host: whether optimizer states are in host memory.
+
+    Raises:
+        ValueError: see ``Schedule.of``.
+    """
+    found = Contents.of(strategy, families)
+    of_first = sum(one.each for one in found.all)
+    of_states = 0.0 if states_on_host else found.states.each / rates.host
+    waits = (of_first - found.states.each) / rates.host  # for weights and errors
+    writing = saves.writing(found.all)
+    at_once = (0.0 if plain else _crossing(strategy, families, rates)) + waits + of_states + writing
+    beside = min(of_states, step - update)
+    held = waits + of_states - beside
+    return SavePrediction(
+        of_first,
+        sum(one.total for one in found.all),
+        of_first if saves.asynchronous else 0.0,
+        "asynchronous" if saves.asynchronous else "synchronous",
+        Schedule.of(at_once, at_once, step, saves),
+        Schedule.of(held, held + beside + writing, step, saves),
+    )
+
+
+def figure(value: float) -> str:
+    """Return seconds or steps in three digits, or in as many as an integer has."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _crossing(strategy: Strategy, families: Sequence[Family], rates: Rates) -> float:
+    """Return the seconds in which partitions with stripes go back to DeepSpeed's order."""
+    if strategy.p != Placement.N or strategy.os == Placement.N:
+        return 0.0
+    there_and_back = sum((strategy.exchange(one.sizes, one.states.optimizer) for one in families), Volume())
+    return rates.gather.seconds(there_and_back * 0.5)

@@ -1,0 +1,278 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How often to save: against published figures, a simulation of failures, figures by hand, and files of real saves."""
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.planner import report
+from deepspeed_ext.planner.choice import plan
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.cost import Experts, Model, Prediction, predict, predict_plain_stage
+from deepspeed_ext.planner.intervals import daly, share_lost, young
+from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from deepspeed_ext.planner.saves import Contents, Family, SavePrediction, Saves, Schedule
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from tests.harness.tiers import by_strategies, deep
+
+CLUSTER = GroupSizes(8, 4)  # on two nodes
+STATES = ModelStates.of(10**9, 4 * 10**8)  # weights 2 GB, of which 1.2 GB are frozen; optimizer states 4.8 GB
+HOPS = HopRates(Rate(0.0, 10e9), Rate(0.0, 1e9))
+RATES = Rates(HOPS, HOPS, host=4e9)
+SAVES = Saves(mtbf=36e3, ranks_per_node=4, disk=2e9, restart=120.0)
+MODEL = Model(STATES, compute=10.0, saves=SAVES)
+LOCO = Compression(LocoSettings())
+ERRORS = 1e8 * (8 + 16 / 128) / 8  # of a rank's slice
+
+
+def simulated(interval: float, held: float, lasts: float, mtbf: float, restart: float, failures: int = 4000) -> float:
+    """The share of the time that is lost by a run that fails so often, step by step on a clock."""
+    chance, clock, good = random.Random(46), 0.0, 0.0
+    for _ in range(failures):
+        fails = clock + chance.expovariate(1 / mtbf)
+        now, trained = clock + restart, good
+        while now < fails:
+            now, trained = now + interval, trained + interval
+            if now + lasts < fails:
+                good = trained
+            now += held
+        clock = fails
+    return 1 - good / clock
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mtbf, minutes, digits", [(24 * 60, 117, 0), (6 * 60, 57, 0), (15, 9.1, 1)])
+def test_intervals_are_those_of_dalys_figures(mtbf: float, minutes: float, digits: int) -> None:
+    """Figures 3 to 5 of the paper, for saves of 5 minutes."""
+    assert round(daly(5, mtbf), digits) == minutes
+    least = min(share_lost(minute / 10, 5, 5, mtbf, 10) for minute in range(1, 3000))
+    assert share_lost(daly(5, mtbf), 5, 5, mtbf, 10) == pytest.approx(least, rel=1e-3)
+    assert young(5, mtbf) == math.sqrt(10 * mtbf)
+    assert share_lost(daly(5, mtbf), 5, 5, mtbf) < share_lost(young(5, mtbf), 5, 5, mtbf)
+
+
+@pytest.mark.quick
+def test_what_saves_take_longer_than_failures() -> None:
+    assert daly(30, 15) == daly(100, 15) == 15
+    assert daly(29.999, 15) == pytest.approx(30 * (1 + 1 / 3 + 1 / 9) - 30, rel=1e-3)
+    assert share_lost(15, 1e9, 1e9, 15) == 1.0 and daly(0, 15) == 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "held, lasts, restart",
+    [
+        (60.0, 60.0, 300.0),  # synchronous
+        (5.0, 100.0, 0.0),  # asynchronous: more is trained between saves than while one is written
+        (5.0, 100.0, 3000.0),  # and many restarts fail
+        (1.0, 900.0, 60.0),  # the next save waits for the last one
+        (0.0, 50.0, 60.0),  # nothing holds training up
+    ],
+)
+def test_a_simulation_of_failures_loses_the_same_and_least(held: float, lasts: float, restart: float) -> None:
+    mtbf = 7200.0
+    best = Schedule.of(held, lasts, 1.0, replace(SAVES, mtbf=mtbf, restart=restart))
+    assert best.seconds == best.steps and best.seconds + held >= lasts
+    found = simulated(best.seconds, held, lasts, mtbf, restart)
+    assert found == pytest.approx(best.lost, rel=0.05)
+    shorter, longer = (simulated(best.seconds * times, held, lasts, mtbf, restart) for times in (0.6, 1.8))
+    assert found < longer
+    # Where the next save waits, a shorter interval is none that is possible.
+    assert found < shorter or 0.6 * best.seconds + held < lasts
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_bytes_of_files_by_hand(name: str) -> None:
+    row = STRATEGIES[name]
+    files = Contents.of(row, [Family(CLUSTER, STATES, ERRORS)])
+    writers, states = {"N": (1, 4.8e9), "I": (4, 1.2e9), "G": (8, 0.6e9)}[name[2]]
+    weights = {"N": (1, 2e9 + 1.2e9), "I": (writers, 0.3e9), "G": (writers, 0.15e9)}[name[0]]
+    assert (files.states, files.errors, *files.weights) == ((writers, states), (8, ERRORS), weights)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name, m, size, writers, states",
+    [
+        ("NII", 4, 2, 4, 4.8e9 / 4 + 2.4e9 / 2),
+        ("NII", 2, 4, 4, 4.8e9 / 2 + 2.4e9),  # every group has other experts
+        ("NNN", 4, 4, 4, 4.8e9 + 2.4e9),
+        ("NIG", 4, 2, 8, 4.8e9 / 8 + 2.4e9 / 4),
+    ],
+)
+def test_ranks_that_have_all_experts_together_write_them(
+    name: str, m: int, size: int, writers: int, states: float
+) -> None:
+    sizes = GroupSizes(8, m)
+    own = Family(sizes.of_experts(size), ModelStates.of(2 * 10**8))
+    files = Contents.of(STRATEGIES[name], [Family(sizes, STATES), own])
+    assert files.weights == ((1, 3.2e9), (size, 0.4e9)) and files.states == (writers, pytest.approx(states))
+
+
+def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES) -> Prediction:
+    return predict(STRATEGIES[name], CLUSTER, model, rates, sent)
+
+
+def saves(one: Prediction) -> SavePrediction:
+    assert one.saves is not None
+    return one.saves
+
+
+@pytest.mark.quick
+def test_seconds_of_a_save_by_hand() -> None:
+    """NIG: 0.6 GB of states for each of 8 ranks, 7/8 of them from others, and 3.2 GB of weights on the first."""
+    crossing = 0.6 * 3 / 8 / 10 + 0.6 * 4 / 8 / 1
+    found = saves(of("NIG"))
+    assert (found.of_first_rank, found.total) == pytest.approx((3.8e9, 3.2e9 + 4.8e9))
+    first_node = 3.2 + 4 * 0.6
+    assert found.synchronous.held == pytest.approx(crossing + 3.8 / 4 + first_node / 2)
+    assert found.synchronous.lasts == found.synchronous.held
+    assert found.asynchronous.held == pytest.approx(3.2 / 4)
+    assert found.asynchronous.lasts == pytest.approx(3.8 / 4 + first_node / 2)
+    # All write 8 GB, which a storage of 1 GB/s takes longer for.
+    shared = saves(of("NIG", replace(MODEL, saves=replace(SAVES, shared=1e9))))
+    assert shared.synchronous.held == pytest.approx(crossing + 3.8 / 4 + 8.0)
+    # LoCo's errors are copied while training waits.
+    with_errors = saves(of("NIG", sent=LOCO))
+    assert with_errors.asynchronous.held == pytest.approx(3.2 / 4 + ERRORS / 4e9)
+    assert with_errors.total == pytest.approx(8e9 + 8 * ERRORS)
+    # On one group alone nothing is sent between groups; whole states cross nowhere; plain stages have their order.
+    assert saves(of("NII")).synchronous.held == pytest.approx(1.2 * 3 / 4 / 10 + 4.4 / 4 + (3.2 + 4.8) / 2)
+    assert saves(of("NNN")).synchronous.held == pytest.approx(8.0 / 4 + 8.0 / 2)
+    plain = saves(predict_plain_stage("NGG", CLUSTER, MODEL, RATES))
+    assert plain.synchronous.held == pytest.approx(found.synchronous.held - crossing)
+    sharded = saves(of("IIG"))
+    assert sharded.synchronous.held == pytest.approx(0.9 / 4 + 4 * 0.9 / 2)
+    assert sharded.asynchronous.held == pytest.approx(0.3 / 4)
+
+
+@pytest.mark.quick
+def test_a_step_waits_for_copies_that_it_cannot_hide() -> None:
+    # 120 s for the states, under a step of 10 s and more; the 3 s of its update are not among those that hide them.
+    slowly = replace(RATES, host=0.01e9, memory=1e9)
+    slow = saves(of("NII", rates=slowly))
+    assert slow.asynchronous.held == pytest.approx(320 + 120 - of("NII", rates=slowly).total_seconds + 3)
+    assert slow.asynchronous.lasts == pytest.approx(320 + 120 + 4)
+    held = ModelStates(STATES.parameters, STATES.gradients, STATES.updated, 0.0)
+    offloaded = saves(of("NII", replace(MODEL, held=held), rates=slowly))
+    assert offloaded.asynchronous.held == pytest.approx(320), "the states are on the host"
+
+
+@pytest.mark.quick
+def test_the_interval_is_in_whole_steps() -> None:
+    found = saves(of("NIG"))
+    step = of("NIG").total_seconds
+    for one in (found.synchronous, found.asynchronous):
+        wanted = daly(one.held, SAVES.mtbf)
+        assert one.steps == round(wanted / step) > 5 and one.seconds == one.steps * step
+        assert one.young_seconds == young(one.held, SAVES.mtbf)
+        assert one.lost == share_lost(one.seconds, one.held, one.lasts, SAVES.mtbf, 120.0)
+    slow = saves(of("NIG", replace(MODEL, saves=replace(SAVES, disk=2e6))))  # 2800 s a save
+    assert slow.asynchronous.steps == math.ceil((slow.asynchronous.lasts - slow.asynchronous.held) / step)
+    rare = saves(of("NIG", replace(MODEL, compute=1e6)))
+    assert rare.synchronous.steps == 1
+
+
+@pytest.mark.quick
+def test_asynchronous_saves_pin_what_a_rank_writes() -> None:
+    assert of("NIG").host == 0 and saves(of("NIG")).kind == "synchronous"
+    later = replace(MODEL, saves=replace(SAVES, asynchronous=True))
+    assert of("NIG", later).host == saves(of("NIG", later)).pinned == pytest.approx(3.8e9)
+    assert saves(of("NIG", later)).schedule == saves(of("NIG")).asynchronous
+    experts = Experts(2, ModelStates.of(2 * 10**8))  # 0.4 GB, and 2.4 GB of states among 4 ranks
+    assert of("NIG", replace(later, experts=(experts,))).host == pytest.approx(3.8e9 + 0.4e9 + 0.6e9)
+    alone = predict(STRATEGIES["NIG"], GroupSizes(4, 4), later, RATES, LOCO)
+    assert alone.host == pytest.approx(3.2e9 + 1.2e9), "without other groups no errors are kept"
+
+
+@pytest.mark.quick
+def test_a_plan_shows_how_often() -> None:
+    found = plan(CLUSTER, MODEL, RATES)
+    table, best = report.table([found]), saves(found.choice or found.predictions[0])
+    assert "save, s: sync" in table and "synchronous saves; the job fails every 10 h and takes 120 s" in table
+    assert f"save every {best.synchronous.steps} steps (" in found.reason and "give --host-gbps" not in table
+    assert "give --host-gbps" in report.table([plan(CLUSTER, MODEL, replace(RATES, host=math.inf))])
+    written = found.as_dict()
+    assert written["saves"] == {
+        "mtbf": 36e3,
+        "ranks_per_node": 4,
+        "disk": 2e9,
+        "shared": None,
+        "restart": 120.0,
+        "asynchronous": False,
+    }
+    assert written["choice"]["saves"]["synchronous"]["steps"] == best.synchronous.steps
+    without = plan(CLUSTER, replace(MODEL, saves=None), RATES)
+    assert "save" not in report.table([without]) and without.as_dict()["choice"]["saves"] is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "figure, value, message",
+    [
+        ("mtbf", math.inf, "mtbf must be a finite number above 0, got inf"),
+        ("disk", 0.0, "disk must be a finite number above 0, got 0.0"),
+        ("shared", -1.0, "shared must be above 0, got -1.0"),
+        ("restart", math.nan, "restart must be a finite number of at least 0, got nan"),
+    ],
+)
+def test_figures_out_of_bounds_are_refused(figure: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SAVES, **{figure: value})
+
+
+@pytest.mark.quick
+def test_steps_that_take_no_time_are_refused() -> None:
+    with pytest.raises(ValueError, match="needs the seconds of a step, which are predicted as 0"):
+        Schedule.of(1.0, 1.0, 0.0, SAVES)
+
+
+@pytest.mark.parametrize("names", [("NII", "IIG"), *deep((("NNN", "NNG", "III", "ING"),))], ids=by_strategies)
+def test_files_are_those_of_real_saves(ranks: Any, kernels: bool, names: tuple[str, ...]) -> None:
+    """To 1 %: the rest is headers and padding. On a host, frozen weights are in a file once."""
+    (found, *_) = ranks(4).run(saved_files, names)
+    for name, (trained, every, files) in found.items():
+        states, sizes = ModelStates.of(every, trained), GroupSizes(4, 2)
+        errors = 0.0 if name == "NNN" else LOCO.saved_bytes(STRATEGIES[name], sizes, trained)
+        due = Contents.of(STRATEGIES[name], [Family(sizes, states, errors)])
+        if name[0] == "N":
+            due = due._replace(weights=(due.weights[0]._replace(each=states.parameters),))
+        kinds = {"model_states": due.weights[0], "optim_states": due.states, "residuals": due.errors}
+        for kind, one in kinds.items():
+            sizes_of_kind = [size for file, size in files.items() if kind in file]
+            assert sizes_of_kind == ([pytest.approx(one.each, rel=0.01)] * one.ranks if one.each else []), (name, kind)
+
+
+def saved_files(names: tuple[str, ...]) -> dict[str, tuple[int, int, dict[str, int]]]:
+    """Train and save strategies. Trained parameters, all of them, and the bytes of each file."""
+    import tempfile
+    from pathlib import Path
+
+    from deepspeed import comm as dist
+
+    from tests.harness import training
+
+    job = training.Job(sizes=(512, 1023, 1024, 600), empty=False, optimizer="AdamW", frozen=(1,), dtype="bf16")
+    found = {}
+    for name in names:
+        loco = {} if name == "NNN" else {"zeropp_loco_param": {}}
+        engine, model = training.make_engine(job, training.placed(name, 2, **loco))
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        engine.step()
+        with tempfile.TemporaryDirectory() as own:
+            shared = [own]
+            dist.broadcast_object_list(shared, 0)
+            engine.save_checkpoint(shared[0], "tag")
+            files = {path.name: path.stat().st_size for path in Path(shared[0], "tag").glob("*.pt")}
+            dist.barrier()
+        numels = [(param.requires_grad, getattr(param, "ds_numel", param.numel())) for param in model.parameters()]
+        trained, every = sum(n for wanted, n in numels if wanted), sum(n for _, n in numels)
+        found[name] = (trained, every, files)
+        engine.destroy()
+    return found
