@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What of the package is computed; the rest is in pyproject.toml. Builds with and without build isolation, without torch
-and without a compiler.
+"""What of the package is computed; the rest is in pyproject.toml. Builds with and without build isolation, without
+torch and without a compiler.
 
 The kernels of ``csrc`` are built when they are used; with DS_BUILD_LOCO=1 (and --no-build-isolation) now.
 """
