@@ -6,6 +6,9 @@ torch imports the ``torch.backends`` entry points of installed packages at the e
 ``autoload``. DeepSpeed imports torch before any of its submodules, so hooks on submodules see every import order; a
 hook on the package ``deepspeed`` would not (it is already being imported then). Standard library only, and nothing
 raises: an exception here would break ``import torch`` for every program in the environment.
+
+Most of these programs never import DeepSpeed, so until somebody does nothing else of this package is imported, and
+nothing is replaced.
 """
 
 import functools
@@ -16,13 +19,21 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
-from deepspeed_ext.integration import fork, patcher
+from deepspeed_ext.integration import fork
 
+_WATCHED = ("deepspeed", "accelerate")  # packages whose modules are patched when they are imported
+_INSIDE = tuple(f"{name}." for name in _WATCHED)
 _OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 logger = logging.getLogger(__name__)
+
+
+def _patcher() -> Any:
+    """Return the module ``patcher``, imported when it is needed."""
+    return importlib.import_module("deepspeed_ext.integration.patcher")
 
 
 class _PostImportHook(importlib.abc.MetaPathFinder):
@@ -31,7 +42,7 @@ class _PostImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in patcher.modules():
+        if not fullname.startswith(_INSIDE) or fullname not in _patcher().modules():
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
@@ -58,9 +69,15 @@ def _apply(name: str) -> None:
         if fork.is_installed():  # found on a search path that is another one than when we were imported
             fork.stand_down()
             return
-        patcher.apply(name)
+        for module in (name, *_beside()):
+            _patcher().apply(module)
     except Exception:
         logger.exception("deepspeed_ext could not patch %s; its ds_config keys will not work", name)
+
+
+def _beside() -> list[str]:
+    """Return modules to patch that are imported already, and of packages that are not watched."""
+    return [name for name in _patcher().modules() if not name.startswith(_INSIDE) and name in sys.modules]
 
 
 @functools.cache
@@ -93,7 +110,9 @@ def activate() -> None:
         return
     if _hook not in sys.meta_path:
         sys.meta_path.insert(0, _hook)
-    for name in patcher.modules():
+    if not any(name in sys.modules for name in _WATCHED):
+        return
+    for name in _patcher().modules():
         module = sys.modules.get(name)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _apply(name)
@@ -103,7 +122,8 @@ def deactivate() -> None:
     """Undo all patches, and patch nothing that is imported later."""
     if _hook in sys.meta_path:
         sys.meta_path.remove(_hook)
-    patcher.undo()
+    if "deepspeed_ext.integration.patcher" in sys.modules:
+        _patcher().undo()
 
 
 def autoload() -> None:

@@ -19,6 +19,7 @@ from types import ModuleType
 PACKAGE = "deepspeed.runtime.paro"
 _FIRST, _LAST = "__init__.py", "__main__.py"  # files of the package: by the first and by the last patch
 _OURS = __package__.partition(".")[0]
+_STAYING = (f"{_OURS}.__main__", f"{_OURS}.integration", f"{_OURS}.overrides", f"{_OURS}.version")
 _ELSEWHERE = {f"{_OURS}.op_builder": "deepspeed.ops.op_builder.loco"}
 
 
@@ -60,12 +61,12 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Aliases(importlib.abc.MetaPathFinder):
-    """Find modules of ours in the fork, but those that have been imported already: they are what patches."""
+    """Find modules of ours in the fork, but those that patch, which it does not have."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(f"{_OURS}.") or fullname == f"{_OURS}.__main__":
+        if not fullname.startswith(f"{_OURS}.") or fullname.startswith(_STAYING):
             return None
         if importlib.util.find_spec(_theirs(fullname)) is None:
             return None

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The package builds without torch, without a compiler and without an index."""
+"""The package builds without torch, without a compiler and without an index, and a wheel is all that it needs."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from deepspeed_ext.integration.patches import DEEPSPEED_VERSIONS
 from scripts import ROOT
 
 
-def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Path) -> None:
+def test_archives_build_where_torch_and_compilers_are_out_of_reach(tmp_path: Path) -> None:
     source = tmp_path / "source"  # since a build leaves files there
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source.mkdir(exist_ok=True)
@@ -31,12 +31,13 @@ def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
     # A module named torch that cannot be imported, and a search path without programs.
     (tmp_path / "torch.py").write_text("raise ImportError('setup.py must not need torch')\n", encoding="utf-8")
     environment = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(tmp_path), "CC": "/nonexistent"}
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
-    done = subprocess.run(
-        [*build, "-w", str(tmp_path), str(source)], env=environment, capture_output=True, text=True, check=False
-    )
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(source)]
+    done = subprocess.run(build, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (wheel,), (archive,) = (list((tmp_path / "dist").glob(kind)) for kind in ("*.whl", "*.tar.gz"))
+    twine = [sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(archive)]
+    checked = subprocess.run(twine, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
     assert wheel.name == f"deepspeed_ext-{deepspeed_ext.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as content:
         names = content.namelist()
@@ -46,6 +47,7 @@ def test_a_wheel_builds_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
         needed = re.findall("^Requires-Dist: (deepspeed[^;\n]*)$", content.read(metadata).decode(), re.MULTILINE)
     # pip installs what the patcher does not refuse.
     assert [Requirement(line).specifier for line in needed] == [SpecifierSet(DEEPSPEED_VERSIONS)]
+    assert "deepspeed_ext/py.typed" in names
     modules = {
         f"deepspeed_ext/{p.relative_to(ROOT / 'deepspeed_ext')}" for p in (ROOT / "deepspeed_ext").rglob("*.py")
     }

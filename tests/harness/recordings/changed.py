@@ -20,7 +20,7 @@ from tests.harness.recordings.differences import git, hunks, lines_before, tree_
 from tests.harness.recordings.selection import Place, Recording
 
 SECONDS = 150.0  # of tests as recorded; with the start of everything, a change takes less than 4 minutes
-_ALL_FILES = ("pyproject.toml", "scripts/environment", "scripts/test", "setup.py")
+_ALL_FILES = ("pyproject.toml", "scripts/development.txt", "scripts/environment", "scripts/test", "setup.py")
 _SCRATCH = ROOT / "build" / "changed"
 
 

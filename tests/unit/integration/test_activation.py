@@ -100,8 +100,16 @@ def test_a_finder_that_raises_breaks_the_import_of_deepspeed_only() -> None:
 
 
 def test_importing_torch_imports_no_deepspeed_and_survives_our_faults() -> None:
-    done = run("import torch, sys; print('deepspeed_ext' in sys.modules, 'deepspeed' in sys.modules)")
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    code = (
+        "import torch, sys\n"
+        "print('deepspeed' in sys.modules, hasattr(torch.distributed.destroy_process_group, '__wrapped__'))\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('deepspeed_ext') or name == 'packaging'))"
+    )
+    done = run(code)
+    said, imported = done.stdout.splitlines()
+    assert said == "False False", done.stderr
+    needed = ("", ".integration", ".integration.activation", ".integration.fork", ".version")
+    assert imported.split() == [f"deepspeed_ext{name}" for name in needed]
     code = (
         "import deepspeed_ext.integration.patcher as p; p.apply = lambda name: 1 / 0\n"
         "import torch, deepspeed; print('alive')"

@@ -1,0 +1,87 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs a program that imports torch, and never DeepSpeed, that this package is installed.
+
+    python -m tests.perf.import_cost
+
+Fresh processes take turns. *importing torch* is user and system time of a process that does nothing else, since the
+clock on a wall tells what else the machine does. *of that ours* is a clock around the import of this package alone,
+in a process that has imported torch without it.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import trange
+
+from tests.perf.lib import records
+
+LEFT_OUT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch's own switch: it imports no package of this kind
+METHODS = {
+    "without the package": LEFT_OUT,
+    "with the package": {},
+    "with it, switched off": {"DEEPSPEED_EXT_DISABLE": "1"},
+}
+OURS = (
+    "import time, torch; start = time.perf_counter(); import deepspeed_ext; print(1e3 * (time.perf_counter() - start))"
+)
+
+
+def milliseconds_of_torch(environment: dict[str, str]) -> float:
+    """Return the user and system time (ms) of a process that imports torch."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run("import torch", environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1e3 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+
+
+def run(code: str, environment: dict[str, str]) -> str:
+    """Run code in a fresh process, and return what it prints."""
+    given = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
+
+
+def row(method: str, measured: str, found: Sequence[float]) -> dict[str, object]:
+    """Return the row of a result, in ms."""
+    low, _, high = statistics.quantiles(found, n=4)
+    return {
+        "method": method,
+        "measured": measured,
+        "median_ms": round(statistics.median(found), 2),
+        "quartile_ms": round(low, 2),
+        "other_quartile_ms": round(high, 2),
+        "runs": len(found),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure what the package costs a program that imports torch alone.")
+    parser.add_argument("--runs", type=int, default=20, help="processes of each method")
+    parser.add_argument("--csv", type=Path, help="append a row a result here")
+    args = parser.parse_args()
+    torch: dict[str, list[float]] = {method: [] for method in METHODS}
+    ours: list[float] = []
+    for _ in trange(args.runs):
+        for method, environment in METHODS.items():
+            torch[method].append(milliseconds_of_torch(environment))
+        ours.append(float(run(OURS, LEFT_OUT)))
+    rows = [row(method, "importing torch", found) for method, found in torch.items()]
+    rows.append(row("with the package", "of that ours", ours))
+    for one in rows:
+        print(
+            f"{one['method']:<24}{one['measured']:<18}{one['median_ms']:>9} ms  "
+            f"({one['quartile_ms']} to {one['other_quartile_ms']})"
+        )
+    if args.csv is not None:
+        records.append_rows(args.csv, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
