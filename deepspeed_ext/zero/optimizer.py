@@ -211,10 +211,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Tell reductions that remember whether a step was skipped."""
-        self.before_step()
-        self.outer.begin_step()
-        self._scale_of_step = float(self.loss_scale)
-        self.resync.vote()
+        self._begin_step()
         try:
             done = super().step(closure)
         finally:
@@ -222,6 +219,12 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             self.muon.finish_step(False)  # where it has not been told otherwise
         self._finish_step()
         return done
+
+    def _begin_step(self) -> None:
+        self.before_step()
+        self.outer.begin_step()
+        self._scale_of_step = float(self.loss_scale)
+        self.resync.vote()
 
     def _finish_step(self) -> None:
         if self._autocast_scale is not None:  # in use: the host asks the device for it here, not for each message
