@@ -90,7 +90,7 @@ class Snapshot:
     def __init__(self, buffers: HostBuffers, changed_by_steps: Iterable[Tensor]) -> None:
         self._buffers = buffers
         self._behind = {tensor.untyped_storage().data_ptr() for tensor in changed_by_steps}
-        self._copies: dict[int, Tensor] = {}  # of storages, uint8, by their addresses
+        self._copies: dict[int, Tensor] = {}  # of this file's storages, uint8, by their addresses
         self._on_device: list[tuple[Tensor, Tensor]] = []  # source and copy, uint8, of what is copied behind
         self._on_host: list[tuple[Tensor, Tensor]] = []
         self._sources: list[Tensor] = []  # held until they have been read
@@ -102,6 +102,7 @@ class Snapshot:
         """Return what a file is to hold, with copies of all tensors, which are complete after ``complete``."""
         finder = _Finder()
         finder.dump(content)
+        self._copies = {}  # what another file has held may be gone, and its address given out again
         copies: dict[int, Any] = {id(one): self._copied(one) for one in finder.found if _is_plain(one)}
         taken = copy.deepcopy(content, copies)
         if self._stream is not None:
