@@ -25,7 +25,6 @@ from deepspeed_ext.checkpoint.tensor_files import INDEX, NAMES, TensorFile, divi
 from deepspeed_ext.checkpoint.weights import gathered, weights_of
 from deepspeed_ext.comm.agreement import broadcast_text, raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.zero.arrivals import wait_for_updates
 from deepspeed_ext.zero.outer import outer_weights
 
 _LARGEST_FILE = 5 * 10**9  # bytes, as transformers has it
@@ -169,7 +168,8 @@ def _write(
                 begin, offsets[file.name] = file.layout()
                 writer.put(folder.staging / file.name, 0, torch.frombuffer(bytearray(begin), dtype=torch.uint8))
         with torch.no_grad(), outer_weights(engine):
-            _prepare(engine)
+            if hasattr(engine.optimizer, "checkpoint_event_prologue"):
+                engine.optimizer.checkpoint_event_prologue()  # nothing is under way, nor gathered, after it
             for file, unit in interleaved(files, writers):
                 if file.writer != rank and not any(weight.collective for weight in unit):
                     continue
@@ -187,10 +187,3 @@ def _write(
 def _require_parameters(engine: Engine) -> None:
     if OffloadStateTypeEnum.lp_params in getattr(engine.optimizer, "offloaded_states", ()):
         raise RuntimeError("Parameters are offloaded, and cannot be exported. Call engine.reload_states() before.")
-
-
-def _prepare(engine: Engine) -> None:
-    """Wait for parameters that are under way, and release those that are gathered."""
-    wait_for_updates()
-    if hasattr(engine.optimizer, "checkpoint_event_prologue"):
-        engine.optimizer.checkpoint_event_prologue()
