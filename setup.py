@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 FRAMEWORKS = ["transformers", "accelerate", "peft", "trl", "datasets", "lightning", "bitsandbytes"]
 RUNNER = ["pytest", "pytest-timeout", "pytest-xdist", "coverage", "hypothesis", "covertable"]
-TEST = [*RUNNER, *FRAMEWORKS, "yapf", "mypy", "import-linter"]
+TEST = [*RUNNER, *FRAMEWORKS, "safetensors", "yapf", "mypy", "import-linter"]
 PLOT = ["matplotlib"]
 # The one place for the versions that development and CI use.
 DEV = [
@@ -34,6 +34,7 @@ DEV = [
     "coverage==7.17.4",
     "covertable==3.2.0",
     "transformers==5.23.0",
+    "safetensors==0.8.0",
     "accelerate==1.15.0",
     "peft==0.21.2",
     "trl==1.16.0",
