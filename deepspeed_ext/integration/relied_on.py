@@ -32,13 +32,6 @@ CALLED: tuple[Patch, ...] = (
         "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
     ),
     *_of(
-        "deepspeed.module_inject.auto_ep_presets.registry:",
-        (
-            ("get_preset", "export experts under the names of the mixture", "(preset_name)"),
-            ("apply_config_overrides", "export experts under the names of the mixture", "(config, preset)"),
-        ),
-    ),
-    *_of(
         "deepspeed.checkpoint.ds_to_universal:",
         (
             (
