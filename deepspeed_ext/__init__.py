@@ -13,12 +13,26 @@ from deepspeed_ext.integration.activation import activate
 from deepspeed_ext.version import __version__
 
 if TYPE_CHECKING:
+    from deepspeed_ext.checkpoint.exporting import export_weights
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
     from deepspeed_ext.zero.arrivals import wait_for_updates
     from deepspeed_ext.zero.outer import outer_weights
 
-__all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "outer_weights", "wait_for_updates"]
-_ROOMS = {"wait_for_updates": "zero.arrivals", "outer_weights": "zero.outer"}
+__all__ = [
+    "STRATEGIES",
+    "Placement",
+    "Strategy",
+    "__version__",
+    "activate",
+    "export_weights",
+    "outer_weights",
+    "wait_for_updates",
+]
+_ROOMS = {
+    "export_weights": "checkpoint.exporting",
+    "outer_weights": "zero.outer",
+    "wait_for_updates": "zero.arrivals",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -72,6 +72,7 @@ class Config(Protocol):
     gradient_accumulation_steps: int
     managed_gradient_accumulation: bool
     use_data_before_expert_parallel_: bool
+    expert_parallel_config: Any
 
 
 class Timers(Protocol):

@@ -60,4 +60,9 @@ def _family(module: Any) -> str:
     """Return the name of DeepSpeed's group of a layer's experts; empty for any other module."""
     if isinstance(module, MoE):
         return str(module.expert_group_name)
-    return str(module.ep_group_name) if type(module).__name__ == "AutoEPMoELayer" else ""
+    return str(module.ep_group_name) if is_autoep(module) else ""
+
+
+def is_autoep(module: Any) -> bool:
+    """Return whether AutoEP has put a layer in the place of a mixture."""
+    return type(module).__name__ == "AutoEPMoELayer"

@@ -19,6 +19,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -45,13 +46,14 @@ class CheckpointFolder:
     Args:
         save_dir: the ``save_dir`` of DeepSpeed's ``save_checkpoint``.
         tag: name of the checkpoint in it; may name a folder further down.
+        files: patterns of the files that a save writes; all others stay.
 
     Raises:
         CheckpointError: the tag does not name a folder in ``save_dir``.
     """
 
-    def __init__(self, save_dir: str | os.PathLike[str], tag: str) -> None:
-        self.save_dir = Path(save_dir)
+    def __init__(self, save_dir: str | os.PathLike[str], tag: str, files: Sequence[str] = _FILES) -> None:
+        self.save_dir, self._files = Path(save_dir), files
         self.tag = tag
         inside = os.path.normpath(tag) if tag else os.curdir
         if os.path.isabs(inside) or inside.split(os.sep, 1)[0] in (os.curdir, os.pardir):
@@ -125,7 +127,7 @@ class CheckpointFolder:
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
         """Return the names in the old folder that a save replaces; all others are kept."""
-        return shutil.ignore_patterns(*_FILES)(folder, names) if Path(folder) == self._place else set()
+        return shutil.ignore_patterns(*self._files)(folder, names) if Path(folder) == self._place else set()
 
     def point(self) -> None:
         """Make ``latest`` name the tag."""

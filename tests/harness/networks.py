@@ -32,6 +32,17 @@ class Shared(Network):
         return x
 
 
+class Buffered(Shared):
+    """The same with buffers: of several dtypes, of other values on each rank, and one that is not saved."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("count", torch.tensor(dist.get_rank()))
+        self.register_buffer("mask", torch.arange(5) % 2 == 0)
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.layers[-1].register_buffer("scale", torch.full((3,), 1.5 + dist.get_rank()))
+
+
 class Borrower(nn.Module):
     """Applies the weight of another module."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import deepspeed
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -181,6 +182,27 @@ def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Ca
         snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
         elsewhere |= snapshots.difference(whole, _seen(engine, model, job))
     return Resumed(name, loaded, resumed, elsewhere)
+
+
+def export(library: str, folder: str, names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Of each: which weights of an export from the device are not those of the model when it was called."""
+    from safetensors.torch import load_file
+
+    import deepspeed_ext
+
+    register(library)
+    job, rows = snapshots.job_of("bf16"), []
+    for name in names:
+        with device_on_host(library), _engine(job, name) as (engine, model):
+            snapshots.run(engine, job, snapshots.steps_of(job, 1))
+            exported = deepspeed_ext.export_weights(engine, f"{folder}/{name}", writers=2, asynchronous=True)
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                before = {key: param.detach().cpu() for key, param in model.named_parameters()}
+            snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=1))
+            exported.wait()
+        saved = load_file(f"{folder}/{name}/model.safetensors")
+        rows.append((name, [key for key in before if not torch.equal(before[key], saved[key])]))
+    return rows
 
 
 @contextlib.contextmanager

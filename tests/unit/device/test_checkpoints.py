@@ -34,3 +34,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_both(
 ) -> None:
     for rows in run_on_device(cases.resume, str(tmp_path), names, optimizer, zero, from_device):
         assert rows == [(name, {}, {}, {}) for name in names]
+
+
+def test_an_export_from_the_device_is_the_model(run_on_device: Any, tmp_path: Path) -> None:
+    for rows in run_on_device(cases.export, str(tmp_path), ("NIG", "IIG")):
+        assert rows == [("NIG", []), ("IIG", [])]

@@ -114,3 +114,27 @@ def example_case(folder: str) -> tuple[list[str], str]:
         return examples.run("trainer.py", destroys=0)
     finally:
         tiny.forget()
+
+
+def test_the_callback_exports_while_training_goes_on(frameworks: Any, tmp_path: Path) -> None:
+    for alike in frameworks(4).run(export_case, str(tmp_path)):
+        assert alike == [False, True]
+    assert {path.name for path in (tmp_path / "exports" / "4").iterdir()} == {"config.json", "model.safetensors"}
+
+
+def export_case(folder: str) -> list[bool]:
+    """Whether the exports of steps 2 and 4, read again, are the model after 4 steps."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from scripts.examples.export_weights import ExportWeights
+    from tests.harness import training
+    from tests.harness.frameworks import tiny
+
+    trainer = make(folder, "model", {"save_strategy": "no"}, placed("IIG"))
+    trainer.add_callback(ExportWeights(trainer, f"{folder}/exports", steps=2))
+    trainer.train()
+    weights = training.whole_weights(trainer.model)
+    tiny.ended(trainer.deepspeed, trainer.micro_losses)
+    read = [AutoModelForCausalLM.from_pretrained(f"{folder}/exports/{step}") for step in (2, 4)]
+    return [torch.equal(weights, training.whole_weights(model)) for model in read]

@@ -1,0 +1,154 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A thread that writes tensors to files, from buffers on the host of bounded size."""
+
+import queue
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_ext.checkpoint.folder import CheckpointError, sync
+
+_LARGEST = 32 * 2**20  # bytes of a buffer: more than what disks and copies want at once
+_ALIGNED = 16  # bytes: no element of any dtype is cut
+
+
+@dataclass
+class _Buffer:
+    """A buffer, and what is in it: the path of a file, where in the file, and where in the buffer that ends."""
+
+    bytes: Tensor
+    filled: int = 0
+    segments: list[tuple[Path, int, int]] = field(default_factory=list)
+    copied: Any = None  # event of the device, after which it may be read
+
+
+class HostWriter:
+    """Writes to files in a thread what it is handed.
+
+    What fails is kept in ``error``, and then all else is left out: other ranks still wait for this one.
+
+    Args:
+        most: bytes of host memory; two buffers at least.
+
+    Attributes:
+        error: why files are not complete.
+        held: bytes of host memory that it has.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.error: CheckpointError | None = None
+        self.held = 0
+        size = max(1, min(_LARGEST, most // 2) // _ALIGNED) * _ALIGNED
+        self._size, self._room = size, max(2, most // size)
+        self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
+        self._filling: _Buffer | None = None
+        self._open: tuple[Path, BinaryIO] | None = None
+        self._thread = threading.Thread(target=self._run, name="deepspeed_ext export")
+        self._thread.start()
+
+    # The caller's thread ##############################################################################
+
+    def put(self, path: Path, offset: int, values: Tensor, dtype: torch.dtype | None = None) -> int:
+        """Write a contiguous tensor to a file from ``offset`` on, in a dtype; return where it ends there.
+
+        When this returns, nothing but the current stream reads ``values`` any more. It waits for the thread where
+        buffers are full.
+        """
+        flat, dtype = values.reshape(-1), dtype or values.dtype
+        try:
+            while flat.numel() and self.error is None:
+                buffer = self._with_room(dtype.itemsize)
+                taken = min(flat.numel(), (self._size - buffer.filled) // dtype.itemsize)
+                end = buffer.filled + taken * dtype.itemsize
+                source = flat[:taken].to(dtype).view(torch.uint8)
+                buffer.bytes[buffer.filled : end].copy_(source, non_blocking=True)
+                buffer.segments.append((path, offset, end))
+                flat, offset, buffer.filled = flat[taken:], offset + end - buffer.filled, end
+        except Exception as error:
+            self._fail(path, error)
+        return offset
+
+    def finish(self) -> None:
+        """Let the thread end when it has written all."""
+        self._send()
+        self._full.put(None)
+
+    def join(self) -> None:
+        """Wait for the thread to end, after ``finish``."""
+        self._thread.join()
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def _with_room(self, nbytes: int) -> _Buffer:
+        if self._filling is not None and self._size - self._filling.filled < nbytes:
+            self._send()
+        if self._filling is None:
+            self._filling = self._empty()
+        return self._filling
+
+    def _empty(self) -> _Buffer:
+        """Return a buffer: one that was written, else a new one, else the next one that will be written."""
+        if self._free.empty() and self.held // self._size < self._room:
+            made = torch.empty(self._size, dtype=torch.uint8)
+            self.held += self._size
+            return _Buffer(made if get_accelerator().is_synchronized_device() else get_accelerator().pin_memory(made))
+        buffer = self._free.get()
+        return _Buffer(buffer.bytes)
+
+    def _send(self) -> None:
+        if self._filling is None:
+            return
+        if not get_accelerator().is_synchronized_device():
+            self._filling.copied = get_accelerator().Event()
+            self._filling.copied.record(get_accelerator().current_stream())
+        self._full.put(self._filling)
+        self._filling = None
+
+    # Its own ##########################################################################################
+
+    def _run(self) -> None:
+        while (buffer := self._full.get()) is not None:
+            try:
+                if self.error is None:
+                    self._write(buffer)
+            except Exception as error:
+                self._fail(buffer.segments[0][0], error)
+            self._free.put(buffer)
+        path = self._open[0] if self._open is not None else Path()
+        try:
+            self._close()
+        except Exception as error:
+            self._fail(path, error)
+
+    def _write(self, buffer: _Buffer) -> None:
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        content, start = memoryview(cast(Any, buffer.bytes.numpy())), 0
+        for path, offset, end in buffer.segments:
+            if self._open is None or self._open[0] != path:
+                self._close()
+                self._open = path, path.open("r+b" if path.exists() else "wb")
+            self._open[1].seek(offset)
+            self._open[1].write(content[start:end])
+            start = end
+
+    def _close(self) -> None:
+        """Close the file that is open, and flush it to disk."""
+        if self._open is not None:
+            path, file = self._open
+            self._open = None
+            file.close()
+            sync(path)
+
+    def _fail(self, path: Path, error: Exception) -> None:
+        self.error = self.error or CheckpointError(f"{path} could not be written: {type(error).__name__}: {error}")

@@ -1,0 +1,215 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a whole model, by the names that a load of it expects: where they are, and how they come together.
+
+Note [Names of experts]
+    AutoEP replaces a mixture by a layer with other names, and with this rank's experts only. Here they have the names
+    and shapes of the mixture that it replaced: those of DeepSpeed's preset for the family of the model, and of
+    transformers from 5.0.0 on, where gate and up projection of an expert (``w1``, ``w3``) are one tensor. Experts of
+    DeepSpeed's ``MoE`` layers have the number that they have among all experts, as in the files of a checkpoint.
+
+Everything here is the same on all ranks, but for the values.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.module_inject.auto_ep_presets.registry import apply_config_overrides, get_preset
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed_ext.checkpoint.experts import is_autoep
+from deepspeed_ext.deepspeed_types import Engine, is_partitioned
+
+_MOE_EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # in a ``MoE`` layer
+_Mixture = Callable[[str, nn.Module], Iterator["Weight"]]  # yields what a module inside of one has, given its path too
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of a whole model.
+
+    Attributes:
+        name: that a load expects.
+        shape: of the whole.
+        dtype: in which it is exported.
+        unit: what is gathered together has one: the name of a module.
+        sources: what this rank has of it, perhaps in chunks of ZeRO's: parameters or a buffer. Several are
+            concatenated in dimension 1.
+        group: ranks with different experts; None if all ranks have the same.
+        owners: ranks of ``group`` whose parts make the whole, one after the other in dimension 0.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+    sources: tuple[Tensor, ...]
+    group: ProcessGroup | None = None
+    owners: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Return its bytes in a file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def of_first_rank(self) -> bool:
+        """Whether ranks may have different values, of which those of the first count: buffers."""
+        return not self.parameters
+
+    @property
+    def collective(self) -> bool:
+        """Whether other ranks have a part of it."""
+        return self.group is not None or any(is_partitioned(source) for source in self.parameters)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return those of the sources that are parameters."""
+        return [source for source in self.sources if isinstance(source, nn.Parameter)]
+
+    def parts(self) -> Iterator[Tensor]:
+        """Yield its elements, on the device, each part contiguous, while its sources are gathered. Collective over
+        ``group``."""
+        own = [source.detach() for source in self.sources]
+        mine = (own[0] if len(own) == 1 else torch.cat(own, dim=1)).contiguous()
+        if self.group is None:
+            yield mine
+            return
+        for owner in self.owners:
+            part = mine if owner == dist.get_rank(group=self.group) else torch.empty_like(mine)
+            dist.broadcast(part.view(torch.uint8), dist.get_global_rank(self.group, owner), group=self.group)
+            yield part
+
+
+def gathered(weights: Iterable[Weight]) -> AbstractContextManager[Any]:
+    """Gather what weights are made of, and release it at the end of this context. Collective over those who share it.
+
+    What is there is left there. Between steps nothing is in flight after DeepSpeed's ``checkpoint_event_prologue``.
+    """
+    params = [param for weight in weights for param in weight.parameters if is_partitioned(param)]
+    absent = [param for param in params if param.ds_status != ZeroParamStatus.AVAILABLE and param.ds_numel]
+    return cast(AbstractContextManager[Any], deepspeed.zero.GatheredParameters(absent))
+
+
+def weights_of(engine: Engine, dtype: torch.dtype | None, exclude_frozen: bool) -> list[Weight]:
+    """Return the parameters and the persistent buffers of a model in the order of its modules, tied ones once.
+
+    Args:
+        dtype: in which floating-point ones are exported; None: in that of each.
+        exclude_frozen: leave out parameters without gradients.
+
+    Raises:
+        NotImplementedError: no rank has a part of some tensor, or nobody knows the names of experts.
+    """
+    _require_whole(engine)
+    mixtures: dict[str, _Mixture] = {}
+    found: dict[tuple[int, tuple[int, ...]], Weight] = {}
+    for path, module in engine.module.named_modules():
+        if isinstance(module, MoE):
+            mixtures[path] = partial(_of_moe, path, module)
+        elif is_autoep(module):
+            mixtures[path] = partial(_of_autoep, path, module, _replaced(engine, path, module))
+        inside = next((of for prefix, of in mixtures.items() if f"{path}.".startswith(f"{prefix}.")), _own)
+        for weight in inside(path, module):
+            if not (exclude_frozen and any(not param.requires_grad for param in weight.parameters)):
+                found.setdefault((id(weight.sources[0]), weight.owners), weight)
+    wanted = found.values()
+    return [replace(w, dtype=dtype) if dtype and w.dtype.is_floating_point else w for w in wanted]
+
+
+def _require_whole(engine: Engine) -> None:
+    """Refuse models of which no data-parallel rank has all names, or whole tensors."""
+    if engine.pipeline_parallelism:
+        raise NotImplementedError(
+            "Weights of a pipeline cannot be exported: its stages have different layers, under numbers. Save a "
+            "checkpoint, which has a file for each layer (layer_*-model_states.pt)."
+        )
+    if engine.mp_world_size > 1:
+        raise NotImplementedError(
+            f"Weights that {engine.mp_world_size} tensor-parallel ranks have cut cannot be exported: how they are put "
+            f"together is up to each module. engine.save_16bit_model does so for tensor_parallel.autotp_size."
+        )
+
+
+def _own(path: str, module: nn.Module) -> Iterator[Weight]:
+    """Yield the parameters and persistent buffers that a module has itself, named by any path."""
+    for name, param in module.named_parameters(recurse=False):
+        yield _weight(path, name, (param,))
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield _weight(path, name, (buffer,))
+
+
+def _weight(path: str, name: str, sources: tuple[Any, ...], group: ProcessGroup | None = None) -> Weight:
+    """Return a weight of a module; with a group, of packed experts, a part of which each of its ranks has."""
+    first, *others = (tuple(source.ds_shape if is_partitioned(source) else source.shape) for source in sources)
+    if others:
+        first = first[0], sum(shape[1] for shape in (first, *others)), *first[2:]
+    ranks = 1 if group is None else dist.get_world_size(group=group)
+    shape = first if group is None else (ranks * first[0], *first[1:])
+    dtype = get_allgather_dtype(sources[0], sources[0].ds_tensor) if is_partitioned(sources[0]) else sources[0].dtype
+    owners = () if group is None else tuple(range(ranks))
+    return Weight(_joined(path, name), shape, dtype, path, sources, group, owners)
+
+
+def _joined(*parts: str) -> str:
+    return ".".join(filter(None, parts))
+
+
+def _of_moe(prefix: str, layer: Any, path: str, module: nn.Module) -> Iterator[Weight]:
+    """Yield what a module in a ``MoE`` layer has, of an expert that of each rank that has another one."""
+    experts = f"{_joined(prefix, _MOE_EXPERTS)}."
+    if layer.ep_size == 1 or not path.startswith(experts):
+        yield from _own(path, module)
+        return
+    number, _, inside = path.removeprefix(experts).partition(".")
+    group = groups._get_expert_parallel_group(layer.expert_group_name)
+    for owner in range(layer.ep_size):
+        place = _joined(experts[:-1], str(owner * layer.num_local_experts + int(number)), inside)
+        yield from (replace(own, group=group, owners=(owner,)) for own in _own(place, module))
+
+
+def _replaced(engine: Engine, path: str, layer: Any) -> Any:
+    """Return the preset with the names of the mixture that a layer of AutoEP has replaced.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    try:
+        return apply_config_overrides(engine._config.expert_parallel_config, get_preset(layer.model_family))
+    except ValueError as error:
+        raise NotImplementedError(
+            f"AutoEP has replaced {path}, which expert_parallel.moe_layer_pattern describes, and how its experts were "
+            f"packed is not known any more. Save a checkpoint, and convert it. ({error})"
+        ) from error
+
+
+def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Module) -> Iterator[Weight]:
+    """Yield what a module in a layer of AutoEP has. See Note [Names of experts]."""
+    inside = path[len(prefix) :].removeprefix(".")
+    if inside != "experts":
+        renamed = {
+            "router": preset.router_pattern,
+            "router.gate": preset.router_pattern,
+            "shared_experts": preset.shared_experts_pattern,
+            "shared_experts_gate": preset.shared_experts_gate_pattern,
+        }
+        longest = max((old for old in renamed if f"{inside}.".startswith(f"{old}.")), key=len, default="")
+        yield from _own(_joined(prefix, renamed.get(longest, ""), inside[len(longest) :].removeprefix(".")), module)
+        return
+    place, group = _joined(prefix, preset.experts_pattern), None if layer.ep_size == 1 else layer.ep_group
+    gate, up, down = (cast(nn.Parameter, getattr(module, own)) for own in ("w1", "w3", "w2"))
+    packed = {preset.expert_w1: (gate, up), preset.expert_w2: (down,)}
+    if preset.expert_w3 is not None:
+        packed = {preset.expert_w1: (gate,), preset.expert_w3: (up,), preset.expert_w2: (down,)}
+    yield from (_weight(place, name, sources, group) for name, sources in packed.items())

@@ -1,0 +1,307 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``export_weights``: the weights of a whole model as safetensors, whole or not there, and no rank holds the model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.tiers import by_strategies, deep
+from tests.harness.training import PARTITIONED, REPLICATED
+
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
+FROZEN = ("layers.0.weight", "layers.0.bias")
+HOST_BYTES = 992  # in two buffers, less than most tensors have
+
+
+@pytest.mark.parametrize(
+    "dtype, names",
+    [
+        ("bf16", ("NIG", "IIG", "GGG")),
+        ("fp32", ("III", "3")),
+        *deep(("fp32", REPLICATED), ("bf16", PARTITIONED)),
+    ],
+    ids=by_strategies,
+)
+def test_what_is_exported_is_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
+    for rank, rows in enumerate(ranks(4).run(parity_case, str(tmp_path), dtype, names)):
+        for name, differing, tied, trained, most in rows:
+            assert differing == [] and tied == ["layers.2.weight"] and trained, (name, differing, tied, trained)
+            live, largest, held = most
+            assert live <= largest and held <= HOST_BYTES * (rank < 3), (name, most)
+    for name in names:
+        found = {path.name: path for path in (tmp_path / name).iterdir()}
+        index = json.loads(found.pop("model.safetensors.index.json").read_text())
+        assert found.pop("config.json").read_text() == "kept" and len(found) > 3
+        assert set(index["weight_map"].values()) == found.keys()
+        headers = {file: header(path) for file, path in found.items()}
+        assert index["weight_map"] == {key: file for file, named in headers.items() for key in named}
+        ends = [max(end for _, end in named.values()) for named in headers.values()]
+        assert index["metadata"]["total_size"] == sum(ends)
+
+
+def header(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor is in a file, by its name."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    found = json.loads(content[8 : 8 + length])
+    assert found.pop("__metadata__") == {"format": "pt"} and length % 8 == 0
+    where = {name: tuple(one["data_offsets"]) for name, one in found.items()}
+    assert max(end for _, end in where.values()) == len(content) - 8 - length
+    return where
+
+
+def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
+    """Of each: what differs from DeepSpeed's whole state dict; what is missing; whether training goes on as without an
+    export; elements live at once, of the largest module, and bytes of buffers on the host."""
+    import torch
+    from deepspeed import comm as dist
+    from safetensors.torch import load_file
+
+    import deepspeed_ext
+    from tests.harness import networks, snapshots, training
+
+    more = {**GATHER, "paro_overlap_updates": True}
+    tied = "layers.1.weight", "layers.2.weight"
+    job = training.Job(
+        networks.SQUARE, "3" not in names, dtype=dtype, optimizer="Adam", frozen=(0,), network=networks.Buffered
+    )
+    rows = []
+    for name in names:
+        zero = {**training.SMALL, **(more if not name.isdigit() else GATHER)}
+        undisturbed = training.train(job, training.placed(name, **zero)).weights
+        engine, model = training.make_engine(job, training.placed(name, **zero))
+        if dist.get_rank() == 0:
+            Path(folder, name).mkdir()
+            Path(folder, name, "config.json").write_text("kept")
+        data = snapshots.steps_of(job, job.steps)
+        snapshots.run(engine, job, data[:2], first=0)
+        with torch.no_grad():
+            engine.eval()
+            engine(data[0][0])  # and no backward, for which parameters are prefetched
+            engine.train()
+        gathers = list(getattr(engine.optimizer, "gathers", {}).values())
+        for one in gathers:
+            one.most_live = 0
+        export = deepspeed_ext.export_weights(
+            engine, f"{folder}/{name}", max_shard_bytes=500, writers=3, host_bytes=HOST_BYTES
+        )
+        largest = max(
+            sum(getattr(p, "ds_numel", p.numel()) for p in m.parameters(recurse=False)) for m in model.modules()
+        )
+        saved: dict[str, torch.Tensor] = {}
+        for path in Path(folder, name).glob("*.safetensors"):
+            saved.update(load_file(path))
+        whole = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
+        whole = saved | {tied[1]: saved[tied[0]]} if whole is None or dist.get_rank() else whole  # of the first rank
+        differing = [k for k in saved if k not in whole or not torch.equal(saved[k], whole[k])]
+        differing += [k for k in saved if k in whole and saved[k].dtype != whole[k].dtype]
+        deepspeed_ext.export_weights(engine, f"{folder}/some", dtype=torch.float16, exclude_frozen_parameters=True)
+        live = max((one.most_live for one in gathers), default=0)
+        some = load_file(f"{folder}/some/model.safetensors")
+        wanted = {k: v.half() if v.is_floating_point() else v for k, v in saved.items() if k not in FROZEN}
+        differing += [k for k in wanted | some if not torch.equal(some[k], wanted[k])]
+        snapshots.run(engine, job, data[2:], first=2)
+        trained = torch.equal(training.whole_weights(model), undisturbed)
+        engine.destroy()
+        missing = sorted(whole.keys() - saved.keys())
+        rows.append((name, differing, missing, trained, (live, largest, export._writer.held)))
+    return rows
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [("MoE", ("NIG",)), ("AutoEP", ("NIG", "IIG", "GNG")), *deep(("MoE", REPLICATED), ("AutoEP", PARTITIONED))],
+    ids=by_strategies,
+)
+def test_experts_have_the_names_of_a_whole_model(
+    ranks: Any, tmp_path: Path, kind: str, names: tuple[str, ...]
+) -> None:
+    for rows in ranks(4).run(experts_case, str(tmp_path), kind, names):
+        for name, began_alike, apart in rows:
+            assert began_alike and apart < 1e-5, (name, began_alike, apart)
+
+
+def experts_case(folder: str, kind: str, names: tuple[str, ...]) -> list[tuple[str, bool, float]]:
+    """Of each: whether an export before the first step is the model that was given; and how far the model that loads
+    one after two steps is from it."""
+    import torch
+    from safetensors.torch import load_file
+
+    import deepspeed_ext
+    from tests.harness import experts, networks, snapshots, training
+
+    sizes, rows = (13, 10, 10, 7), []
+    for name in names:
+        network: Any = {"MoE": networks.RoutedOverTwo, "AutoEP": experts.SmallMixtral}[kind]
+        config = experts.autoep(2) if kind == "AutoEP" else {}
+        job = training.Job(sizes, network=network, config=config, optimizer="Adam", frozen=(0,), empty=False)
+        engine, _ = training.make_engine(job, training.placed(name, **training.SEVERAL_BUCKETS))
+        deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}")
+        torch.manual_seed(7)
+        whole = (networks.Routed if kind == "MoE" else network)(sizes, None, False)
+        given = whole.state_dict()
+        saved = load_file(f"{folder}/{kind}{name}/model.safetensors")
+        alike = given.keys() == saved.keys() and all(given[k].shape == saved[k].shape for k in saved)
+        # Experts of ``Routed`` begin otherwise than those of ``RoutedOverTwo``.
+        alike &= all(torch.equal(given[k], saved[k]) for k in saved if kind == "AutoEP" or "experts" not in k)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}", writers=2, max_shard_bytes=3000)
+        saved = {}
+        for path in Path(folder, f"{kind}{name}").glob("*.safetensors"):
+            saved.update(load_file(path))
+        whole.load_state_dict(saved)
+        inputs = training.batches(job)
+        x, _ = next(inputs)
+        engine.eval()
+        with torch.no_grad():
+            apart = (engine(x) - whole.eval()(x)).abs().max().item()
+        engine.destroy()
+        rows.append((name, alike, apart))
+    return rows
+
+
+def test_training_goes_on_while_weights_are_written(ranks: Any, tmp_path: Path) -> None:
+    for rows in ranks(4).run(asynchronous_case, str(tmp_path)):
+        for name, there, done, differing, kept in rows:
+            assert (there, done, differing, kept) == ([], False, [], ["model.safetensors", "notes"]), name
+
+
+def asynchronous_case(folder: str) -> list[tuple[str, list[str], bool, list[str], list[str]]]:
+    """Of each: what is in the folder while nothing is written yet, after a step; whether the export has ended then;
+    what differs from the weights before the step; and what is there in the end."""
+    import threading
+    from unittest import mock
+
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+    from safetensors.torch import load_file
+
+    import deepspeed_ext
+    from deepspeed_ext.checkpoint.host_writer import HostWriter
+    from tests.harness import snapshots, training
+
+    job, write, rows = training.Job(empty=False), HostWriter._write, []
+    for name in ("NIG", "IIG"):
+        place = Path(folder, name)
+        engine, model = training.make_engine(job, training.placed(name, **training.SMALL))
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            before = {key: param.detach().clone() for key, param in model.named_parameters()}
+        go = threading.Event()
+        slow = mock.patch.object(HostWriter, "_write", lambda *args, go=go: (go.wait(), write(*args)))
+        with slow:
+            export = deepspeed_ext.export_weights(engine, place, asynchronous=True)
+            snapshots.run(engine, job, snapshots.steps_of(job, 1))
+            there = [path.name for path in place.iterdir()] if place.exists() else []
+            done = export.done and dist.get_rank() == 0
+            dist.barrier()
+            go.set()
+            if dist.get_rank() == 0:
+                place.mkdir()
+                (place / "notes").write_text("of somebody else")
+            export.wait()
+        saved = load_file(place / "model.safetensors")
+        differing = [key for key in before if not torch.equal(before[key], saved[key])]
+        engine.destroy()
+        rows.append((name, there, done, differing, sorted(path.name for path in place.iterdir())))
+    return rows
+
+
+def test_an_export_that_one_rank_cannot_write_leaves_what_was_there(ranks: Any, tmp_path: Path) -> None:
+    for at_once, later, names, same, again in ranks(4).run(full_disk_case, str(tmp_path)):
+        for message in (at_once, later):
+            assert message.startswith("CheckpointError: rank 1: ") and "model-00002-of-" in message, message
+            assert "could not be written" in message and "No space left on device" in message, message
+        assert names == ["weights"] and same and again == ""
+
+
+def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
+    """Errors: of an export, and of the one after an asynchronous one. What is in the folder around then, whether it is
+    as it was, and the error of an export when there is space."""
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    import deepspeed_ext
+    from deepspeed_ext.checkpoint.host_writer import HostWriter
+    from tests.harness import snapshots, training
+
+    def contents() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in Path(folder, "weights").iterdir()}
+
+    def fail(self: HostWriter, buffer: Any) -> None:
+        write(self, buffer)
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+
+    def export(**more: Any) -> Any:
+        return deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=2, max_shard_bytes=2000, **more)
+
+    job, write = training.Job(empty=False), HostWriter._write
+    engine, _ = training.make_engine(job, training.placed("IIG"))
+    export()
+    before = contents()
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    with mock.patch.object(HostWriter, "_write", fail):
+        at_once = snapshots.error_of(export)
+        failed = export(asynchronous=True)
+        failed._writer.join()
+    later = snapshots.error_of(export)
+    dist.barrier()
+    names, same = sorted(path.name for path in Path(folder).iterdir()), contents() == before
+    dist.barrier()
+    again = snapshots.error_of(export)
+    again += "" if contents() != before else "nothing was exported"
+    engine.destroy()
+    return at_once, later, names, same, again
+
+
+def test_what_an_export_cannot_do_is_said(ranks: Any, tmp_path: Path) -> None:
+    for said in ranks(2).run(refused_case, str(tmp_path)):
+        assert said["writers"].startswith("ValueError: expected 1 to 2 writers"), said
+        assert "float8_e8m0fnu" in said["dtype"] and said["dtype"].startswith("ValueError"), said
+        assert said["ranks"].startswith("CheckpointError: rank 1: what an export is asked for"), said
+        assert "must be a folder" in said["file"] and said["file"].startswith("CheckpointError: rank 0: "), said
+        assert said["offloaded"].startswith("RuntimeError: Parameters are offloaded"), said
+        assert said["pipeline"].startswith("NotImplementedError: Weights of a pipeline"), said
+        assert said["cut"].startswith("NotImplementedError: Weights that 2 tensor-parallel ranks"), said
+        assert said["left"] == "['file']", said
+
+
+def refused_case(folder: str) -> dict[str, str]:
+    """What is said of each, and what is in the folder afterwards."""
+    from unittest import mock
+
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    import deepspeed_ext
+    from tests.harness import snapshots, training
+
+    engine, _ = training.make_engine(training.Job(empty=False, optimizer="Adam"), training.placed("IIG", 1))
+
+    def said(name: str = "new", **more: Any) -> str:
+        return snapshots.error_of(deepspeed_ext.export_weights, engine, f"{folder}/{name}", **more)
+
+    found = {
+        "writers": said(writers=3),
+        "dtype": said(dtype=torch.float8_e8m0fnu),
+        "ranks": said(f"rank{dist.get_rank()}"),
+    }
+    Path(folder, "file").write_text("")
+    dist.barrier()
+    found["file"] = said("file")
+    with mock.patch.object(engine.optimizer, "offloaded_states", {OffloadStateTypeEnum.lp_params}):
+        found["offloaded"] = said()
+    with mock.patch.object(engine, "pipeline_parallelism", True):
+        found["pipeline"] = said()
+    with mock.patch.object(engine, "mp_world_size", 2):
+        found["cut"] = said()
+    dist.barrier()
+    found["left"] = str(sorted(path.name for path in Path(folder).iterdir()))
+    engine.destroy()
+    return found
