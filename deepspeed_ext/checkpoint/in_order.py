@@ -36,8 +36,7 @@ from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.zero.flat.saved import OWN_ORDER, OWN_PARTITIONS, Place, State, under_deepspeeds_names
 
-_OPTIMIZER = re.compile(r"(?P<before>(?:bf16_)?zero_pp_rank_)(?P<number>\d+)(?P<after>_(?P<model>mp_rank_.+)_optim.+)")
-_MODEL = re.compile(r"(?P<model>mp_rank_.+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?P<before>(?:bf16_)?zero_pp_rank_)\d+_(?P<model>mp_rank_.+)_optim_states\.pt")
 
 NewTensor = Callable[[Tensor, int], Tensor]
 """Makes a 1D tensor of zeros like another one, of a number of elements."""
@@ -214,8 +213,7 @@ def _contents(folder: Path) -> dict[Path, dict[str, Any]]:
         raise CheckpointError(f"{folder} has no files zero_pp_rank_*_optim_states.pt, of ZeRO's optimizer states.")
     contents = {path: checked(path, OPTIMIZER_STATE_DICT) for path in paths}
     counts = contents[paths[0]][OPTIMIZER_STATE_DICT][PARTITION_COUNT]
-    models = {match["model"] for match in map(_MODEL.fullmatch, os.listdir(folder)) if match}
-    for model in sorted(models | {_model_of(path) for path in paths}):
+    for model in sorted({_model_of(path) for path in paths}):
         for number in range(max(counts) if isinstance(counts, list) else counts):
             path = paths[0].with_name(_OPTIMIZER.sub(rf"\g<before>{number}_{model}_optim_states.pt", paths[0].name))
             if path not in contents:

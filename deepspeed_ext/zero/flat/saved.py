@@ -172,7 +172,11 @@ def own_layouts(state: State) -> dict[int, FlatLayout]:
 
 
 def check(
-    state: State, partition_count: Any, buffers: Sequence[FlatBuffer], own_mappings: Callable[..., Sequence[Any]]
+    state: State,
+    partition_count: Any,
+    buffers: Sequence[FlatBuffer],
+    own_mappings: Callable[..., Sequence[Any]],
+    names: Container[str],
 ) -> None:
     """Refuse a rank's state dict that is sharded otherwise: DeepSpeed would pad a shard that is too short.
 
@@ -181,6 +185,7 @@ def check(
         partition_count: over how many ranks states are sharded here: an entry for each parameter group.
         buffers: all.
         own_mappings: gives those of this rank, with given ``layouts``; see ``mappings``.
+        names: of all parameters.
 
     Raises:
         ValueError: it is of another stage, sharded over another number of ranks, or of parameters elsewhere.
@@ -200,10 +205,12 @@ def check(
             raise sharded_otherwise(
                 f"of {layout.numel} elements in parameter group {number}", f"have {wanted} in that group"
             )
-    # By place, whatever the names: it is how DeepSpeed takes them.
+    maps = state[PARAM_SLICE_MAPPINGS], own_mappings(layouts)
+    # DeepSpeed takes them by place. Names tell parameters of one size apart, unless the model has renamed them.
+    renamed = any(name not in names for group in maps[0] for name in group)
     saved, own = (
-        [[(piece.start, piece.numel) for piece in group.values()] for group in some]
-        for some in (state[PARAM_SLICE_MAPPINGS], own_mappings(layouts))
+        [[("" if renamed else name, piece.start, piece.numel) for name, piece in group.items()] for group in some]
+        for some in maps
     )
     if saved != own:
         raise sharded_otherwise(
