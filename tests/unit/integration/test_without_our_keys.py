@@ -294,7 +294,7 @@ def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
             else:
                 both.append([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths])
             both[-1] += [
-                (key, hashlib.sha256(weight.numpy().tobytes()).hexdigest()) for key, weight in weights.items()
+                (key, hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()) for key, weight in weights.items()
             ]
         files.append(both)
     wanted = {}
