@@ -54,6 +54,30 @@ def inspect(path: str | os.PathLike[str]) -> Any:
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
+def checked(path: str | os.PathLike[str], *keys: str) -> Any:
+    """Return the content of a checkpoint's file; its tensors stay on disk.
+
+    Args:
+        keys: keys that it must have.
+
+    Raises:
+        CheckpointError: it is missing, cannot be read, or lacks a key.
+    """
+    try:
+        state = inspect(path)
+        missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+        if missing:
+            raise ValueError(f"has no {' and no '.join(missing)}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read: it is truncated, damaged, or no such file of a checkpoint "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return state
+
+
 def tensor_of(saved: Any) -> Tensor:
     """Return the tensor of what a universal checkpoint has in a parameter's file, which may be in a dict."""
     found: Tensor = saved[PARAM] if isinstance(saved, dict) else saved
@@ -194,18 +218,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         Raises:
             CheckpointError: it is missing, cannot be read, or lacks a key.
         """
-        try:
-            state = inspect(path)
-            missing = [key for key in keys if not isinstance(state, dict) or key not in state]
-            if missing:
-                raise ValueError(f"has no {' and no '.join(missing)}")
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing.") from error
-        except Exception as error:
-            raise CheckpointError(
-                f"{path} cannot be read: it is truncated, damaged, or no such file of a checkpoint "
-                f"({type(error).__name__}: {error})"
-            ) from error
+        state = checked(path, *keys)
         if not _holds_parameters_only(str(path)):
             self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state

@@ -112,10 +112,15 @@ class CheckpointFolder:
         """Return the number of files in the staging folder."""
         return sum(path.is_file() for path in self.staging.rglob("*"))
 
-    def publish(self) -> None:
-        """Replace the tag's folder by the staging folder."""
+    def publish(self, keeps_all: bool = False) -> None:
+        """Replace the tag's folder by the staging folder.
+
+        Args:
+            keeps_all: keep whatever is not staged, also what a save would replace.
+        """
         if self._place.is_dir():
-            shutil.copytree(self._place, self.staging, True, self._ignored, _link, dirs_exist_ok=True)
+            ignored = self._staged_already if keeps_all else self._ignored
+            shutil.copytree(self._place, self.staging, True, ignored, _link, dirs_exist_ok=True)
         sync(self.staging)
         if not os.path.lexists(self._place):
             self.staging.rename(self._place)
@@ -128,6 +133,9 @@ class CheckpointFolder:
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
         """Return the names in the old folder that a save replaces; all others are kept."""
         return shutil.ignore_patterns(*self._files)(folder, names) if Path(folder) == self._place else set()
+
+    def _staged_already(self, folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(folder) == self._place and os.path.lexists(self.staging / name)}
 
     def point(self) -> None:
         """Make ``latest`` name the tag."""

@@ -17,6 +17,9 @@ Note [States in several files]
     (``zero/writers.py``). So dense states that fewer ranks share, or experts that fewer share, are in several files.
     DeepSpeed's converter would put all of them together. It is shown only those of the first files, and that experts
     at stage 3 are shared by as many ranks as the files say.
+
+    Files in own order (``zero/flat/saved.py``) are shown under the names that it knows: it goes by their map of
+    parameters, and puts the fragments of one together by the numbers of ranks, which is the order of its elements.
 """
 
 import argparse
@@ -45,6 +48,7 @@ from torch import Tensor
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.strategy import STRATEGIES, Placement
+from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.sharded.saved import PLACEMENT
@@ -58,6 +62,7 @@ _MARK_OF_EXPERTS = -1.0  # no mean of squares is negative
 _extract_replicated = ds_to_universal.extract_zero_shards
 _extract_partitioned = ds_to_universal.extract_zero_shards_stage3
 _consolidate = ds_to_universal._consolidate_zero3_autoep_expert_states
+_save_rest = ds_to_universal._save_optimizer_state
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -76,6 +81,7 @@ def convert(arguments: argparse.Namespace) -> None:
         extract_zero_shards=extract_replicated,
         extract_zero_shards_stage3=extract_partitioned,
         _consolidate_zero3_autoep_expert_states=consolidate_experts,
+        _save_optimizer_state=save_rest,
     ):
         ds_to_universal.main(arguments)
     for path in Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"):
@@ -161,6 +167,12 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
         _consolidate(output_dir, model_files, optim_files)
 
 
+def save_rest(args: Any, ds_checkpoint: Any) -> None:
+    """Save what states of stages 1 and 2 have beside parameters. Arguments are those of DeepSpeed's function."""
+    with _shown_when_loaded(under_deepspeeds_names):
+        _save_rest(args, ds_checkpoint)
+
+
 @contextmanager
 def _shown_when_loaded(show: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Iterator[None]:
     """Show a rank's state dict otherwise where its file is loaded within this context."""
@@ -192,7 +204,8 @@ def without_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def shown(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's state dict with momentum as ``exp_avg``, beside marked zeros as ``exp_avg_sq``.
+    """Return a rank's state dict under DeepSpeed's names, with momentum as ``exp_avg``, beside marked zeros as
+    ``exp_avg_sq``.
 
     Args:
         state: as ``state_dict()`` of a ZeRO optimizer, ours or DeepSpeed's, gives it.
@@ -200,6 +213,7 @@ def shown(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it cannot be told what the momentum is of.
     """
+    state = under_deepspeeds_names(state)
     stage3 = BASE_OPTIMIZER_STATE not in state
     key = OPTIMIZER_STATE_DICT if stage3 else BASE_OPTIMIZER_STATE
     flats = state[FP32_FLAT_GROUPS if stage3 else SINGLE_PARTITION_OF_FP32_GROUPS]
@@ -208,7 +222,7 @@ def shown(state: Mapping[str, Any]) -> dict[str, Any]:
     groups = base["param_groups"] if isinstance(base, dict) else ()
     muon = [(number, group) for group in groups if group.get("use_muon", False) for number in group["params"]]
     if not muon:
-        return dict(state)
+        return state
     states: dict[int, dict[str, Any]] = {}
     for number, group in muon:
         moment = _momentum(state, base["state"].get(number, {}), flats[number].numel() + paddings[number])

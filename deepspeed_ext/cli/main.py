@@ -3,7 +3,8 @@
 """The command line.
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, ``plan`` shows what each strategy costs, and ``convert`` makes a universal checkpoint.
+one, ``plan`` shows what each strategy costs, ``convert`` makes a universal checkpoint, and ``zero-order`` puts an
+ordinary one into ZeRO's order.
 """
 
 import argparse
@@ -62,6 +63,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inject_missing_state", action="store_true", default=True, help=argparse.SUPPRESS)  # always
 
 
+def add_zero_order_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``zero-order``."""
+    parser.add_argument("--folder", required=True, help="the checkpoint, D/TAG, which no run saves to meanwhile")
+
+
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "plan":
         planning.run(arguments)
@@ -70,6 +76,15 @@ def _run(arguments: argparse.Namespace) -> None:
         from deepspeed_ext.checkpoint.to_universal import convert
 
         convert(arguments)
+        return
+    if arguments.command == "zero-order":
+        from deepspeed_ext.checkpoint.folder import CheckpointError
+        from deepspeed_ext.checkpoint.in_order import put_in_zeros_order
+
+        try:
+            print(put_in_zeros_order(arguments.folder))
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
         return
     from deepspeed_ext.cli import leaf as leaf_command
 
@@ -92,6 +107,9 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
     leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
     add_leaf_arguments(leaves)
     add_convert_arguments(commands.add_parser("convert", help="make a universal checkpoint of an ordinary one"))
+    add_zero_order_arguments(
+        commands.add_parser("zero-order", help="put a checkpoint's optimizer states into ZeRO's order")
+    )
     planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
     arguments = parser.parse_args()
     given = arguments.report_ranks, arguments.report_group_size

@@ -49,6 +49,7 @@ CALLED: tuple[Patch, ...] = (
                 "convert experts that fewer ranks share",
                 "(output_dir, model_files, optim_files)",
             ),
+            ("_save_optimizer_state", "convert what is in own order", "(args, ds_checkpoint)"),
         ),
     ),
     *_of(

@@ -712,7 +712,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         Raises:
             ValueError: it is.
         """
-        saved.check(state, self.partition_count, self.buffers, self._file_mappings)
+        names = set(self.param_names.values())
+        saved.check(state, self.partition_count, self.buffers, self._file_mappings, names)
 
     @override
     def _load_legacy_checkpoint(

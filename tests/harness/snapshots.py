@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.checkpoint import to_universal
 from deepspeed_ext.zero.optimizer import ParoOptimizer
-from tests.harness import training
+from tests.harness import experts, training
 
 MOMENTS = {"Adam": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
 MUON = {True: MOMENTS["SGD"], False: MOMENTS["Adam"]}  # whether it takes a parameter
@@ -56,6 +56,22 @@ def job_of(dtype: str = "fp32", zero: dict[str, Any] | None = None, optimizer: s
         network=Buffered,
         zero={**training.SMALL, **(zero or {})},
         config={"scheduler": scheduler, **more},
+    )
+
+
+def job_of_kind(kind: str, dtype: str, **config: Any) -> Any:
+    """With an optimizer, or with AutoEP's experts divided among as many ranks as ``kind`` begins with."""
+    if not kind[0].isdigit():
+        return job_of(dtype, optimizer=kind, **config)
+    size, _, optimizer = kind.partition(" ")
+    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
+    return training.Job(
+        sizes=(13, 7),
+        network=experts.SmallMixtral,
+        optimizer=optimizer,
+        zero=zero,
+        config={**config, **experts.autoep(int(size))},
+        dtype=dtype,
     )
 
 

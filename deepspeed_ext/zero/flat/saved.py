@@ -9,7 +9,7 @@ over the ranks that share the optimizer's states, if flat buffers have stripes.
 Note [Own order]
     To exchange states takes 12 bytes of each parameter of a shard over the links between groups, while nobody trains.
     So they may be saved in the order in which ranks hold them: ``"checkpoint": {"zero_order": false}``, which
-    asynchronous saves have by default. Such a file says for each flat buffer where its elements are (``_Place``), and
+    asynchronous saves have by default. Such a file says for each flat buffer where its elements are (``Place``), and
     how they would be in DeepSpeed's order, so that files can be put into that without a model
     (``checkpoint/in_order.py``).
 
@@ -47,7 +47,7 @@ from deepspeed_ext.zero.muon import MOMENTUM
 
 State = Mapping[str, Any]
 
-OWN_ORDER = "paro_own_order"  # in a state dict: a ``_Place`` for each flat buffer that is not in DeepSpeed's order
+OWN_ORDER = "paro_own_order"  # in a state dict: a ``Place`` for each flat buffer that is not in DeepSpeed's order
 OWN_PARTITIONS = "paro_partition_of_fp32_groups"  # the optimizer's weights then
 
 
@@ -106,7 +106,7 @@ def mappings(
     return found
 
 
-class _Place(TypedDict):
+class Place(TypedDict):
     """Where the elements of a flat buffer are, of which a file has one chunk.
 
     Attributes:
@@ -136,8 +136,8 @@ def in_own_order(
         buffers: all, some with stripes.
         zeros_mappings: of this rank, as they would be in DeepSpeed's order.
     """
-    places: list[_Place | None] = [
-        _Place(
+    places: list[Place | None] = [
+        Place(
             layout=asdict(buffer.layout),
             cell=buffer.rank,
             experts=-1 if buffer.family.name == DENSE else groups._get_expert_parallel_rank(buffer.family.name),
@@ -150,7 +150,16 @@ def in_own_order(
         for buffer, mapping in zip(buffers, zeros_mappings, strict=True)
     ]
     named = {OWN_PARTITIONS if key == SINGLE_PARTITION_OF_FP32_GROUPS else key: state[key] for key in state}
-    return {**named, OWN_ORDER: places}
+    weights = zip(named[OWN_PARTITIONS], places, strict=True)
+    plain = [one if place is None else one.detach() for one, place in weights]  # as in DeepSpeed's order
+    return {**named, OWN_PARTITIONS: plain, OWN_ORDER: places}
+
+
+def under_deepspeeds_names(state: State) -> dict[str, Any]:
+    """Return a rank's state dict without what DeepSpeed does not know, in whatever order it is: for readers that go by
+    ``PARAM_SLICE_MAPPINGS``, which say where parameters are in that order."""
+    named = ((SINGLE_PARTITION_OF_FP32_GROUPS if key == OWN_PARTITIONS else key, state[key]) for key in state)
+    return {key: value for key, value in named if key != OWN_ORDER}
 
 
 def own_layouts(state: State) -> dict[int, FlatLayout]:
@@ -163,7 +172,11 @@ def own_layouts(state: State) -> dict[int, FlatLayout]:
 
 
 def check(
-    state: State, partition_count: Any, buffers: Sequence[FlatBuffer], own_mappings: Callable[..., Sequence[Any]]
+    state: State,
+    partition_count: Any,
+    buffers: Sequence[FlatBuffer],
+    own_mappings: Callable[..., Sequence[Any]],
+    names: Container[str],
 ) -> None:
     """Refuse a rank's state dict that is sharded otherwise: DeepSpeed would pad a shard that is too short.
 
@@ -172,6 +185,7 @@ def check(
         partition_count: over how many ranks states are sharded here: an entry for each parameter group.
         buffers: all.
         own_mappings: gives those of this rank, with given ``layouts``; see ``mappings``.
+        names: of all parameters.
 
     Raises:
         ValueError: it is of another stage, sharded over another number of ranks, or of parameters elsewhere.
@@ -191,10 +205,12 @@ def check(
             raise sharded_otherwise(
                 f"of {layout.numel} elements in parameter group {number}", f"have {wanted} in that group"
             )
-    # By place, whatever the names: it is how DeepSpeed takes them.
+    maps = state[PARAM_SLICE_MAPPINGS], own_mappings(layouts)
+    # DeepSpeed takes them by place. Names tell parameters of one size apart, unless the model has renamed them.
+    renamed = any(name not in names for group in maps[0] for name in group)
     saved, own = (
-        [[(piece.start, piece.numel) for piece in group.values()] for group in some]
-        for some in (state[PARAM_SLICE_MAPPINGS], own_mappings(layouts))
+        [[("" if renamed else name, piece.start, piece.numel) for name, piece in group.items()] for group in some]
+        for some in maps
     )
     if saved != own:
         raise sharded_otherwise(
@@ -227,7 +243,7 @@ def as_held(buffers: Iterable[FlatBuffer], state: State) -> dict[str, Any]:
         paddings[group] = 0 if buffer.striped else buffer.zeros_padding
     moved_base: Any = [states[group] for group in range(len(base))] if not isinstance(base, dict) else None
     return {
-        **{key: value for key, value in state.items() if key not in (OWN_ORDER, OWN_PARTITIONS)},
+        **under_deepspeeds_names(state),
         SINGLE_PARTITION_OF_FP32_GROUPS: weights,
         GROUP_PADDINGS: paddings,
         BASE_OPTIMIZER_STATE: moved_base if moved_base is not None else {**base, "state": states},

@@ -9,8 +9,13 @@ import pytest
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
-RUNS = [("IIG + LoCo", "NIG + LoCo", 1), ("NIG", "GGG", 2), ("2", "III", 2), ("NIG + Muon", "III + Muon", 2)]
-LOCO, MUON = " + LoCo", " + Muon"
+RUNS = [
+    ("IIG + LoCo", "NIG + LoCo", 1),
+    ("NIG + own order", "GGG", 2),
+    ("2", "III", 2),
+    ("NIG + Muon", "III + Muon", 2),
+]
+LOCO, MUON, OWN = " + LoCo", " + Muon", " + own order"
 
 
 def names_in(folder: str) -> list[str]:
@@ -27,7 +32,7 @@ def zero_of(name: str, group_size: int) -> dict[str, Any]:
     from tests.harness import training
 
     more = {"zeropp_loco_param": {}} if name.endswith(LOCO) else {}
-    return training.placed(name.removesuffix(LOCO).removesuffix(MUON), group_size, **more)
+    return training.placed(name.removesuffix(LOCO).removesuffix(MUON).removesuffix(OWN), group_size, **more)
 
 
 def optimizer_of(name: str) -> str:
@@ -50,7 +55,8 @@ def save_case(folder: str, name: str) -> None:
 
     from tests.harness import snapshots, training
 
-    job = training.Job(optimizer=optimizer_of(name), empty=False)
+    config = {"checkpoint": {"zero_order": False}} if name.endswith(OWN) else {}
+    job = training.Job(optimizer=optimizer_of(name), empty=False, zero=training.SMALL, config=config)
     engine, model = training.make_engine(job, zero_of(name, 2))
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)

@@ -7,26 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.harness.snapshots import job_of
+from tests.harness.snapshots import job_of, job_of_kind
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 STOCK = ("1", "2", "3")
 ALL = (*REPLICATED, *PARTITIONED, *STOCK)
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
-
-
-def job_of_kind(kind: str, dtype: str, **config: Any) -> Any:
-    """With an optimizer, or with AutoEP's experts divided among as many ranks as ``kind`` begins with."""
-    from tests.harness import experts
-    from tests.harness.training import Job
-
-    if not kind[0].isdigit():
-        return job_of(dtype, optimizer=kind, **config)
-    size, _, optimizer = kind.partition(" ")
-    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
-    config = {**config, **experts.autoep(int(size))}
-    return Job(sizes=(13, 7), network=experts.SmallMixtral, optimizer=optimizer, zero=zero, config=config, dtype=dtype)
 
 
 def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2, kind: str = "Adam") -> None:

@@ -54,6 +54,7 @@ def test_the_list_says_what_for() -> None:
         "engine:DeepSpeedEngine.save_checkpoint",
         "engine:DeepSpeedEngine.load_checkpoint",
         "engine:DeepSpeedEngine._get_all_ckpt_names",
+        "deepspeed.utils.zero_to_fp32:parse_optim_states",
         "zero.stage_1_and_2:DeepSpeedZeroOptimizer._load_universal_checkpoint",
         "zero.stage3:DeepSpeedZeroOptimizer_Stage3._load_universal_checkpoint",
         "pipe.engine:PipelineEngine.__init__",

@@ -44,6 +44,7 @@ WITHOUT_A_KEY = {
     "runtime.engine:DeepSpeedEngine.save_checkpoint": NOTHING,
     "runtime.engine:DeepSpeedEngine.load_checkpoint": UNIVERSAL,
     "runtime.engine:DeepSpeedEngine._get_all_ckpt_names": UNIVERSAL,
+    "utils.zero_to_fp32:parse_optim_states": NOTHING,
     "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._load_universal_checkpoint": UNIVERSAL,
     "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._load_universal_checkpoint": UNIVERSAL,
     "runtime.pipe.engine:PipelineEngine.__init__": PIPELINES,
@@ -51,7 +52,7 @@ WITHOUT_A_KEY = {
     "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload": NOTHING,
     "torch.distributed.distributed_c10d:destroy_process_group": NOTHING,
 }
-OF_CHECKPOINTS = {name for name in WITHOUT_A_KEY if "checkpoint" in name or "ckpt" in name}
+OF_CHECKPOINTS = {name for name in WITHOUT_A_KEY if re.search("checkpoint|ckpt|zero_to_fp32", name)}
 ELSEWHERE = ("accelerate", "torch")  # called in tests of their own
 PAGE = ROOT / "deepspeed_ext" / "config" / "README.md"
 
@@ -270,6 +271,7 @@ def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
     import hashlib
 
     from deepspeed import comm as dist
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     from tests.harness import snapshots, training
 
@@ -284,12 +286,16 @@ def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
                 engine.save_checkpoint(f"{folder}/{stage}{name}", tag="tag")
                 engine.load_checkpoint(f"{folder}/{stage}{name}") if stage == "2" else None
                 engine.destroy()
-            dist.barrier()
+                dist.barrier()
+                weights = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{stage}{name}")
             paths = sorted(path for path in Path(folder, stage + name).rglob("*") if path.is_file())
             if stage == "3":  # what it pads with is whatever the memory holds
                 both.append([(path.name, path.stat().st_size) for path in paths])
             else:
                 both.append([(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths])
+            both[-1] += [
+                (key, hashlib.sha256(weight.detach().numpy().tobytes()).hexdigest()) for key, weight in weights.items()
+            ]
         files.append(both)
     wanted = {}
     for name in ("NIG", "IIG"):

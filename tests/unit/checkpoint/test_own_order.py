@@ -1,0 +1,298 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in the order in which ranks hold their states: put into ZeRO's order, converted and read otherwise."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.tiers import deep
+
+OWN = {"checkpoint": {"zero_order": False}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+# (strategy, group size, optimizer or expert-parallel size and optimizer, dtype, keys)
+SAVES = [
+    ("NIG", 2, "Adam", "fp32", {}),
+    *deep(
+        ("NNI", 2, "Adam", "bf16", {}),
+        ("NGG", 4, "Muon", "fp16", {}),
+        ("NII", 2, "Muon", "bf16", {}),
+        ("NNG", 1, "Adam", "fp16", {}),
+        ("NIG", 2, "Muon", "fp32", OFFLOAD),
+        ("NIG", 2, "Adam", "fp32", OFFLOAD),
+        ("NIG", 2, "2 Adam", "fp32", {}),
+        ("NII", 2, "4 Adam", "fp32", {}),
+        ("NGG", 2, "1 Adam", "fp32", {}),
+        ("NNG", 2, "2 Muon", "bf16", {}),
+    ),
+]
+
+
+def differences(one: Any, two: Any, place: str = "") -> Iterator[str]:
+    """Where two nested contents of files differ, in keys, their order, types, dtypes, shapes or bits."""
+    import torch
+
+    if type(one) is not type(two):
+        yield f"{place}: {type(one).__name__}, {type(two).__name__}"
+    elif isinstance(one, torch.Tensor):
+        alike = (one.dtype, one.shape, one.requires_grad) == (two.dtype, two.shape, two.requires_grad)
+        if not alike or not torch.equal(one, two):
+            yield f"{place}: {one.dtype} {tuple(one.shape)}, {two.dtype} {tuple(two.shape)}"
+    elif isinstance(one, dict):
+        if list(one) != list(two):
+            yield f"{place}: {[*map(str, one)]}, {[*map(str, two)]}"
+        for key in one.keys() & two.keys():
+            yield from differences(one[key], two[key], f"{place}/{key}")
+    elif isinstance(one, list | tuple):
+        if len(one) != len(two):
+            yield f"{place}: {len(one)}, {len(two)}"
+        for number, (a, b) in enumerate(zip(one, two, strict=False)):
+            yield from differences(a, b, f"{place}/{number}")
+    elif hasattr(one, "__dict__"):
+        yield from differences(vars(one), vars(two), place)
+    elif one != two:
+        yield f"{place}: {one}, {two}"
+
+
+def folders_differ(one: Path, two: Path) -> list[str]:
+    """Where the files of two folders differ."""
+    import torch
+
+    def files(folder: Path) -> dict[str, Path]:
+        return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+    ours, theirs = files(one), files(two)
+    found = [f"only in one: {name}" for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        if name.endswith(".pt"):
+            contents = (torch.load(path, weights_only=False) for path in (ours[name], theirs[name]))
+            found += differences(*contents, name)
+    return found
+
+
+def command(folder: Path | str) -> tuple[int, str]:
+    """The exit status of the command in this process, and what it says."""
+    import contextlib
+    import io
+    import sys
+    from unittest import mock
+
+    from deepspeed_ext.cli import main
+
+    said = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["deepspeed_ext", "zero-order", "--folder", str(folder)]),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            main.main()
+        except SystemExit as error:
+            return int(error.code or 0), said.getvalue()
+    return 0, said.getvalue()
+
+
+def save_both(engine: Any, folder: str) -> None:
+    """Save in own order and in ZeRO's at once, as one save: into ``own`` and ``zeros``. Collective."""
+    import secrets
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.checkpoint import saving
+
+    with mock.patch.object(secrets, "randbits", lambda bits: bits):
+        engine.save_checkpoint(f"{folder}/own", tag="tag")
+        with mock.patch.object(saving, "saves_in_zeros_order", lambda config: True):
+            engine.save_checkpoint(f"{folder}/zeros", tag="tag")
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name, group, kind, dtype, zero", SAVES)
+def test_all_readers_find_what_is_in_zeros_order(
+    ranks: Any, tmp_path: Path, name: str, group: int, kind: str, dtype: str, zero: dict[str, Any]
+) -> None:
+    found = ranks(4).run(readers_case, str(tmp_path), name, group, kind, dtype, zero)[0]
+    assert found.pop("in own order") == found.pop("files") >= 2
+    assert found == {key: [] for key in found} and len(found) >= 2, found
+
+
+def readers_case(folder: str, name: str, group: int, kind: str, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:
+    """What differs between readings of own order, by several readers, and of ZeRO's."""
+    import shutil
+
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
+
+    job = snapshots.job_of_kind(kind, dtype, **OWN)
+    engine, _ = training.make_engine(job, training.placed(name, group, **zero))
+    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    save_both(engine, folder)
+    engine.destroy()
+    found: dict[str, Any] = {}
+    for order in ("own", "zeros"):
+        snapshots.convert(f"{folder}/{order}", ours=True)
+    if dist.get_rank() == 0:
+        own, zeros = Path(folder, "own", "tag"), Path(folder, "zeros", "tag")
+        found["in own order"] = sum("own_order" in one for one in folders_differ(own, zeros) if "optim_states" in one)
+        found["files"] = len(list(own.glob("*zero_pp_rank_*_optim_states.pt")))
+        if kind[0] in "12":  # of other experts each rank has all
+            found["experts"] = ["in ZeRO's order"] * (not experts_in_own_order(own))
+        found["universal"] = folders_differ(Path(f"{own}_universal"), Path(f"{zeros}_universal"))
+        found["zero_to_fp32"] = [*differences(*map(weights_of, (own, zeros)))]
+        real = Path(folder, "elsewhere")
+        shutil.copytree(own, real)
+        (real / "notes").write_text("kept")
+        (real / "link").symlink_to("notes")
+        shutil.rmtree(own)
+        own.symlink_to(real)
+        first, again = command(own), command(f"{own}/")
+        found["command"] = [one for one in (first, again) if one[0]]
+        found["what it says"] = [first] * ("order now" not in first[1]) + [again] * ("already" not in again[1])
+        kept = own.is_symlink() and (own / "link").is_symlink() and (real / "link").read_text() == "kept"
+        left = [*Path(folder).glob(".*"), *Path(folder, "own").glob(".*")]
+        (real / "notes").unlink(), (real / "link").unlink()
+        found["left"] = [] if kept and not left else [kept, left]
+        found["put in order"] = folders_differ(real, zeros)
+    dist.barrier()
+    return found
+
+
+def experts_in_own_order(folder: Path) -> bool:
+    """Whether experts are among what is in own order."""
+    import torch
+
+    state = torch.load(next(folder.glob("*zero_pp_rank_0_*_optim_states.pt")), weights_only=False)
+    places = state["optimizer_state_dict"]["paro_own_order"]
+    return any(place["experts"] >= 0 for place in places if place)
+
+
+def weights_of(folder: Path) -> Any:
+    """What DeepSpeed's zero_to_fp32 makes of a checkpoint at once and lazily; for an error, which kind."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    found = []
+    for lazy in (False, True):
+        try:
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), folder.name, lazy_mode=lazy)
+            found.append({name: weight.contiguous() for name, weight in weights.items()})
+        except (ValueError, RuntimeError):
+            found.append({"refused": True})
+    return found
+
+
+def test_a_checkpoint_that_is_not_whole_is_left_alone(ranks: Any, tmp_path: Path) -> None:
+    for said, before, after in ranks(2).run(torn_case, str(tmp_path))[0]:
+        assert before == after and said[0] == 2, (said, before.keys() ^ after.keys())
+        assert "zero_pp_rank_1_mp_rank_00_optim_states.pt" in said[1] or "disk is full" in said[1], said
+        assert "Traceback" not in said[1]
+
+
+def torn_case(folder: str) -> list[tuple[tuple[int, str], dict[str, int], dict[str, int]]]:
+    """Of a missing, a truncated and another save's file, and of a full disk: what the command says, and sizes of
+    files before and after it."""
+    import shutil
+    from unittest import mock
+
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots
+
+    job = snapshots.job_of(**OWN)
+    engine, _ = snapshots.after_a_step(job, "NIG")
+    engine.save_checkpoint(f"{folder}/one", tag="tag")
+    engine.save_checkpoint(f"{folder}/other", tag="tag")
+    engine.destroy()
+    rows = []
+    if dist.get_rank() == 0:
+        full = mock.patch.object(torch, "save", side_effect=OSError("the disk is full"))
+        for number in range(4):
+            own = Path(folder, str(number), "tag")
+            shutil.copytree(f"{folder}/one/tag", own)
+            shard = own / snapshots.SHARD
+            if number == 0:
+                shard.unlink()
+            elif number == 1:
+                shard.write_bytes(shard.read_bytes()[:-2000])
+            elif number == 2:
+                shutil.copy(f"{folder}/other/tag/{snapshots.SHARD}", shard)
+            before = {str(path): path.stat().st_mtime_ns for path in own.parent.rglob("*")}
+            if number == 3:
+                with full:
+                    said = command(own)
+            else:
+                said = command(own)
+            rows.append((said, before, {str(path): path.stat().st_mtime_ns for path in own.parent.rglob("*")}))
+    dist.barrier()
+    return rows
+
+
+# What loads: (strategy or stage, group size, keys of zero_optimization, arguments of the load)
+LOADS = [
+    ("NGG", 4, {"reduce_bucket_size": 1000}, {}),
+    ("NNG", 2, {"round_robin_gradients": True}, {}),
+    ("NIG", 2, {}, {"load_optimizer_states": False}),
+    ("2", 2, {}, {}),
+]
+MORE_LOADS = [
+    ("NIG", 4, {"reduce_bucket_size": 250}, {}),
+    ("NNG", 1, {"reduce_bucket_size": 10**8}, {}),
+    ("NGG", 2, OFFLOAD, {}),
+    ("NIG", 2, {}, {"load_module_only": True}),
+    ("NII", 2, {}, {}),
+    ("NII", 4, {}, {}),
+    ("1", 2, {}, {}),
+    ("IIG", 2, {}, {}),
+]
+
+
+@pytest.mark.parametrize("loads", [LOADS, *deep(MORE_LOADS)], ids=["some", "more"])
+def test_others_load_it_right_or_say_why_not(ranks: Any, tmp_path: Path, loads: list[Any]) -> None:
+    for rows in ranks(4).run(loads_case, str(tmp_path), loads):
+        for (name, group, zero, given), error, changed, different in rows:
+            if name in "12":
+                assert error.startswith("CheckpointError") and "-m deepspeed_ext zero-order --folder" in error, error
+            elif (name, group) in (("NII", 2), ("IIG", 2)) or "round_robin_gradients" in zero:
+                assert error.startswith("CheckpointError") and not changed, (name, error, changed)
+            elif given:
+                assert not error and different and all("model" not in one for one in different), (name, different)
+            else:
+                assert not error and different == [], (name, zero, error, different)
+
+
+def loads_case(folder: str, loads: list[Any]) -> list[tuple[Any, str, list[str], list[str]]]:
+    """Of each load its error, what it has changed, and what is not as it was saved."""
+    from tests.harness import snapshots, training
+
+    class Alike(training.Network):
+        """What it trains are matrices of one shape, whose order nobody sees by their sizes."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for parameter in self.parameters():
+                parameter.requires_grad_(parameter.dim() == 2)
+
+    job = training.Job(sizes=(24,) * 9, optimizer="Adam", empty=False, zero=training.SMALL, network=Alike, config=OWN)
+    engine, model = training.make_engine(job, training.placed("NIG"))
+    snapshots.run(engine, job, snapshots.steps_of(job, 2))
+    engine.save_checkpoint(folder)
+    wanted = snapshots.snapshot(engine, model, job)
+    engine.destroy()
+    rows = []
+    for load in loads:
+        name, group, zero, given = load
+        other = job if name not in "12" else training.Job(**{**vars(job), "config": {}})
+        engine, model = training.make_engine(other, training.placed(name, group, **zero))
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=5))
+        before = snapshots.snapshot(engine, model, job)
+        error = snapshots.error_of(engine.load_checkpoint, folder, **given)
+        after = snapshots.snapshot(engine, model, job)
+        engine.destroy()
+        rows.append(
+            (load, error, list(snapshots.difference(before, after)), list(snapshots.difference(wanted, after)))
+        )
+    return rows
