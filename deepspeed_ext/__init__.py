@@ -13,12 +13,26 @@ from deepspeed_ext.integration.activation import activate
 from deepspeed_ext.version import __version__
 
 if TYPE_CHECKING:
+    from deepspeed_ext.checkpoint.in_memory import save_in_memory
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
     from deepspeed_ext.zero.arrivals import wait_for_updates
     from deepspeed_ext.zero.outer import outer_weights
 
-__all__ = ["STRATEGIES", "Placement", "Strategy", "__version__", "activate", "outer_weights", "wait_for_updates"]
-_ROOMS = {"wait_for_updates": "zero.arrivals", "outer_weights": "zero.outer"}
+__all__ = [
+    "STRATEGIES",
+    "Placement",
+    "Strategy",
+    "__version__",
+    "activate",
+    "outer_weights",
+    "save_in_memory",
+    "wait_for_updates",
+]
+_ROOMS = {
+    "wait_for_updates": "zero.arrivals",
+    "outer_weights": "zero.outer",
+    "save_in_memory": "checkpoint.in_memory",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.outer import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
+from deepspeed_ext.checkpoint.restoring import bring_back
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
@@ -53,6 +54,8 @@ def load_checkpoint(
     """
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()  # the save that runs may be the one to load, and reads states that this load changes
+    if tag is None:
+        bring_back(engine, load_dir)
     from_universal = engine.load_universal_checkpoint()
     tag = run_on_all_or_raise(
         lambda: _tag(engine, load_dir, tag),
