@@ -199,22 +199,25 @@ class MemorySave:
         self._number, self._time = 0, time.time()
         self._model = self._run = ""
         self._staging = self._folder.path
+        self._place, self._free = "", 0
         self._rounds: list[list[Transfer]] = []
         self._names: list[str] = []  # of all ranks
         self._files: dict[str, int] = {}  # of this rank's folder, the rank that wrote each
 
     def prepare(self, over: Channel) -> Path:
         """Return a folder for this rank's files. Collective."""
-        # After this, no thread of any rank still removes what an earlier save has left.
+        # After this, no thread of any rank still writes or removes anything of an earlier save.
         self._number = all_reduce_min(secrets.randbits(_NUMBER_BITS))
         self._model = model_key(self._engine)
         self._run = self._run_of(self._save_dir)
-        self._staging = run_on_all_or_raise(
-            lambda: self._folder.begin(self._number, self._rank), _DOING, CheckpointError, over
-        )
-        if not self._folder.is_in_memory:
-            _warn_once(f"{self._folder.path} is not in memory (tmpfs): saves in memory are written to a disk.")
+        run_on_all_or_raise(self._begin, _DOING, CheckpointError, over)
         return self._staging
+
+    def _begin(self) -> None:
+        self._staging = self._folder.begin(self._number, self._rank)
+        self._place, self._free = self._folder.place, self._folder.free
+        if not self._folder.is_in_memory:
+            _warn_once(f"{self._folder.parent} is not in memory (tmpfs): saves in memory are written to a disk.")
 
     def _run_of(self, save_dir: Path) -> str:
         """Return what the run in ``save_dir`` is known by; it gets a text if it has none. Collective."""
@@ -245,8 +248,8 @@ class MemorySave:
             "files": own,
             "group": data_parallel_ranks(self._engine.optimizer.topology.intra)[0],
             "targets": self._targets(),
-            "place": self._folder.place,
-            "free": self._folder.free,
+            "place": self._place,
+            "free": self._free,
             "time": self._time,
         }
         ranks = [json.loads(text) for text in all_gather_texts(json.dumps(mine))]

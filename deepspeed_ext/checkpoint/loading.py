@@ -4,7 +4,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -70,8 +70,10 @@ def load_checkpoint(
         "load_module_only": load_module_only,
         "custom_load_fn": custom_load_fn,
     }
-    if not tag:
-        return load(engine, load_dir, **rest)  # there is no checkpoint: let DeepSpeed say so
+    if not tag:  # there is no checkpoint: let DeepSpeed say so
+        # A run that saves in memory does not know whether there is one. For a universal load DeepSpeed would raise.
+        with _ordinary(engine) if files.aside is not None else nullcontext():
+            return load(engine, load_dir, **rest)
     if load_module_only and engine.zero_optimization_partition_weights():
         rest["load_optimizer_states"] = False
     present = run_on_all_or_raise(

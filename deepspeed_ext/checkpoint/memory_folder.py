@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, remove
+from deepspeed.utils import logger
+
+from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.config.saves import memory_folder
 
 if TYPE_CHECKING:
@@ -125,7 +127,9 @@ class MemoryFolder:
     # Saving ###########################################################################################
 
     def begin(self, number: int, rank: int) -> Path:
-        """Make what a rank writes into, without what killed saves of that rank have left, and return it.
+        """Make what a rank writes into, and return it; remove what killed saves of any rank have left.
+
+        Called when no other save is under way.
 
         Raises:
             CheckpointError: there is no memory folder, or somebody else has made it.
@@ -141,8 +145,9 @@ class MemoryFolder:
                 f"{self.path} must be a folder that only this user can write into. Remove it, or set "
                 f"checkpoint.memory_folder to another place."
             )
-        for left in self.path.glob(f".*-{rank}{_SAVING}"):
-            remove(left)
+        for left in self.path.glob(f".*{_SAVING}"):
+            if not left.name.startswith(f".{number}-"):  # which is another rank's, of this save
+                shutil.rmtree(left, ignore_errors=True)
         staging = self.path / f".{number}-{rank}{_SAVING}"
         staging.mkdir()
         return staging
@@ -180,7 +185,14 @@ class MemoryFolder:
 
     def parts(self) -> list[Part]:
         """Return what there is of saves, but for files that are not as they were written."""
-        return [] if not self.is_ours else [part for part, _ in self._manifests()]
+        if self.is_ours:
+            return [part for part, _ in self._manifests()]
+        if os.path.lexists(self.path):
+            logger.warning(
+                f"deepspeed_ext: saves in memory in {self.path} are left alone, since others than this user may have "
+                f"written them."
+            )
+        return []
 
     def names(self, number: int) -> list[str]:
         """Return the files of all ranks of a save; empty if nothing is there of it."""

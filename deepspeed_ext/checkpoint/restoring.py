@@ -123,7 +123,7 @@ def _write(
 ) -> None:
     """Write a save into ``load_dir``, each file once, as ``engine.save_checkpoint`` would have done. Collective."""
     target = CheckpointFolder(load_dir, save.tag)
-    commit = Commit(target, dist.get_rank() == 0, True, True)
+    commit = Commit(target, dist.get_rank() == 0, True, True, after=folder.forget)
     commit.prepare(WORLD)
     written, error = 0, None
     try:

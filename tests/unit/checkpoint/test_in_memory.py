@@ -32,6 +32,14 @@ def held_by(base: str, node: int) -> dict[str, int]:
     return {name: found.count(name) for name in found}
 
 
+def writers_in(base: str, node: int) -> dict[str, int]:
+    """Files of saves in a node's memory, and the rank that has written each of them."""
+    found: dict[str, int] = {}
+    for manifest in Path(base, f"node{node}").glob("*/[0-9]*/manifest.json"):
+        found |= json.loads(json.loads(manifest.read_text())["part"])["files"]
+    return found
+
+
 def lose(base: str, node: int) -> None:
     """All memory of a node is gone. Collective."""
     from deepspeed import comm as dist
@@ -45,11 +53,14 @@ def lose(base: str, node: int) -> None:
 @pytest.mark.parametrize("name, node", LOST)
 def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, name: str, node: int) -> None:
     cut = {"N": 1, "I": 2, "G": 4}[name[2]]
-    for held, sent, changed, same, latest, again in ranks(4).run(lost_case, str(tmp_path), name, node):
+    for held, writers, sent, changed, same, latest, again in ranks(4).run(lost_case, str(tmp_path), name, node):
         for files in held:  # each node has all states, each file once
             assert set(files.values()) == {1}
             assert sum("optim_states" in name for name in files) == cut and any("model" in name for name in files)
         assert set(held[0]) == set(held[1])
+        for there, files in enumerate(writers):
+            own = [name for name in files if cut < 4 or (name.startswith("mp_rank") and "model" in name)]
+            assert all(files[name] // 2 == there for name in own if "residuals" not in name), files
         assert (sent > 0) == (cut == 4), "only states that no other group has cross"
         assert changed == {} and same and latest == "global_step1" and not again
 
@@ -86,6 +97,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     assert not list(Path(folder).glob("[!.]*")), "nothing but a hidden file is on disk"
     dist.barrier()
     held = held_by(base, 0), held_by(base, 1)
+    writers = writers_in(base, 0), writers_in(base, 1)
     engine.destroy()
     lose(base, node)
     engine, model = training.make_engine(snapshots.job_of("fp32", zero, **memory_of(base)), training.placed(name[:3]))
@@ -95,7 +107,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     with mock.patch.object(restoring, "_write") as write:
         engine.load_checkpoint(folder)
     engine.destroy()
-    return held, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
+    return held, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
 
 
 def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
@@ -133,6 +145,7 @@ def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
 
     job = training.Job(optimizer="Adam", empty=False, config=memory_of(base, load_universal=True))
     engine, model = training.make_engine(job, training.placed("NIG", 2))
+    assert engine.load_checkpoint(f"{base}/nothing") == (None, {}), "not even a universal checkpoint"
     engine.load_checkpoint(f"{base}/saved")
     found = snapshots.difference(torch.load(f"{base}/seen.pt"), snapshots.snapshot(engine, model, job))
     found.pop("counters", None)  # samples of a step
@@ -154,7 +167,7 @@ CASES = {
     "missing": ("1", "", "the last save on disk, of step"),
     "run": ("", "", "of another run"),
     "model": ("", "", "of another model"),
-    "others": ("1", "", ""),
+    "others": ("1", "only this user", "are left alone"),
 }
 
 
