@@ -9,12 +9,15 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-LOST = [("NIG", 0), ("NIG + LoCo", 1), ("IIG", 0), ("IIG", 1), ("III", 0), ("NNN", 0)]
+from tests.harness.tiers import deep
+
+LOST = [("NIG", 0), ("NIG + LoCo", 1), ("IIG", 0), ("IIG", 1), ("III", 0), ("NNN", 0), *deep(("NIG + TP", 1))]
 
 
 def memory_of(base: str, **more: Any) -> dict[str, Any]:
@@ -85,8 +88,10 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
         exchange(self, one, *args)
 
     folder = f"{base}/saved"
-    job = snapshots.job_of("fp32", zero, **memory_of(base))
-    engine, model = training.make_engine(job, training.placed(name[:3]))
+    lanes = 2 if name.endswith("TP") else 1
+    placed = training.placed(name[:3], 2 // lanes)
+    job = replace(snapshots.job_of("fp32", zero, **memory_of(base)), tensor_parallel=lanes)
+    engine, model = training.make_engine(job, placed)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     snapshots.mark(engine, model)
     saved = snapshots.snapshot(engine, model, job)
@@ -100,7 +105,8 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     writers = writers_in(base, 0), writers_in(base, 1)
     engine.destroy()
     lose(base, node)
-    engine, model = training.make_engine(snapshots.job_of("fp32", zero, **memory_of(base)), training.placed(name[:3]))
+    memory_of(base)  # of a node that is there again
+    engine, model = training.make_engine(job, placed)
     engine.load_checkpoint(folder)
     changed = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     again = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
