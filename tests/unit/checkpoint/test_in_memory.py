@@ -120,6 +120,8 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     again = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
     with mock.patch.object(restoring, "_write") as write:
         engine.load_checkpoint(folder)
+    dist.barrier()
+    assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"
     engine.destroy()
     return held, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
 
