@@ -14,6 +14,7 @@ from deepspeed_ext.version import __version__
 
 if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.exporting import export_weights
+    from deepspeed_ext.checkpoint.in_memory import save_in_memory
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
     from deepspeed_ext.zero.arrivals import wait_for_updates
     from deepspeed_ext.zero.outer import outer_weights
@@ -26,11 +27,13 @@ __all__ = [
     "activate",
     "export_weights",
     "outer_weights",
+    "save_in_memory",
     "wait_for_updates",
 ]
 _ROOMS = {
     "export_weights": "checkpoint.exporting",
     "outer_weights": "zero.outer",
+    "save_in_memory": "checkpoint.in_memory",
     "wait_for_updates": "zero.arrivals",
 }
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protocols of what we use of DeepSpeed's objects, since DeepSpeed is untyped. This module does not import it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -127,10 +127,20 @@ class Engine(Protocol):
     # Checkpoints.
     checkpoint_engine: Any
     checkpoint_mp_rank: int
+    save_zero_checkpoint: bool
+    save_non_zero_checkpoint: bool
     param_names: dict[nn.Parameter, str]
 
     def load_universal_checkpoint(self) -> bool: ...
     def use_node_local_storage(self) -> bool: ...
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] = ...,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool: ...
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]: ...
     def _get_ckpt_name(
         self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None

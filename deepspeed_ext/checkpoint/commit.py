@@ -3,6 +3,7 @@
 """The end of a save: all ranks have written their files, or none of them counts."""
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
@@ -21,12 +22,14 @@ class Commit:
         first: whether this rank does the work that is done once per file system.
         shared: whether all ranks write to the same file system.
         latest: whether the file ``latest`` is to name the tag.
+        after: called on each rank when it does, on all of them; does not raise.
     """
 
     folder: CheckpointFolder
     first: bool
     shared: bool
     latest: bool
+    after: Callable[[], None] = lambda: None
 
     def run(self, written: int, error: Exception | None, over: Channel) -> None:
         """Replace the checkpoint, if all ranks have written their files. Collective.
@@ -55,6 +58,17 @@ class Commit:
             raise
         if first:
             folder.clear()
+        self.after()
+
+    def expect(self, waiting: Sequence[tuple[object, str, str]]) -> None:
+        """Called when it is known what files will hold, before they are written beside the training. Collective.
+
+        Args:
+            waiting: content, place and path of the files of this rank.
+
+        Raises:
+            CheckpointError: on all ranks, if they cannot be written. Nothing is left of the attempt.
+        """
 
     def prepare(self, over: Channel) -> None:
         """Make the staging folder. Collective.

@@ -20,6 +20,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, b
 
 if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
+    from deepspeed_ext.checkpoint.commit import Commit
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
 HEADER = "paro"  # the same in the fork, so that each reads what the other has saved
@@ -93,7 +94,10 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     Attributes:
         aside: the same.
+        elsewhere: how a save ends, and where its files are until then, if not as usual.
     """
+
+    elsewhere: "Commit | None" = None
 
     def __init__(self, engine: TorchCheckpointEngine, aside: "AsyncSaves | None" = None) -> None:
         self.__dict__.update(vars(engine))

@@ -4,7 +4,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +18,7 @@ from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.outer import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
+from deepspeed_ext.checkpoint.restoring import bring_back
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
@@ -53,6 +54,8 @@ def load_checkpoint(
     """
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()  # the save that runs may be the one to load, and reads states that this load changes
+    if tag is None:
+        bring_back(engine, load_dir)
     from_universal = engine.load_universal_checkpoint()
     tag = run_on_all_or_raise(
         lambda: _tag(engine, load_dir, tag),
@@ -67,8 +70,10 @@ def load_checkpoint(
         "load_module_only": load_module_only,
         "custom_load_fn": custom_load_fn,
     }
-    if not tag:
-        return load(engine, load_dir, **rest)  # there is no checkpoint: let DeepSpeed say so
+    if not tag:  # there is no checkpoint: let DeepSpeed say so
+        # A run that saves in memory does not know whether there is one. For a universal load DeepSpeed would raise.
+        with _ordinary(engine) if files.aside is not None else nullcontext():
+            return load(engine, load_dir, **rest)
     if load_module_only and engine.zero_optimization_partition_weights():
         rest["load_optimizer_states"] = False
     present = run_on_all_or_raise(

@@ -17,6 +17,7 @@ from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, all_reduce_min, raise_together, require_same
 from deepspeed_ext.config.saves import saves_in_zeros_order
@@ -56,8 +57,12 @@ def save_checkpoint(
     require_same("the tag of a checkpoint", tag, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()
-    commit = Commit(
-        CheckpointFolder(save_dir, tag), _is_first(engine), not engine.use_node_local_storage(), save_latest
+    commit = files.elsewhere or Commit(
+        CheckpointFolder(save_dir, tag),
+        _is_first(engine),
+        not engine.use_node_local_storage(),
+        save_latest,
+        after=MemoryFolder(engine._config, save_dir).forget if save_latest else lambda: None,
     )
     commit.prepare(WORLD)
     more = {} if exclude_frozen_parameters else _frozen(engine)
@@ -81,8 +86,10 @@ def save_checkpoint(
             commit.run(len(files.written), files.error, WORLD)
             return saved
         _require_copies(files, commit)
+        waiting = files.take_waiting()
+        commit.expect(waiting)
         snapshot.seal()
-        files.aside.start(snapshot, files.take_waiting(), files.write, commit)
+        files.aside.start(snapshot, waiting, files.write, commit)
         snapshot = None
     finally:
         if files.aside is not None and snapshot is not None:

@@ -69,14 +69,24 @@ class _Finder(pickle.Pickler):
     def __init__(self) -> None:
         super().__init__(self, protocol=2)
         self.found: list[Tensor] = []
+        self.others = 0  # bytes of what is no tensor
 
     def write(self, written: bytes) -> None:
         """Write nothing."""
+        self.others += len(written)
 
     def persistent_id(self, obj: Any) -> str | None:
         if isinstance(obj, Tensor):
             self.found.append(obj)
         return "" if isinstance(obj, Tensor | _Storage) else None
+
+
+def nbytes_of(content: object) -> int:
+    """Return how many bytes a file that holds this has, but for what goes with each tensor."""
+    finder = _Finder()
+    finder.dump(content)
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in finder.found}
+    return finder.others + sum(storages.values())
 
 
 class Snapshot:

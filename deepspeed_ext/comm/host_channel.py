@@ -69,6 +69,16 @@ class HostChannel:
         self._group.broadcast([content], options).wait()
         return bytes(content.tolist()).rstrip(b"\0").decode(errors="replace")
 
+    def exchange(self, sent: Tensor | None, target: int, received: Tensor | None, source: int) -> None:
+        """Send a tensor to one rank while another one is received from a rank; None for nothing."""
+        started = []
+        if received is not None:
+            started.append(self._group.recv([received], source, 0))
+        if sent is not None:
+            started.append(self._group.send([sent], target, 0))
+        for one in started:
+            one.wait()
+
     def _start(self, value: int, operation: Any) -> Vote:
         held = torch.tensor([value], dtype=torch.int64)
         options = distributed.AllreduceOptions()

@@ -13,7 +13,7 @@ from deepspeed_ext.config.implied_stage import refuse_unread_stage
 from deepspeed_ext.config.keys import SECTION, STRATEGY, our_keys
 from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
 from deepspeed_ext.config.refused import refuse_beside
-from deepspeed_ext.config.saves import saves_in_zeros_order
+from deepspeed_ext.config.saves import check_saves
 from deepspeed_ext.config.section import ParoZeroConfig, parse_section
 from deepspeed_ext.strategy import GroupSizes, Placement
 
@@ -50,7 +50,7 @@ def _check_strategy(
     if strategy is None and not zero.undecided:
         return
     refuse_mesh(given, mpu, mesh_device)
-    saves_in_zeros_order(config)
+    check_saves(config)
     _check_muon(config)
     if strategy is None:
         possible_strategies(config)

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our keys in the section ``checkpoint``, validated."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.keys import SECTION, STRATEGY
+from deepspeed_ext.config.keys import SECTION, STRATEGY, is_count
 from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
 from deepspeed_ext.values import must_be
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 CHECKPOINT = "checkpoint"
 ASYNC_SAVE = "async_save"
 ZERO_ORDER = "zero_order"
+MEMORY_FOLDER = "memory_folder"
+MEMORY_COPIES = "memory_copies"
+_SHARED_MEMORY = "/dev/shm"
 
 
 def saves_aside(config: "DeepSpeedConfig") -> bool:
@@ -43,13 +47,48 @@ def saves_in_zeros_order(config: "DeepSpeedConfig") -> bool:
     return _flag(config, ZERO_ORDER, not saves_aside(config))
 
 
+def memory_folder(config: "DeepSpeedConfig") -> str:
+    """Return where saves in memory are, of all jobs.
+
+    Raises:
+        ValueError: the key is no path.
+    """
+    found = _section(config).get(MEMORY_FOLDER, _SHARED_MEMORY)
+    if not isinstance(found, str) or not os.path.isabs(found):
+        raise must_be(f"{CHECKPOINT}.{MEMORY_FOLDER}", "an absolute path", found)
+    return found
+
+
+def memory_copies(config: "DeepSpeedConfig") -> int:
+    """Return in how many other groups each file of a save in memory is copied.
+
+    Raises:
+        ValueError: the key is no count.
+    """
+    found = _section(config).get(MEMORY_COPIES, 1)
+    if not is_count(found, least=0):
+        raise must_be(f"{CHECKPOINT}.{MEMORY_COPIES}", "an integer of at least 0", found)
+    return int(found)
+
+
+def check_saves(config: "DeepSpeedConfig") -> None:
+    """Refuse bad values of our keys, beside a strategy.
+
+    Raises:
+        ValueError: one is of another type, or cannot be combined with another key.
+    """
+    saves_in_zeros_order(config)
+    memory_folder(config)
+    memory_copies(config)
+
+
 def refuse_without_strategy(config: "DeepSpeedConfig") -> None:
     """Refuse our keys in an engine that has no strategy, where they would do nothing.
 
     Raises:
         ValueError: one is there.
     """
-    asked = [key for key in (ASYNC_SAVE, ZERO_ORDER) if key in _section(config)]
+    asked = [key for key in (ASYNC_SAVE, ZERO_ORDER, MEMORY_FOLDER, MEMORY_COPIES) if key in _section(config)]
     if asked:
         stages = ", ".join(f"{name} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items() if stage)
         raise ValueError(

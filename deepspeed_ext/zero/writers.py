@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from deepspeed import comm as dist
 from deepspeed.utils import groups
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import all_gather_ints
+from deepspeed_ext.comm.agreement import all_gather_ints, all_reduce_max
 from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import Placement, Strategy
@@ -38,6 +39,7 @@ class CheckpointWriters:
         self._world_rank = dense.rank
         self._world = dense.world
         self._group: ProcessGroup | None = None
+        self._first_does = False  # whether the rank of this number in the first group writes, and this one does, too
         self._first_with_experts = not experts or not all(map(groups._get_expert_data_parallel_rank, experts))
         if not experts or strategy.os == Placement.G:
             return
@@ -50,7 +52,9 @@ class CheckpointWriters:
     @property
     def writes(self) -> bool | None:
         """Whether this rank writes; None where DeepSpeed knows."""
-        return None if self._group is None else dist.get_rank(group=self._group) == self._world_rank
+        if self._group is None:
+            return None
+        return self._first_does or dist.get_rank(group=self._group) == self._world_rank
 
     def as_written(self, ranks: Sequence[int]) -> list[int]:
         """Return global ranks as the rank that has written this rank's file has them in the place of these."""
@@ -79,5 +83,20 @@ class CheckpointWriters:
         with (
             mock.patch.object(engine.optimizer, "dp_process_group", self._group),
             mock.patch.object(engine, "save_zero_checkpoint", self.writes),
+        ):
+            yield
+
+    @contextmanager
+    def in_each_group(self, engine: Engine, between: ProcessGroup) -> Iterator[None]:
+        """Make each group write what the first one would of what all of them have, in this context, by the same names.
+
+        Collective over ``between``, the ranks of this one's number in all groups.
+        """
+        flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.writes)]
+        states, model, own = all_reduce_max(torch.tensor(flags).float(), between).bool().tolist()
+        with (
+            mock.patch.object(engine, "save_zero_checkpoint", states),
+            mock.patch.object(engine, "save_non_zero_checkpoint", model),
+            mock.patch.object(self, "_first_does", own),
         ):
             yield

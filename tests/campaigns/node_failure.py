@@ -9,12 +9,17 @@ The launcher of the first node starts its ranks again. They choose a strategy fo
 checkpoint, and continue with the same global batch. From there on, each loss is compared with that of an undisturbed
 run.
 
+With ``--in-memory`` the run saves after each step into memory of the nodes, and never to disk. That of the second node
+is gone with it: what its ranks held comes from the copies in the first one's.
+
 Exit status 0 if all runs continued as they must, 1 if one did not, 2 if a run could not be made.
 """
 
 import argparse
 import json
 import math
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -28,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import deepspeed_ext
 from scripts.emulation.cluster import NodeJob, Processes, require_emulation
 from scripts.emulation.launching import exit_on_signals, start_rank
 from scripts.emulation.network import PORT, Network, address
@@ -37,6 +43,7 @@ MODEL = {"dim": 128, "layers": 3, "heads": 4, "sequence_length": 32}
 ROWS, MICRO_ROWS = 8, 2  # of a step, and of a rank's micro-batch
 STEPS, EVERY = 9, 3  # of a run; between saves
 KILLED_IN = 5  # the step
+MEMORY = "NODE_FAILURE_MEMORY"  # variable that names a node's memory folder
 SILENT = "silent"
 MOMENTS = ("forward", "reductions", "update", "saving", SILENT)
 TOLERANCE = 1e-5  # relative, of losses: sums over other numbers of ranks are rounded otherwise
@@ -56,11 +63,13 @@ class Plan:
         folder: of checkpoints and reports.
         moment: in which the second node is killed; empty for none.
         strategies: by number of ranks.
+        in_memory: whether the run saves into memory of the nodes.
     """
 
     folder: str
     moment: str
     strategies: dict[str, str]
+    in_memory: bool = False
 
 
 # What runs in the ranks ###########################################################################
@@ -75,12 +84,13 @@ class Run:
         torch.manual_seed(0)
         self._model = ByteGPT(**MODEL)
         name = plan.strategies[str(self._ranks)]
+        aside = {"async_save": True, "memory_folder": os.environ[MEMORY]} if plan.in_memory else {}
         config = {
             "train_batch_size": ROWS,
             "train_micro_batch_size_per_gpu": MICRO_ROWS,  # accumulation follows from these and the ranks
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}},
             "zero_optimization": {"paro_strategy": name, "reduce_bucket_size": 100_000},
-            "checkpoint": {"load_universal": True},
+            "checkpoint": {"load_universal": True, **aside},
             "steps_per_print": 1_000_000,
         }
         self.engine, *_ = deepspeed.initialize(
@@ -97,13 +107,16 @@ class Run:
     def run(self) -> None:
         """Go on from the last checkpoint to the end."""
         checkpoints = self._folder / "checkpoints"
-        if (checkpoints / "latest").exists():
+        if checkpoints.exists():
             self.engine.load_checkpoint(checkpoints)
             self.report("loaded", step=self.engine.global_steps)
         while (step := self.engine.global_steps) < STEPS:
             loss = self._step(step)
             self.report("trained", step=step, loss=loss)
-            if self.engine.global_steps % EVERY == 0:
+            if self._plan.in_memory:
+                self._ask("saving", step)
+                deepspeed_ext.save_in_memory(self.engine, checkpoints)
+            elif self.engine.global_steps % EVERY == 0:
                 self._ask("saving", step)
                 self.engine.save_checkpoint(checkpoints)
 
@@ -184,7 +197,9 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
             # There is no name server, by which torchrun would find out where it runs.
             local = ["--local-addr", address(node), "--rdzv-conf", f"{RENDEZVOUS},is_host={int(not node)}"]
             command = [sys.executable, "-m", "torch.distributed.run", *options, *local, *script]
-            processes.start(NodeJob(node, command, FRESH_STORE | TIMEOUT), output)
+            memory = folder / f"memory_of_node_{node}"
+            memory.mkdir()
+            processes.start(NodeJob(node, command, FRESH_STORE | TIMEOUT | {MEMORY: str(memory)}), output)
         ends = time.monotonic() + timeout
         while (left := ends - time.monotonic()) > 0:
             if (folder / "kill").exists() and math.isnan(killed):
@@ -193,6 +208,7 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
                     network.cut(1)
                 network.kill([1])
                 processes.forget(1)
+                shutil.rmtree(folder / "memory_of_node_1", ignore_errors=True)
             try:
                 failure = processes.wait(min(left, 0.01))
             except TimeoutError:
@@ -207,8 +223,9 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
     return Outcome(losses, reports, killed)
 
 
-def verdict(expected: Outcome, found: Outcome) -> tuple[bool, dict[str, Any]]:
-    """Whether a run went on as it had to; what it lost, and the seconds of each part of its way back."""
+def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[str, Any]]:
+    """Whether a run that saves after so many steps went on as it had to; what it lost, and the seconds of each part of
+    its way back."""
     noticed = found.after("noticed", found.killed)
     started = found.after("started", noticed["time"])
     loaded = found.after("loaded", started["time"])
@@ -218,7 +235,7 @@ def verdict(expected: Outcome, found: Outcome) -> tuple[bool, dict[str, Any]]:
     times = [found.killed, noticed["time"], started["time"], loaded["time"], trained["time"]]
     parts = dict(zip(("noticed", "started", "loaded", "trained"), map(_gap, times, times[1:]), strict=False))
     lost = last + 1 - loaded["step"]
-    passed = max(gaps) <= TOLERANCE and loaded["step"] % EVERY == 0 and lost < EVERY + 1 and trained["ranks"] == 2
+    passed = max(gaps) <= TOLERANCE and loaded["step"] % every == 0 and lost < every + 1 and trained["ranks"] == 2
     return passed, {
         "strategy": started["strategy"],
         "resumed": loaded["step"],
@@ -243,8 +260,8 @@ def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
         passed = True
         for moment in args.moments:
             folder = base / moment
-            found = train(folder, Plan(str(folder), moment, strategies), 2, args.log, args.timeout)
-            good, row = verdict(expected, found)
+            found = train(folder, Plan(str(folder), moment, strategies, args.in_memory), 2, args.log, args.timeout)
+            good, row = verdict(expected, found, 1 if args.in_memory else EVERY)
             passed &= good
             report(
                 f"{moment:<11}  {row['strategy']:<8}  {row['resumed']:>10}  {row['lost']:>10}  "
@@ -259,6 +276,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
     parser.add_argument("--strategies", nargs=2, default=("IIG", "fastest"), help="with both nodes, and with one")
+    parser.add_argument("--in-memory", action="store_true", help="save after each step, into memory of the nodes")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that a run may take")
     parser.add_argument("--log", type=Path, default=Path("node_failure.log"), help="what the ranks print")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

@@ -1,0 +1,342 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Saves into memory of nodes: what is left of them after one has died is what the run goes on from.
+
+A node is a group of two ranks with a folder of its own.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.tiers import deep
+
+LOST = [("NIG", 0), ("NIG + LoCo", 1), ("IIG", 0), ("IIG", 1), ("III", 0), ("NNN", 0)]
+CROSSING = ("residuals", "layer_", "expp_rank")  # files that each rank has, or that DeepSpeed has one rank write
+MORE = deep(("NIG + TP", 1), ("NII + experts", 0), ("III + experts", 0), ("IIG + experts", 1))
+
+
+def memory_of(base: str, **more: Any) -> dict[str, Any]:
+    """Section of a rank's node."""
+    from deepspeed import comm as dist
+
+    node = Path(base, f"node{dist.get_rank() // 2}")
+    node.mkdir(exist_ok=True)
+    return {"checkpoint": {"async_save": True, "memory_folder": str(node), **more}}
+
+
+def held_by(base: str, node: int) -> dict[str, int]:
+    """Files of saves in a node's memory, and in how many folders there each of them is."""
+    found = [path.name for path in Path(base, f"node{node}").glob("*/[0-9]*/*.pt")]
+    return {name: found.count(name) for name in found}
+
+
+def writers_in(base: str, node: int) -> dict[str, int]:
+    """Files of saves in a node's memory, and the rank that has written each of them."""
+    found: dict[str, int] = {}
+    for manifest in Path(base, f"node{node}").glob("*/[0-9]*/manifest.json"):
+        found |= json.loads(json.loads(manifest.read_text())["part"])["files"]
+    return found
+
+
+def lose(base: str, node: int) -> None:
+    """All memory of a node is gone. Collective."""
+    from deepspeed import comm as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(base, f"node{node}"))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("name, node", [*LOST, *MORE])
+def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, name: str, node: int) -> None:
+    experts = name.endswith("experts")
+    crossing = (*CROSSING, "mp_rank_00_model") if experts else CROSSING
+    cut = {"N": 1, "I": 2, "G": 4}[name[2]]
+    for held, writers, sent, changed, same, latest, again in ranks(4).run(lost_case, str(tmp_path), name, node):
+        for files in held:  # each node has all states, each file once
+            assert set(files.values()) == {1}
+            assert sum("optim_states" in name for name in files) == cut and any("model" in name for name in files)
+        assert set(held[0]) == set(held[1])
+        for there, files in enumerate(writers):
+            own = [one for one in files if cut < 4 or (one.startswith("mp_rank") and "model" in one)]
+            assert all(files[one] // 2 == there for one in own if not any(kind in one for kind in crossing)), files
+        if not experts:
+            assert (sent > 0) == (cut == 4), "only states that no other group has cross"
+        assert changed == {} and same and latest == "global_step1" and not again
+
+
+def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
+    """What the nodes hold; bytes that this rank's thread sent; what a load by new engines does not restore, whether
+    losses after it are those of the run that went on; what is on disk then; whether a second load writes it again."""
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    import deepspeed_ext
+    from deepspeed_ext.checkpoint import restoring
+    from deepspeed_ext.comm.host_channel import HostChannel
+    from tests.harness import experts, snapshots, training
+
+    zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
+    sent, exchange = [0], HostChannel.exchange
+
+    def counted(self: Any, one: Any, *args: Any) -> None:
+        sent[0] += 0 if one is None else one.nbytes
+        exchange(self, one, *args)
+
+    folder = f"{base}/saved"
+    lanes = 2 if name.endswith("TP") else 1
+    placed = training.placed(name[:3], 2 // lanes)
+    job = replace(snapshots.job_of("fp32", zero, **memory_of(base)), tensor_parallel=lanes)
+    if name.endswith("experts"):
+        job = replace(job, network=experts.SmallMixtral, config={**job.config, **experts.autoep(2)})
+    engine, model = training.make_engine(job, placed)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    snapshots.mark(engine, model)
+    saved = snapshots.snapshot(engine, model, job)
+    with mock.patch.object(HostChannel, "exchange", counted):
+        deepspeed_ext.save_in_memory(engine, folder)
+        losses = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
+        engine.checkpoint_engine.finish()
+    assert not list(Path(folder).glob("[!.]*")), "nothing but a hidden file is on disk"
+    dist.barrier()
+    held = held_by(base, 0), held_by(base, 1)
+    writers = writers_in(base, 0), writers_in(base, 1)
+    engine.destroy()
+    lose(base, node)
+    memory_of(base)  # of a node that is there again
+    engine, model = training.make_engine(job, placed)
+    engine.load_checkpoint(folder)
+    changed = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    changed = {name: by for name, by in changed.items() if "tokens_per_expert" not in name}  # of each rank, counted
+    again = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
+    with mock.patch.object(restoring, "_write") as write:
+        engine.load_checkpoint(folder)
+    dist.barrier()
+    assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"
+    engine.destroy()
+    return held, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
+
+
+def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(four_ranks_case, str(tmp_path))
+    for differences, names in ranks(2).run(two_ranks_case, str(tmp_path)):
+        assert differences == {} and names == ["global_step1", "global_step1_converted", "latest"]
+
+
+def four_ranks_case(base: str) -> None:
+    """A step, a save in memory; a file has what was saved."""
+    import torch
+    from deepspeed import comm as dist
+
+    import deepspeed_ext
+    from tests.harness import snapshots, training
+
+    job = training.Job(optimizer="Adam", empty=False, config=memory_of(base))
+    engine, model = training.make_engine(job, training.placed("IIG"))
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    deepspeed_ext.save_in_memory(engine, f"{base}/saved")
+    seen = snapshots.snapshot(engine, model, job)
+    if dist.get_rank() == 0:
+        torch.save(seen, f"{base}/seen.pt")
+    engine.destroy()
+    lose(base, 1)
+
+
+def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
+    """What a load by two ranks does not restore, and the names in the folder. It saves in memory, alone."""
+    import torch
+    from deepspeed import comm as dist
+
+    import deepspeed_ext
+    from tests.harness import snapshots, training
+
+    job = training.Job(optimizer="Adam", empty=False, config=memory_of(base, load_universal=True))
+    engine, model = training.make_engine(job, training.placed("NIG", 2))
+    assert engine.load_checkpoint(f"{base}/nothing") == (None, None), "not even a universal checkpoint"
+    engine.load_checkpoint(f"{base}/saved")
+    found = snapshots.difference(torch.load(f"{base}/seen.pt"), snapshots.snapshot(engine, model, job))
+    found.pop("counters", None)  # samples of a step
+    names = sorted(path.name for path in Path(base, "saved").glob("[!.]*") if path.suffix != ".py")
+    deepspeed_ext.save_in_memory(engine, f"{base}/saved", tag="alone")
+    engine.destroy()
+    dist.barrier()
+    assert len(held_by(base, 0)) == 3 and {1} == set(held_by(base, 0).values())
+    return found, names
+
+
+# What happens to the last of three saves, to disk and twice in memory; which one is loaded, and what is said of it.
+CASES = {
+    "": ("3", "", ""),
+    "torn": ("2", "", "of 3 4 of 8 files are missing"),
+    "failed": ("2", "no room here", ""),
+    "full": ("1", "GB are free", ""),
+    "old": ("3 from disk", "", ""),
+    "missing": ("1", "", "the last save on disk, of step"),
+    "run": ("", "", "of another run"),
+    "model": ("", "", "of another model"),
+    "others": ("1", "only this user", "are left alone"),
+}
+
+
+@pytest.mark.quick
+def test_what_is_loaded_is_the_newest_that_is_whole(ranks: Any, tmp_path: Path) -> None:
+    for found in ranks(4).run(newest_case, str(tmp_path)):
+        for what, (loaded, error, warning) in CASES.items():
+            assert found[what][0] == loaded, (what, found[what])
+            assert error in found[what][1] and bool(error) == bool(found[what][1]), (what, found[what])
+            assert warning in found[what][2] and bool(warning) == bool(found[what][2]), (what, found[what])
+
+
+def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
+    """What is loaded, the error of a save, and warnings of a load, for each of the cases."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.agreement import broadcast_text
+    from tests.harness import logs, training
+
+    found = {}
+    job = training.Job(optimizer="Adam", empty=False, config=memory_of(base))
+    engine, _ = training.make_engine(job, training.placed("IIG"))
+    for what in CASES:
+        folder = f"{base}/{what}_saved"
+        with beside(what):
+            error = three_saves(engine, job, folder, what)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            spoil(base, folder, what)
+        dist.barrier()
+        if what == "model":
+            engine.destroy()
+            job = training.Job(sizes=(13, 36, 29, 7), optimizer="Adam", empty=False, config=memory_of(base))
+            engine, _ = training.make_engine(job, training.placed("IIG"))
+        with logs.logged() as lines:
+            tag = tag_of_a_load(engine, folder)
+        warnings = [text for level, text in lines if level == "WARNING" and "in memory" in text]
+        found[what] = tag, error, broadcast_text("; ".join(warnings), 0)
+    engine.destroy()
+    return found
+
+
+def tag_of_a_load(engine: Any, folder: str) -> str:
+    """The tag of the checkpoint that is loaded; empty if none is."""
+    try:
+        path, _ = engine.load_checkpoint(folder)
+    except RuntimeError:
+        return ""
+    return Path(path).parent.name if path else ""
+
+
+def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
+    """A step and a save, three times. The error of a save in memory."""
+    import deepspeed_ext
+    from tests.harness import snapshots
+
+    error = ""
+    for tag in ("1", "2", "3"):
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        if tag == "1":
+            engine.save_checkpoint(folder, tag)
+        elif tag == "3" and what == "old":
+            engine.save_checkpoint(folder, "3 from disk")
+        else:
+            with last_fails(what == "failed" and tag == "3"):
+                error = snapshots.error_of(deepspeed_ext.save_in_memory, engine, folder, tag)
+                error = snapshots.error_of(engine.checkpoint_engine.finish) or error
+    return error
+
+
+@contextmanager
+def beside(what: str) -> Iterator[None]:
+    """Memory that is full, or of which nothing is removed."""
+    from unittest import mock
+
+    from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
+
+    changed: dict[str, Any] = {}
+    if what == "torn":
+        changed = {"keep_only": lambda self, number: None}
+    elif what == "old":
+        changed = {"forget": lambda self: None}
+    elif what == "full":
+        changed = {"free": 1000}
+    elif what == "others":
+        changed = {"publish": _open_to_others(MemoryFolder.publish)}
+    with ExitStack() as stack:
+        for name, value in changed.items():
+            stack.enter_context(mock.patch.object(MemoryFolder, name, value))
+        yield
+
+
+def _open_to_others(publish: Callable[..., None]) -> Callable[..., None]:
+    def published(self: Any, *args: Any) -> None:
+        publish(self, *args)
+        self.path.chmod(0o770)
+
+    return published
+
+
+@contextmanager
+def last_fails(fails: bool) -> Iterator[None]:
+    """Rank 3 has no room for the copies that it gets, within this context."""
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.checkpoint import in_memory
+
+    if not fails or dist.get_rank() != 3:
+        yield
+        return
+    with mock.patch.object(in_memory, "_made", side_effect=OSError("no room here")):
+        yield
+
+
+def spoil(base: str, folder: str, what: str) -> None:
+    """Remove folders of ranks 1 and 3, which have the same files, of the last save or all; or what is on disk."""
+    if what in ("torn", "missing"):
+        for manifest in Path(base).glob("node*/*/*-[13]/manifest.json"):
+            tag = json.loads(json.loads(manifest.read_text())["part"])["save"]["tag"]
+            if what == "missing" or tag == "3":
+                shutil.rmtree(manifest.parent)
+    if what == "run":
+        shutil.rmtree(folder)
+
+
+def test_what_it_needs_is_said(ranks: Any, tmp_path: Path) -> None:
+    for without, local, copies, relative in ranks(2).run(refused_case, str(tmp_path)):
+        assert "async_save" in without and "node_local" in local
+        assert "memory_copies must be an integer of at least 0" in copies and "absolute path" in relative
+
+
+def refused_case(base: str) -> list[str]:
+    """Errors: without ``async_save``, with storage of each node, and of bad values."""
+    import deepspeed_ext
+    from tests.harness import snapshots, training
+
+    def of(section: dict[str, Any]) -> str:
+        def save() -> None:
+            job = training.Job(empty=False, config={"checkpoint": section})
+            engine, _ = training.make_engine(job, training.placed("NIG", 1))
+            try:
+                deepspeed_ext.save_in_memory(engine, base)
+            finally:
+                engine.destroy()
+
+        return snapshots.error_of(save)
+
+    aside = {"async_save": True}
+    return [
+        of({}),
+        of({**aside, "use_node_local_storage": True}),
+        of({**aside, "memory_copies": -1}),
+        of({**aside, "memory_folder": "here"}),
+    ]
