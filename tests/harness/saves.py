@@ -64,13 +64,15 @@ class Twins(NamedTuple):
     """What two runs have left.
 
     Attributes:
-        different: files that differ, and of the first one where.
+        different: tags of which files differ.
+        where: of the first such file.
         files: how many there are.
         same: whether all losses, and what was raised, are the same.
         raised: by the run beside which saves went on.
     """
 
     different: list[str]
+    where: list[str]
     files: int
     same: bool
     raised: list[str]
@@ -246,7 +248,8 @@ def twins(folder: str, make: Callable[[str], Run]) -> Twins:
     outcomes = [(run.losses, run.raised) for run in runs]
     different = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
     where = parts_that_differ(*(f"{folder}/{kind}/{min(different)}" for kind in KINDS)) if different else []
-    return Twins(where + sorted(different), len(one), outcomes[0] == outcomes[1], runs[1].raised)
+    tags = sorted({Path(name).parts[0] for name in different})
+    return Twins(tags, where, len(one), outcomes[0] == outcomes[1], runs[1].raised)
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2) -> Twins:
@@ -280,7 +283,7 @@ def parts_that_differ(one: str, two: str) -> list[str]:
         elif isinstance(left, torch.Tensor):
             if not torch.equal(left, right):
                 found.append(at)
-        elif left != right:
+        elif isinstance(left, int | float | str) and left != right:
             found.append(f"{at}: {left!r}, {right!r}")
 
     compare(torch.load(one, weights_only=False), torch.load(two, weights_only=False), "")
