@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protocols of what we use of DeepSpeed's objects, since DeepSpeed is untyped. This module does not import it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -125,11 +125,14 @@ class Engine(Protocol):
 
     # Checkpoints.
     checkpoint_engine: Any
+    engine_timers: Any
+    _running_engine_step: bool
     checkpoint_mp_rank: int
     param_names: dict[nn.Parameter, str]
 
     def load_universal_checkpoint(self) -> bool: ...
     def use_node_local_storage(self) -> bool: ...
+    def _stop_timers(self, timer_names: Iterable[str]) -> None: ...
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]: ...
     def _get_ckpt_name(
         self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None

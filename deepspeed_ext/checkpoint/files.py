@@ -54,6 +54,11 @@ def inspect(path: str | os.PathLike[str]) -> Any:
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
+def told(error: BaseException) -> str:
+    """Return what an error says, or what it is if it says nothing, as one of memory does."""
+    return str(error) or type(error).__name__
+
+
 def tensor_of(saved: Any) -> Tensor:
     """Return the tensor of what a universal checkpoint has in a parameter's file, which may be in a dict."""
     found: Tensor = saved[PARAM] if isinstance(saved, dict) else saved
@@ -140,7 +145,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         try:
             self._waiting.append((self._snapshot.take(state_dict), place, path))
         except Exception as error:
-            self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {error}")
+            self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {told(error)}")
 
     def write(self, state_dict: object, place: str, path: str) -> CheckpointError | None:
         """Write a file; return why it could not be written, if so.
@@ -153,7 +158,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         try:
             self._write(state_dict, place)
         except Exception as error:
-            return CheckpointError(f"{path} could not be written: {error}")
+            return CheckpointError(f"{path} could not be written: {told(error)}")
         return None
 
     def _write(self, state_dict: object, path: str) -> None:

@@ -90,7 +90,7 @@ class Snapshot:
     def __init__(self, buffers: HostBuffers, changed_by_steps: Iterable[Tensor]) -> None:
         self._buffers = buffers
         self._behind = {tensor.untyped_storage().data_ptr() for tensor in changed_by_steps}
-        self._copies: dict[int, Tensor] = {}  # of storages, uint8, by their addresses
+        self._copies: dict[int, Tensor] = {}  # of storages of the file that is taken, uint8, by their addresses
         self._on_device: list[tuple[Tensor, Tensor]] = []  # source and copy, uint8, of what is copied behind
         self._on_host: list[tuple[Tensor, Tensor]] = []
         self._sources: list[Tensor] = []  # held until they have been read
@@ -104,6 +104,7 @@ class Snapshot:
         finder.dump(content)
         copies: dict[int, Any] = {id(one): self._copied(one) for one in finder.found if _is_plain(one)}
         taken = copy.deepcopy(content, copies)
+        self._copies.clear()  # what the next file has may be where something was that is gone by now
         if self._stream is not None:
             get_accelerator().current_stream().wait_stream(self._stream)
         return taken
@@ -149,14 +150,16 @@ class Snapshot:
 
     def complete(self) -> None:
         """Complete all copies; called by the thread that writes them."""
-        try:
-            for source, to in self._on_host:
-                to.copy_(source)
-            if self._read is not None:
-                self._read.synchronize()
-        finally:
-            self._sources, self._on_device, self._on_host = [], [], []
-            self._done.set()
+        for source, to in self._on_host:
+            to.copy_(source)
+        if self._read is not None:
+            self._read.synchronize()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Wait for nothing any more: copies are complete, or nobody will use them."""
+        self._sources, self._on_device, self._on_host = [], [], []
+        self._done.set()
 
     def settle(self) -> None:
         """Make what the current stream, and the host, do from now on come after all copies."""

@@ -81,6 +81,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     _least_numel: int  # elements that a trained parameter has at least
     _scale_of_step: float | None = None  # DeepSpeed's loss scale when the step began that runs; None outside of steps
     _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
+    _begun = False  # whether the step that comes has begun by the end of an accumulation that the caller owns
     _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
 
     # Attributes of DeepSpeed's, of both stages.
@@ -207,11 +208,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.before_step()
         self.set_gradient_accumulation_boundary(True)
         self._sync_gradients()
+        self._begun = True
 
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Tell reductions that remember whether a step was skipped."""
-        self.before_step()
+        if not self._begun:  # it may raise, which is too late once gradients have been reduced for this step
+            self.before_step()
+        self._begun = False
         self.outer.begin_step()
         self._scale_of_step = float(self.loss_scale)
         self.resync.vote()

@@ -9,7 +9,7 @@ late, and compares files and losses. So what changes states right after a save s
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,9 +110,20 @@ class Run:
 
     def step(self) -> None:
         """Run all micro-steps, and a step."""
-        for _ in range(self.job.accumulation):
-            self.micro_step()
-            self.engine.step()
+        coalesced = self.job.boundary == "coalesce"
+        with self.engine.coalesce_grad_reduction() if coalesced else nullcontext():
+            for left in reversed(range(self.job.accumulation)):
+                if self.job.boundary == "user":
+                    self.engine.set_gradient_accumulation_boundary(not left)
+                self.micro_step()
+                if left and self.job.boundary == "engine":
+                    self.engine.step()
+        self.engine.step()
+
+    def steps_until_one_raises(self, most: int = 200) -> None:
+        """Do so many at most."""
+        for _ in range(most):
+            self.step()
 
     def everything(self) -> None:
         """Save at each point where that may be done, and go on at once with each thing that may be done then."""
