@@ -22,8 +22,7 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
-from deepspeed_ext.checkpoint.files import told
-from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.checkpoint.folder import CheckpointError, told
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
 from deepspeed_ext.comm.background import Background, Explained, Job
 from deepspeed_ext.comm.host_channel import HostChannel, Vote

@@ -16,7 +16,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import logger
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync, told
 
 if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
@@ -52,11 +52,6 @@ def inspect(path: str | os.PathLike[str]) -> Any:
     """Return the content of a checkpoint's file; its tensors stay on disk."""
     # A file that is no zip archive was saved with checkpoint_serialization false, or is truncated.
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
-
-
-def told(error: BaseException) -> str:
-    """Return what an error says, or what it is if it says nothing, as one of memory does."""
-    return str(error) or type(error).__name__
 
 
 def tensor_of(saved: Any) -> Tensor:

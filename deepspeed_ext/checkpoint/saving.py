@@ -120,11 +120,13 @@ def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
     if isinstance(optimizer.outer, OuterOptimizer):
         return
     parameters = {
-        held.data_ptr() for param in engine.module.parameters() for held in (param, getattr(param, "ds_tensor", param))
+        held.untyped_storage().data_ptr()
+        for param in engine.module.parameters()
+        for held in (param, getattr(param, "ds_tensor", param))
     }
     for shard in optimizer.flat_shards():
         weights = optimizer.shard_weights(shard.number)
-        if weights.data_ptr() not in parameters:  # with torch.autocast they may be parameters
+        if weights.untyped_storage().data_ptr() not in parameters:  # in fp32 they may be parameters
             yield weights
         yield from (one for one in optimizer.optimizer.state.get(weights, {}).values() if isinstance(one, Tensor))
 

@@ -119,8 +119,10 @@ class Snapshot:
             held.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+            made = nn.Parameter(made, tensor.requires_grad)
+        made.requires_grad_(tensor.requires_grad)
+        vars(made).update(copy.deepcopy(vars(tensor)))  # as files have it, too
+        return made
 
     def _copy(self, source: Tensor, to: Tensor) -> None:
         behind = source.data_ptr() in self._behind
@@ -176,5 +178,5 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or vars(tensor))
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
     )

@@ -55,3 +55,94 @@ def twins_case(folder: str, name: str, dtype: str, zero: dict[str, Any], optimiz
     from tests.harness import saves
 
     return saves.twins_case(folder, name, job_of_row(dtype, zero, optimizer))
+
+
+@pytest.mark.parametrize("names", [("NIG", "NII", "IIG"), *deep((ALL,))])
+def test_states_stay_where_they_are_and_host_memory_is_made_once(ranks: Any, names: tuple[str, ...]) -> None:
+    for rank, rows in enumerate(ranks(4).run(memory_case, names)):
+        for name, held, written, addresses, received, alive, more, due in rows:
+            wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank or name[0] != "N"
+            assert held[0] <= written <= 1.02 * held[0] + 30_000 * wrote and (held[0] > 0) == wrote, (name, held)
+            assert held == [held[0]] * 3 and addresses == 1 and alive == 0, (name, held, addresses, alive)
+            assert more[0] - held[0] == 4000 * (rank == 0 or name[0] != "N") and more[1] == held[0], (name, held, more)
+            assert name[0] != "N" or received < 0.02 * due, (name, received, due)
+
+
+def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, int, int, list[int], int]]:
+    """Of three saves bytes of host memory, bytes of files, how many sets of addresses there were, bytes received, and
+    how many snapshots live after them; bytes of host memory after a larger save and the next one; of the optimizer's
+    states."""
+    import tempfile
+    import weakref
+
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.checkpoint import snapshots as copies
+    from scripts.emulation.traffic import TrafficMeter
+    from tests.harness import saves, snapshots, training
+
+    job = training.Job(sizes=(128, 512, 256), optimizer="Adam", empty=False, config=saves.ASIDE)
+    rows = []
+    for name in names:
+        engine, model = training.make_engine(job, training.placed(name))
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        if name[0] != "N":
+            engine.optimizer.drain_parameters()
+        files, made = engine.checkpoint_engine, weakref.WeakSet[copies.Snapshot]()
+        buffers, meter = files.aside.buffers, TrafficMeter()
+        take = files.aside.snapshot
+        files.aside.snapshot = lambda *args, take=take, made=made: made.add(one := take(*args)) or one
+        write, paths = files.write, set[str]()
+        files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
+        with tempfile.TemporaryDirectory() as own:
+            shared = [own]
+            dist.broadcast_object_list(shared, 0)
+            folder, held, addresses = Path(shared[0]), [], set()
+            for number in range(3):
+                dist.barrier()
+                if number:
+                    meter.start()
+                dist.barrier()
+                engine.save_checkpoint(folder, "tag")
+                files.finish()
+                meter.stop()
+                held.append(buffers.nbytes)
+                addresses.add(tuple(sorted(one.data_ptr() for many in buffers._free.values() for one in many)))
+            received = sum(meter.read()[dist.get_rank()])
+            written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
+            alive, more = len(made), []
+            for extra in ({"more": torch.zeros(1000)}, {}):  # the second frees what the first alone had
+                engine.save_checkpoint(folder, "tag", extra)
+                files.finish()
+                more.append(buffers.nbytes)
+            dist.barrier()
+        due = 12 * sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
+        rows.append((name, held, written, len(addresses), received, alive, more, due))
+        engine.destroy()
+    return rows
+
+
+def test_files_one_after_the_other_have_what_they_are_given(ranks: Any) -> None:
+    """What one file has may be gone, and its memory used again, when the next one is taken; storages stay shared."""
+    assert ranks(1).run(taken_case) == [(list(range(5)), True, [1.0, 7.0])]
+
+
+def taken_case() -> tuple[list[int], bool, list[float]]:
+    """First elements of tensors that live in one place one after the other; whether two that share a storage do so in
+    what was taken; one that only steps change, before and after it is completed."""
+    import torch
+
+    from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
+
+    late, memory, taken = torch.ones(1000), bytearray(4000), []
+    snapshot = Snapshot(HostBuffers(), [late])
+    for number in range(5):
+        taken.append(snapshot.take({"it": torch.frombuffer(memory, dtype=torch.float32).fill_(number)})["it"])
+    two = snapshot.take([late, late[3:].view(-1), late.new_zeros(3)])
+    snapshot.seal()
+    before = float(late[0])
+    late.fill_(7.0)  # as a step would that does not wait
+    snapshot.complete()
+    shared = two[0].untyped_storage().data_ptr() == two[1].untyped_storage().data_ptr()
+    return [int(one[0]) for one in taken], shared, [before, float(two[0][0])]
