@@ -57,6 +57,56 @@ def twins_case(folder: str, name: str, dtype: str, zero: dict[str, Any], optimiz
     return saves.twins_case(folder, name, job_of_row(dtype, zero, optimizer))
 
 
+DIVIDED = ("NIG", "IIG", "III", "GNG", "NNN")
+
+
+@pytest.mark.parametrize(
+    "name, dtype, optimizer",
+    [("NIG", "bf16", "Adam"), *deep(*((name, "bf16", kind) for name in DIVIDED for kind in ("Adam", "Muon")))],
+)
+def test_files_of_experts_are_those_of_saves_at_once(
+    ranks: Any, tmp_path: Path, name: str, dtype: str, optimizer: str
+) -> None:
+    for found in ranks(4).run(experts_case, str(tmp_path), name, dtype, optimizer):
+        assert found.different == [] and found.files >= 28 and found.same, tuple(found)
+
+
+def experts_case(folder: str, name: str, dtype: str, optimizer: str) -> Any:
+    """AutoEP's, divided among two ranks."""
+    from tests.harness import experts, saves, training
+
+    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
+    job = training.Job(
+        sizes=(13, 7),
+        network=experts.SmallMixtral,
+        optimizer=optimizer,
+        zero=zero,
+        config={**saves.ASIDE, **experts.autoep(2)},
+        dtype=dtype,
+        accumulation=2,
+    )
+    return saves.twins_case(folder, name, job)
+
+
+@pytest.mark.parametrize(
+    "name, optimizer, experts",
+    [("NIG", "Adam", 0), *deep(("IIG", "Adam", 0), ("NNI", "Adam", 0), ("NIG", "Muon", 0), ("NIG", "Adam", 2))],
+)
+def test_files_of_pipelines_are_those_of_saves_at_once(
+    ranks: Any, tmp_path: Path, name: str, optimizer: str, experts: int
+) -> None:
+    for found in ranks(4).run(pipeline_case, str(tmp_path), name, optimizer, experts):
+        assert found.different == [] and found.files >= 28 and found.same, tuple(found)
+
+
+def pipeline_case(folder: str, name: str, optimizer: str, experts: int) -> Any:
+    """Of two stages."""
+    from tests.harness import pipelines, saves
+
+    pipe = pipelines.Pipe(dtype="bf16", optimizer=optimizer, experts=experts, config=saves.ASIDE)
+    return saves.pipeline_case(folder, name, pipe, 1)
+
+
 @pytest.mark.parametrize("names", [("NIG", "NII", "IIG"), *deep((ALL,))])
 def test_states_stay_where_they_are_and_host_memory_is_made_once(ranks: Any, names: tuple[str, ...]) -> None:
     for rank, rows in enumerate(ranks(4).run(memory_case, names)):
