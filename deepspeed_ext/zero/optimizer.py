@@ -319,6 +319,18 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.outer.reload()
 
     @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for whoever reads the states that are replaced."""
+        self.before_change()
+        super().load_state_dict(*args, **kwargs)
+
+    @override
+    def refresh_fp32_params(self) -> None:
+        """Wait for whoever reads the weights that are replaced by the model's."""
+        self.before_change()
+        super().refresh_fp32_params()
+
+    @override
     def destroy(self) -> None:
         """Forget errors with DeepSpeed's optimizer."""
         self.before_change()

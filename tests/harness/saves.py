@@ -136,7 +136,14 @@ class Run:
         self.micro_step()
         self.save("after a backward")
         self.engine.step()
-        for change in (self.set_weights, self.set_states, self.set_local_weights, self.set_local_states, self.edit):
+        for change in (
+            self.set_weights,
+            self.set_states,
+            self.set_local_weights,
+            self.set_local_states,
+            self.edit,
+            self.refresh,
+        ):
             self.save(f"before {change.__name__}")
             change()
         self.step()
@@ -192,6 +199,9 @@ class Run:
         """Those that have a local part, as DeepSpeed takes it."""
         sharded = [param for param in self._trained() if hasattr(param, "ds_id")]
         return [param for param in sharded if safe_get_local_fp32_param(param).numel() == param.ds_tensor.numel()]
+
+    def refresh(self) -> None:
+        self.engine.optimizer.refresh_fp32_params()
 
     def edit(self) -> None:
         """As scripts do: weights, buffers and hyperparameters, in place."""
