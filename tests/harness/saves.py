@@ -37,7 +37,7 @@ from tests.harness import pipelines, snapshots, training
 
 ASIDE: dict[str, Any] = {"checkpoint": {"async_save": True}}
 KINDS = ("at once", "aside")
-LATE = 0.1  # seconds
+LATE = 0.05  # seconds
 Save = Callable[[str], None]
 
 

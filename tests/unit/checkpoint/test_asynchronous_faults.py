@@ -130,3 +130,55 @@ def faults_case(
     tell("a writer that dies", "destroy", run.engine.destroy)
     undisturbed.engine.destroy()
     return told, losses, undisturbed.losses, changed
+
+
+def test_two_engines_save_at_once_and_what_cannot_be_saved_is_told_at_once(ranks: Any, tmp_path: Path) -> None:
+    for loaded, messages, latest in ranks(4).run(two_engines_case, str(tmp_path)):
+        assert loaded == [{}, {}] and latest == "1"
+        for message, why in zip(messages, ("pickle", "MemoryError"), strict=True):
+            assert message.startswith("CheckpointError: rank 0: ") and why in message, message
+
+
+def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str]:
+    """What two engines load that have saved at the same time, each twice, one on a rank without threads, the other on
+    disks of nodes; what saves raise that cannot be; what ``latest`` names."""
+    from deepspeed import comm as dist
+
+    from tests.harness import saves, snapshots, training
+
+    runs = []
+    for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
+        job = snapshots.job_of(checkpoint={**saves.ASIDE["checkpoint"], **keys})
+        engine, model = training.make_engine(job, placed(name))
+        runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
+    if dist.get_rank() == 2:
+        runs[0].engine.checkpoint_engine.aside._background.add = no_thread
+    for tag in range(2):
+        for run in runs:
+            run.step()
+        seen = [snapshots.snapshot(run.engine, run.model, run.job) for run in runs]
+        with saves.late_copies():
+            for run in runs:
+                run.save(str(tag))
+    loaded, unsaved = [], ({"bad": lambda: 0}, {"bad": Uncopyable()})
+    messages = [snapshots.error_of(runs[0].engine.save_checkpoint, f"{folder}/0", "1", bad) for bad in unsaved]
+    for run, wanted in zip(runs, seen, strict=True):
+        run.step()
+        run.engine.load_checkpoint(run.folder)
+        loaded.append(snapshots.difference(wanted, snapshots.snapshot(run.engine, run.model, run.job)))
+    latest = Path(folder, "0", "latest").read_text()
+    for run in runs:
+        run.engine.destroy()
+    return loaded, messages, latest
+
+
+def no_thread(*_: Any) -> None:
+    """As the system does that has no more."""
+    raise RuntimeError("can't start new thread")
+
+
+class Uncopyable:
+    """Cannot be copied to the host."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError

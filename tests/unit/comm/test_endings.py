@@ -71,7 +71,9 @@ def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ende
 @pytest.mark.deep
 def test_saves_end_with_every_script() -> None:
     kinds = {"end": (0, 0), "destroy": (0, 0), "exit": (3, 3), "error on all": (1, 1), "error on one": (1, 1)}
-    cases = [Case(kind, name, save=save) for kind in kinds for name in ("IIG", "NIG, all") for save in ("well", "fails")]
+    cases = [
+        Case(kind, name, save=save) for kind in kinds for name in ("IIG", "NIG, all") for save in ("well", "fails")
+    ]
     for case, ended in zip(cases, served(cases), strict=True):
         wanted = kinds[case.kind] if case.save == "well" else (1, 1)
         assert ended.statuses == wanted and ended.saved == (case.save == "well") and not ended.alive, (case, ended)
