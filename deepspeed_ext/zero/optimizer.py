@@ -213,10 +213,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
         """Tell reductions that remember whether a step was skipped."""
-        if not self._begun:  # it may raise, which is too late once gradients have been reduced for this step
-            self.before_step()
-        self._begun = False
-        self.outer.begin_step()
+        self._begin_step()
         self._scale_of_step = float(self.loss_scale)
         self.resync.vote()
         try:
@@ -226,6 +223,12 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             self.muon.finish_step(False)  # where it has not been told otherwise
         self._finish_step()
         return done
+
+    def _begin_step(self) -> None:
+        if not self._begun:  # it may raise, which is too late once gradients have been reduced for this step
+            self.before_step()
+        self._begun = False
+        self.outer.begin_step()
 
     def _finish_step(self) -> None:
         if self._autocast_scale is not None:  # in use: the host asks the device for it here, not for each message

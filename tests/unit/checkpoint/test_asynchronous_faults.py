@@ -72,7 +72,7 @@ class Told(NamedTuple):
 def test_it_is_told_where_it_can_be_and_training_goes_on(
     ranks: Any, tmp_path: Path, name: str, boundary: str, accumulation: int
 ) -> None:
-    answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, accumulation, timeout=60.0)
+    answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, accumulation, timeout=120.0)
     for told, losses, undisturbed, changed in answers:
         assert told == answers[0][0], "the same on all ranks"
         assert {one.at for one in told} == {"step", "save", "load", "destroy"}
