@@ -120,7 +120,7 @@ class Run:
                     self.engine.step()
         self.engine.step()
 
-    def steps_until_one_raises(self, most: int = 200) -> None:
+    def steps_until_one_raises(self, most: int = 50) -> None:
         """Do so many at most."""
         for _ in range(most):
             self.step()
