@@ -232,7 +232,6 @@ def run(pool: Any, folder: str, kill: Kill) -> tuple[int, str]:
             return -1, str(error)
     found: list[Found] = pool(4).run(survived_case, folder, kill.strategy, timeout=60.0)
     shutil.rmtree(folder)
-    shutil.rmtree(folder)
     wrong = [one for one in found if one.which < 0 or one.again or one.left or one.which != found[0].which]
     return found[0].which, str(wrong[0]) if wrong else ""
 
