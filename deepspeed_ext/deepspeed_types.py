@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protocols of what we use of DeepSpeed's objects, since DeepSpeed is untyped. This module does not import it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -126,6 +126,8 @@ class Engine(Protocol):
 
     # Checkpoints.
     checkpoint_engine: Any
+    engine_timers: Any
+    _running_engine_step: bool
     checkpoint_mp_rank: int
     save_zero_checkpoint: bool
     save_non_zero_checkpoint: bool
@@ -141,6 +143,7 @@ class Engine(Protocol):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool: ...
+    def _stop_timers(self, timer_names: Iterable[str]) -> None: ...
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]: ...
     def _get_ckpt_name(
         self, checkpoints_path: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None

@@ -22,7 +22,7 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
-from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.checkpoint.folder import CheckpointError, told
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
 from deepspeed_ext.comm.background import Background, Explained, Job
 from deepspeed_ext.comm.host_channel import HostChannel, Vote
@@ -75,15 +75,21 @@ class AsyncSaves:
             try:
                 written, error = _written(snapshot, waiting, write)
                 commit.run(written, error, self._of_threads)
-            except Exception as failure:
+            except BaseException as failure:
                 if self._of_threads.rank == 0:
                     logger.error(f"deepspeed_ext: {_says(commit, failure)}")
                 raise SaveFailed(_says(commit, failure)) from failure
             finally:
+                snapshot.let_go()  # or a step would wait for copies that nobody makes
                 waiting.clear()
 
-        self._snapshot = snapshot
-        self._job = self._background.add(run)
+        self._snapshot, tag = snapshot, self._background.next_tag()
+        try:
+            self._job = self._background.add(run, tag)
+        except RuntimeError:  # the system has no more threads; those of other ranks wait for this one
+            logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
+            self._job = Job(self._background, run, tag)
+            self._job.do()
 
     def settle(self) -> None:
         """Let states of the optimizer be changed or moved from now on."""
@@ -123,7 +129,7 @@ class AsyncSaves:
             vote.result()
         try:
             job.wait()
-        except SaveFailed:
+        except BaseException:
             self._background = _thread()  # what comes after a job that has failed would fail as it did
             raise
         finally:
@@ -136,7 +142,7 @@ def _thread() -> Background:
 
 def _written(snapshot: Snapshot, waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:
     """Write all files; return how many there are, and the first error. It never raises: other threads would wait."""
-    error: BaseException | None = None
+    error: Exception | None = None
     written: set[str] = set()
     try:
         snapshot.complete()
@@ -145,14 +151,13 @@ def _written(snapshot: Snapshot, waiting: list[Waiting], write: Write) -> tuple[
             error = error or write(content, place, path)
             written.add(path)
     except BaseException as found:
-        error = found
-    if error is None or isinstance(error, Exception):
-        return len(written), error
-    return len(written), CheckpointError(f"the thread that writes was ended: {type(error).__name__}: {error}")
+        error = CheckpointError(f"the thread that writes has ended: {type(found).__name__} {found}".rstrip())
+        error.__cause__ = found
+    return len(written), error
 
 
-def _says(commit: Commit, failure: Exception) -> str:
+def _says(commit: Commit, failure: BaseException) -> str:
     return (
         f"the checkpoint {commit.folder.path}, which was saved beside the training, could not be written, and what "
-        f"was there is untouched: {failure}"
+        f"was there is untouched: {told(failure)}"
     )

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a save: all ranks have written their files, or none of them counts."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,21 +43,19 @@ class Commit:
         Raises:
             CheckpointError: on all ranks, if one of them could not write. The previous checkpoint is untouched.
         """
-        folder, first = self.folder, self.first
+        folder = self.folder
         try:
             raise_together(error, CheckpointError, over)
             total = over.all_reduce_sum(written)
             if self.shared:
-                run_on_all_or_raise(
-                    lambda: _require_all(folder, total) if first else None, _DOING, CheckpointError, over
-                )
-            run_on_all_or_raise(lambda: folder.publish() if first else None, _DOING, CheckpointError, over)
+                self._on_first(lambda: _require_all(folder, total), over)
+            self._on_first(folder.publish, over)
             if self.latest:
-                run_on_all_or_raise(lambda: folder.point() if first else None, _DOING, CheckpointError, over)
+                self._on_first(folder.point, over)
         except CheckpointError as failure:  # on all ranks: none may go on and read ``latest`` before it is restored
             self.revert(failure, over)
             raise
-        if first:
+        if self.first:
             folder.clear()
         self.after()
 
@@ -76,7 +75,7 @@ class Commit:
         Raises:
             CheckpointError: on all ranks, if it cannot be made.
         """
-        run_on_all_or_raise(lambda: self.folder.prepare() if self.first else None, _DOING, CheckpointError, over)
+        self._on_first(self.folder.prepare, over)
 
     def revert(self, failure: Exception, over: Channel) -> None:
         """Put back what was there. Collective.
@@ -84,12 +83,23 @@ class Commit:
         Raises:
             CheckpointError: on all ranks, if that fails, too.
         """
-        run_on_all_or_raise(
-            lambda: self.folder.revert() if self.first else None,
-            f"{failure}; what was there could not be put back",
-            CheckpointError,
-            over,
-        )
+        self._on_first(self.folder.revert, over, f"{failure}; what was there could not be put back")
+
+    def _on_first(self, act: Callable[[], None], over: Channel, doing: str = _DOING) -> None:
+        """Do what is done once per file system, or raise on all ranks. Collective."""
+
+        def guarded() -> None:
+            try:
+                act()
+            except Exception:
+                raise
+            except BaseException as error:
+                # Of the main thread it is the script's own, or Ctrl-C. Another one must not leave ranks that wait.
+                if threading.current_thread() is threading.main_thread():
+                    raise
+                raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
+
+        run_on_all_or_raise(guarded if self.first else lambda: None, doing, CheckpointError, over)
 
 
 def _require_all(folder: CheckpointFolder, expected: int) -> None:

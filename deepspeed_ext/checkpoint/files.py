@@ -16,7 +16,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import logger
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync, told
 
 if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
@@ -168,7 +168,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         try:
             self._waiting.append((self._snapshot.take(state_dict), place, path))
         except Exception as error:
-            self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {error}")
+            self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {told(error)}")
 
     def write(self, state_dict: object, place: str, path: str) -> CheckpointError | None:
         """Write a file; return why it could not be written, if so.
@@ -181,7 +181,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         try:
             self._write(state_dict, place)
         except Exception as error:
-            return CheckpointError(f"{path} could not be written: {error}")
+            return CheckpointError(f"{path} could not be written: {told(error)}")
         return None
 
     def _write(self, state_dict: object, path: str) -> None:

@@ -40,6 +40,11 @@ class CheckpointError(ZeRORuntimeException, RuntimeError):
     """
 
 
+def told(error: BaseException) -> str:
+    """Return what an error says, or what it is if it says nothing, as one of memory does."""
+    return str(error) or type(error).__name__
+
+
 class CheckpointFolder:
     """The folder of a tag. Only one save at a time may write to it and its neighbors.
 

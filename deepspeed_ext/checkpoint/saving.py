@@ -3,6 +3,7 @@
 """``engine.save_checkpoint``: a save that replaces the checkpoint completely or leaves it as it was."""
 
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 from torch import Tensor
 
 from deepspeed_ext.checkpoint import outer, residuals
-from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
+from deepspeed_ext.checkpoint.asynchronous import AsyncSaves, SaveFailed
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
@@ -101,8 +102,23 @@ def _snapshot(engine: Engine, aside: AsyncSaves) -> Snapshot:
     """Return an empty snapshot, for which the optimizer waits before it changes its states."""
     optimizer: ParoOptimizer = engine.optimizer
     optimizer.before_change = optimizer.resync.before_asking = aside.settle
-    optimizer.before_step = partial(aside.at_step, raises=not engine.pipeline_parallelism)
+    optimizer.before_step = partial(_before_step, weakref.proxy(engine), aside)
     return aside.snapshot(_changed_by_steps(engine))
+
+
+def _before_step(engine: Engine, aside: AsyncSaves) -> None:
+    """Called before a step of the optimizer, in one of the engine; if it raises, both may be called again.
+
+    Raises:
+        SaveFailed: on all ranks.
+    """
+    try:
+        aside.at_step(raises=not engine.pipeline_parallelism)
+    except SaveFailed:
+        if engine._running_engine_step:
+            engine._running_engine_step = False
+            engine._stop_timers(engine.engine_timers.step_timers)
+        raise
 
 
 def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
@@ -111,11 +127,13 @@ def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
     if isinstance(optimizer.outer, OuterOptimizer):
         return
     parameters = {
-        held.data_ptr() for param in engine.module.parameters() for held in (param, getattr(param, "ds_tensor", param))
+        held.untyped_storage().data_ptr()
+        for param in engine.module.parameters()
+        for held in (param, getattr(param, "ds_tensor", param))
     }
     for shard in optimizer.flat_shards():
         weights = optimizer.shard_weights(shard.number)
-        if weights.data_ptr() not in parameters:  # with torch.autocast they may be parameters
+        if weights.untyped_storage().data_ptr() not in parameters:  # in fp32 they may be parameters
             yield weights
         yield from (one for one in optimizer.optimizer.state.get(weights, {}).values() if isinstance(one, Tensor))
 

@@ -100,7 +100,7 @@ class Snapshot:
     def __init__(self, buffers: HostBuffers, changed_by_steps: Iterable[Tensor]) -> None:
         self._buffers = buffers
         self._behind = {tensor.untyped_storage().data_ptr() for tensor in changed_by_steps}
-        self._copies: dict[int, Tensor] = {}  # of this file's storages, uint8, by their addresses
+        self._copies: dict[int, Tensor] = {}  # of storages of the file that is taken, uint8, by their addresses
         self._on_device: list[tuple[Tensor, Tensor]] = []  # source and copy, uint8, of what is copied behind
         self._on_host: list[tuple[Tensor, Tensor]] = []
         self._sources: list[Tensor] = []  # held until they have been read
@@ -112,9 +112,9 @@ class Snapshot:
         """Return what a file is to hold, with copies of all tensors, which are complete after ``complete``."""
         finder = _Finder()
         finder.dump(content)
-        self._copies = {}  # what another file has held may be gone, and its address given out again
         copies: dict[int, Any] = {id(one): self._copied(one) for one in finder.found if _is_plain(one)}
         taken = copy.deepcopy(content, copies)
+        self._copies.clear()  # what the next file has may be where something was that is gone by now
         if self._stream is not None:
             get_accelerator().current_stream().wait_stream(self._stream)
         return taken
@@ -127,8 +127,10 @@ class Snapshot:
             self._copy(tensor.detach().as_strided(_whole(tensor), (1,), 0).view(torch.uint8), held)
         made = held.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+            made = nn.Parameter(made, tensor.requires_grad)
+        made.requires_grad_(tensor.requires_grad)
+        vars(made).update(copy.deepcopy(vars(tensor)))  # as files have it, too
+        return made
 
     def _copy(self, source: Tensor, to: Tensor) -> None:
         behind = source.data_ptr() in self._behind
@@ -158,14 +160,16 @@ class Snapshot:
 
     def complete(self) -> None:
         """Complete all copies; called by the thread that writes them."""
-        try:
-            for source, to in self._on_host:
-                to.copy_(source)
-            if self._read is not None:
-                self._read.synchronize()
-        finally:
-            self._sources, self._on_device, self._on_host = [], [], []
-            self._done.set()
+        for source, to in self._on_host:
+            to.copy_(source)
+        if self._read is not None:
+            self._read.synchronize()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Wait for nothing any more: copies are complete, or nobody will use them."""
+        self._sources, self._on_device, self._on_host = [], [], []
+        self._done.set()
 
     def settle(self) -> None:
         """Make what the current stream, and the host, do from now on come after all copies."""
@@ -186,5 +190,5 @@ def _is_plain(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
         and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or vars(tensor))
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
     )

@@ -57,6 +57,7 @@ CALLED: tuple[Patch, ...] = (
         (
             ("_reduce_autoep_folding_tp_replicated_gradients", "leave to our optimizers what it does", "(self)"),
             ("_copy_recovery_script", "leave out of saves in memory", "(self, save_path)"),
+            ("_stop_timers", "leave a step that raises before it has begun", "(self, timer_names)"),
             ("_get_zero_param_shapes", "compare the model with a checkpoint's", "(self)"),
             ("_get_zero_frozen_param_attributes", "save frozen parameters at stage 1", "(self, attr_func)"),
             ("_get_param_shape_func", "save frozen parameters at stage 1", "(self, param)"),

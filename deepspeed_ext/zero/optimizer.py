@@ -81,6 +81,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     _least_numel: int  # elements that a trained parameter has at least
     _scale_of_step: float | None = None  # DeepSpeed's loss scale when the step began that runs; None outside of steps
     _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
+    _begun = False  # whether the step that comes has begun by the end of an accumulation that the caller owns
     _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
 
     # Attributes of DeepSpeed's, of both stages.
@@ -207,6 +208,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.before_step()
         self.set_gradient_accumulation_boundary(True)
         self._sync_gradients()
+        self._begun = True
 
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
@@ -221,7 +223,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         return done
 
     def _begin_step(self) -> None:
-        self.before_step()
+        if not self._begun:  # it may raise, which is too late once gradients have been reduced for this step
+            self.before_step()
+        self._begun = False
         self.outer.begin_step()
         self._scale_of_step = float(self.loss_scale)
         self.resync.vote()
@@ -316,6 +320,18 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.before_change()
         super().reload_states(*args, **kwargs)
         self.outer.reload()
+
+    @override
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for whoever reads the states that are replaced."""
+        self.before_change()
+        super().load_state_dict(*args, **kwargs)
+
+    @override
+    def refresh_fp32_params(self) -> None:
+        """Wait for whoever reads the weights that are replaced by the model's."""
+        self.before_change()
+        super().refresh_fp32_params()
 
     @override
     def destroy(self) -> None:

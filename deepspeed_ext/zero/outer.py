@@ -396,10 +396,10 @@ class OuterOptimizer(InnerStepsOnly):
             return
         self.settle()
         self._shown = [self._weights(number).detach().clone() for number in self._numbers]
-        for fragment in self.fragments:
-            fragment.span.of(self._weights(fragment.number).detach()).copy_(fragment.flat)
-        self._send()
         try:
+            for fragment in self.fragments:
+                fragment.span.of(self._weights(fragment.number).detach()).copy_(fragment.flat)
+            self._send()  # refused while parameters are offloaded
             yield
         finally:
             for number, weights in zip(self._numbers, self._shown, strict=True):

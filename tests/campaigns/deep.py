@@ -34,6 +34,7 @@ PARTS = {
     "fork": Part("all that concerns a fork, inside one", _python("scripts.fork.series", "test")),
     "fuzz": Part("ten minutes of the fuzzer", _python("tests.campaigns.fuzz", "--minutes", "10")),
     "mixtures": Part("mixtures of experts that people train, beside stock", _python("tests.campaigns.mixtures")),
+    "kills": Part("40 kills of ranks that save", _python("tests.campaigns.killed_saves")),
     "soak": Part("2,000 steps with everything switched on", _python("tests.campaigns.soak")),
     "mutants": Part("an hour of changes that tests must find", _python("tests.campaigns.mutants", "--minutes", "60")),
 }

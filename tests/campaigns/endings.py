@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ class Case:
         late_rank: which.
         moment: seconds after the beginning of the last step, of a signal.
         first: whether what ends a run for an error comes before its last step.
+        save: "well" or "fails": the script ends while a save goes on beside it, which does so on rank 1.
     """
 
     kind: str
@@ -81,6 +83,7 @@ class Case:
     late_rank: int = 0
     moment: float = 0.0
     first: bool = False
+    save: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,13 @@ class Ended:
         statuses: of the ranks' processes.
         seconds: from the end of the first process to that of the last one.
         written: what the ranks have written.
+        saved: whether there is a checkpoint.
     """
 
     statuses: tuple[int, int]
     seconds: float
     written: str
+    saved: bool = False
 
     @property
     def weights(self) -> str | None:
@@ -112,8 +117,8 @@ class Ended:
 class _IsRank(BaseException):
     """This process is a rank: it leaves everything that the process it was forked from would do."""
 
-    def __init__(self, case: Case, rank: int) -> None:
-        self.case, self.rank = case, rank
+    def __init__(self, case: Case, rank: int, saves: Path) -> None:
+        self.case, self.rank, self.saves = case, rank, saves
 
 
 def draw(kind: str, strategy: str, seed: object) -> Case:
@@ -141,8 +146,15 @@ def run(case: Case) -> Ended:
         else:
             time.sleep(0.002)
     written = log.read_text(errors="replace")
+    saves = _saves_of(log)
+    saved = (saves / "latest").exists()
+    shutil.rmtree(saves, ignore_errors=True)
     log.unlink()
-    return Ended((statuses[0], statuses[1]), ends[-1] - ends[0], written)
+    return Ended((statuses[0], statuses[1]), ends[-1] - ends[0], written, saved)
+
+
+def _saves_of(log: Path) -> Path:
+    return log.with_suffix(".saves")
 
 
 def _fork(case: Case, rank: int, port: int, log: Path) -> int:
@@ -156,10 +168,10 @@ def _fork(case: Case, rank: int, port: int, log: Path) -> int:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
-    raise _IsRank(case, rank)
+    raise _IsRank(case, rank, _saves_of(log))
 
 
-def train(case: Case, rank: int) -> None:
+def train(case: Case, rank: int, saves: Path) -> None:
     """Be a script of a user's: train, and end as the case says."""
     import deepspeed
     import torch
@@ -173,6 +185,7 @@ def train(case: Case, rank: int) -> None:
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {**OURS, **STOCK}[case.strategy],
         "zero_allow_untested_optimizer": True,
+        **({"checkpoint": {"async_save": True}} if case.save else {}),
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     last = 2
@@ -184,7 +197,25 @@ def train(case: Case, rank: int) -> None:
         loss = engine(torch.randn(2, 16)).square().mean()
         engine.backward(loss)
         engine.step()
+    if case.save:
+        _save(case, rank, engine, saves)
     _end(case, rank, engine)
+
+
+def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
+    """Begin to save."""
+    from deepspeed_ext.checkpoint.snapshots import Snapshot
+
+    complete = Snapshot.complete
+
+    def late(self: Snapshot) -> None:
+        time.sleep(0.5)
+        if case.save == "fails" and rank == 1:
+            raise OSError(28, "No space left on device")
+        complete(self)
+
+    Snapshot.complete = late  # type: ignore[method-assign]
+    engine.save_checkpoint(folder)
 
 
 def _say_what_is_alive() -> None:
@@ -287,7 +318,7 @@ def served(cases: Sequence[Case], stock: bool = False) -> list[Ended]:
         check=True,
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return [Ended(tuple(row["statuses"]), row["seconds"], row["written"]) for row in rows]
+    return [Ended(tuple(row["statuses"]), row["seconds"], row["written"], row["saved"]) for row in rows]
 
 
 def _serve() -> None:
@@ -372,4 +403,4 @@ if __name__ == "__main__":
     except _IsRank as forked:
         rank = forked
     if rank is not None:  # outside of the handler, so that nothing but the script's own exception is seen
-        train(rank.case, rank.rank)
+        train(rank.case, rank.rank, rank.saves)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.kills import Kill
+from tests.harness.kills import run as run_kill
 from tests.harness.ranks import RankError
 from tests.harness.snapshots import SHARD, after_a_step, error_of
 
@@ -141,6 +143,19 @@ def test_a_rank_killed_in_a_save(ranks: Any, tmp_path: Path, rank: int, function
     published = function == "Path.replace"  # only the file latest is still to be written, and names the same tag
     for before, after in ranks(4).run(survivor_case, str(tmp_path)):
         assert ((after if published else before) == {}) and (before != {} or after != {}), (before, after)
+
+
+# Of a save beside the training: before copies, between files and their commit, and when only ``latest`` is left.
+ASIDE = [
+    (Kill("NIG", True, 2, call="Snapshot.complete"), 0),
+    (Kill("IIG", True, 0, call="exchange"), 0),
+    (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
+]
+
+
+@pytest.mark.parametrize("kill, loaded", ASIDE, ids=lambda value: str(value))
+def test_a_rank_killed_in_a_save_beside_the_training(ranks: Any, tmp_path: Path, kill: Kill, loaded: int) -> None:
+    assert run_kill(ranks, str(tmp_path / "it"), kill) == (loaded, "")
 
 
 def killed_case(folder: str, rank: int, function: str, call: int) -> None:

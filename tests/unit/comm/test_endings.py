@@ -21,6 +21,8 @@ CASES = {
     "error on one, all": Case("error on one", "NIG, all", first=True),
     "killed late and destroyed, ahead": Case("killed late, destroyed", "NIG, updates ahead", LATE, 1),
     "interrupted, ahead": Case("interrupted", "NIG, updates ahead", moment=0.2),
+    **{f"saving, {kind}": Case(kind, "NIG", save="well") for kind in ("end", "error on all")},
+    **{f"failing, {kind}": Case(kind, "IIG", save="fails") for kind in ("destroy", "exit")},
 }
 
 
@@ -49,6 +51,32 @@ def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ende
     assert ended.statuses == (1, -9), ended.written
     assert "Updated parameters of the last step did not arrive" in ended.written
     assert "Traceback" in ended.written and not ended.alive
+
+
+@pytest.mark.parametrize("kind", ["end", "error on all"])
+def test_a_save_that_goes_on_is_completed(ends: dict[str, Ended], kind: str) -> None:
+    ended = ends[f"saving, {kind}"]
+    assert ended.saved and ended.statuses == ((1, 1) if "error" in kind else (0, 0)) and not ended.alive, ended.written
+
+
+@pytest.mark.parametrize("kind", ["destroy", "exit"])
+def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ended], kind: str) -> None:
+    """Whatever the script had wanted it to be; and the error is told."""
+    ended = ends[f"failing, {kind}"]
+    assert ended.statuses == (1, 1) and not ended.saved and not ended.alive, ended.written
+    assert ended.written.count("could not be written, and what was there is untouched: rank 1: ") >= 3, ended.written
+    assert "No space left on device" in ended.written
+
+
+@pytest.mark.deep
+def test_saves_end_with_every_script() -> None:
+    kinds = {"end": (0, 0), "destroy": (0, 0), "exit": (3, 3), "error on all": (1, 1), "error on one": (1, 1)}
+    cases = [
+        Case(kind, name, save=save) for kind in kinds for name in ("IIG", "NIG, all") for save in ("well", "fails")
+    ]
+    for case, ended in zip(cases, served(cases), strict=True):
+        wanted = kinds[case.kind] if case.save == "well" else (1, 1)
+        assert ended.statuses == wanted and ended.saved == (case.save == "well") and not ended.alive, (case, ended)
 
 
 @pytest.mark.deep

@@ -402,8 +402,42 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*belongs into zero_optimization"),
     (NIG, muon("gramm"), "^optimizer.params.ns_method must be one of gram, standard, got 'gramm'.$"),
     ({"paro_strategy": "fastest"}, muon(["gram"]), r"ns_method must be one of gram, standard, got \['gram'\]"),
+    *(
+        ({"paro_strategy": "NIG"}, {"checkpoint": {key: value}}, f"checkpoint.{key} must be true or false, got {got}")
+        for key in ("async_save", "zero_order")
+        for value, got in (("yes", "'yes'"), (1, "1 of type int"), (None, "None"))
+    ),
+    ({"paro_strategy": "fastest"}, {"checkpoint": {"async_save": 0.0}}, "checkpoint.async_save must be true or false"),
+    *(
+        (
+            {"paro_strategy": "NIG"},
+            {"checkpoint": {"async_save": True}, **other} | merged,
+            f"checkpoint.async_save cannot be combined with {name}",
+        )
+        for name, other, merged in (
+            ("checkpoint.writer", {}, {"checkpoint": {"async_save": True, "writer": {"type": "fast"}}}),
+            ("datastates_ckpt", {"datastates_ckpt": {"host_cache_size": 1}}, {}),
+        )
+    ),
     *((section, {}, message) for section, message in BAD_SECTIONS),
 ]
+WITHOUT_STRATEGY = [
+    ({"stage": stage}, {"checkpoint": {key: True}}, f"checkpoint.{key} needs a strategy: set zero_optimization.paro_s")
+    for stage, key in ((0, "async_save"), (2, "async_save"), (3, "zero_order"))
+]
+
+
+def test_saves_of_ours_need_a_strategy(ranks: Any) -> None:
+    for zero, extra, message in WITHOUT_STRATEGY:
+        for error in ranks(2).run_expect_error(make_engine, zero, extra):
+            assert error.type == "ValueError" and error.message.startswith(message), error
+
+
+def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
+    """As a script does."""
+    from tests.harness import training
+
+    training.make_engine(training.Job(config=extra), zero)
 
 
 def test_every_reason_to_refuse_is_tested() -> None:

@@ -1,0 +1,311 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that save wherever a save may be called; everything here runs inside rank processes.
+
+``twins`` trains the same run twice, once with saves at once and once with saves beside the training whose copies are
+late, and compares files and losses. So what changes states right after a save shows in its files, unless it waits.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import Init
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import nn
+
+from deepspeed_ext import outer_weights
+from deepspeed_ext.checkpoint.snapshots import Snapshot
+from tests.harness import pipelines, snapshots, training
+
+ASIDE: dict[str, Any] = {"checkpoint": {"async_save": True}}
+KINDS = ("at once", "aside")
+LATE = 0.05  # seconds
+Save = Callable[[str], None]
+
+
+def files_below(folder: str | Path) -> dict[str, bytes]:
+    """Content of each file, by its path."""
+    found = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@contextmanager
+def late_copies(seconds: float = LATE) -> Iterator[None]:
+    """Let threads that write complete snapshots later, in this context."""
+    complete = Snapshot.complete
+
+    def late(self: Snapshot) -> None:
+        time.sleep(seconds)
+        complete(self)
+
+    with mock.patch.object(Snapshot, "complete", late):
+        yield
+
+
+class Twins(NamedTuple):
+    """What two runs have left.
+
+    Attributes:
+        different: tags of which files differ.
+        where: of the first such file.
+        files: how many there are.
+        same: whether all losses, and what was raised, are the same.
+        raised: by the run beside which saves went on.
+    """
+
+    different: list[str]
+    where: list[str]
+    files: int
+    same: bool
+    raised: list[str]
+
+
+class Run:
+    """A run that saves.
+
+    Args:
+        engine, model: to be trained.
+        job: what.
+        folder: of its checkpoints.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, job: Any, folder: str) -> None:
+        self.engine, self.model, self.job, self.folder = engine, model, job, folder
+        self.losses: list[float] = []
+        self.raised: list[str] = []
+        self._data, self._numbers = training.batches(job), count()
+
+    def save(self, tag: str) -> None:
+        """Save, and return at once."""
+        self.engine.save_checkpoint(self.folder, tag, {"tag": tag})
+
+    def try_to(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Do what may be refused."""
+        message = snapshots.error_of(act, *args, **kwargs)
+        if message:
+            self.raised.append(message.replace(self.folder, ""))
+
+    def micro_step(self) -> None:
+        """Forward and backward."""
+        number = next(self._numbers)
+        self.losses.append(training.micro_step(self.engine, self.job, number, *next(self._data)))
+
+    def step(self) -> None:
+        """Run all micro-steps, and a step."""
+        coalesced = self.job.boundary == "coalesce"
+        with self.engine.coalesce_grad_reduction() if coalesced else nullcontext():
+            for left in reversed(range(self.job.accumulation)):
+                if self.job.boundary == "user":
+                    self.engine.set_gradient_accumulation_boundary(not left)
+                self.micro_step()
+                if left and self.job.boundary == "engine":
+                    self.engine.step()
+        self.engine.step()
+
+    def steps_until_one_raises(self, most: int = 50) -> None:
+        """Do so many at most."""
+        for _ in range(most):
+            self.step()
+
+    def everything(self) -> None:
+        """Save at each point where that may be done, and go on at once with each thing that may be done then."""
+        self.save("new")
+        self.step()
+        self.save("after a step")
+        self.micro_step()
+        self.save("in an accumulation")
+        self.engine.step()
+        self.micro_step()
+        self.save("after a backward")
+        self.engine.step()
+        for change in (
+            self.set_weights,
+            self.set_states,
+            self.set_local_weights,
+            self.set_local_states,
+            self.edit,
+            self.refresh,
+        ):
+            self.save(f"before {change.__name__}")
+            change()
+        self.step()
+        self.save("before a load")
+        self.engine.load_checkpoint(self.folder, "after a step")
+        self.save("after a load")
+        self.step()
+        with outer_weights(self.engine):
+            self.try_to(self.save, "outer weights")
+        self.offload()
+        self.step()
+        self.save("last")
+
+    def offload(self) -> None:
+        """Move states to the host, where a save may be refused, and back."""
+        if self.job.zero.get("offload_optimizer"):
+            return
+        fused = "deepspeed.ops.adam.fused_adam.FusedAdam"  # DeepSpeed's stage 3 moves no others
+        with mock.patch(fused, type(self.engine.optimizer.optimizer)):
+            self.save("before an offload")
+            self.try_to(self.engine.offload_states, pin_memory=False)
+            self.try_to(self.save, "offloaded")
+            self.engine.reload_states()
+
+    def _trained(self) -> list[nn.Parameter]:
+        """Two parameters, one of which most ranks have elements of."""
+        found = [param for param in self.model.parameters() if param.requires_grad and _numel(param)]
+        return [max(found, key=_numel), found[0]]
+
+    def _state(self, param: Any) -> str:
+        return snapshots.MUON[param.use_muon][0] if self.job.optimizer == "Muon" else "exp_avg"
+
+    def set_weights(self) -> None:
+        for param in self._trained():
+            safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 1.125)
+
+    def set_states(self) -> None:
+        for param in self._trained():
+            value = safe_get_full_optimizer_state(param, self._state(param))
+            if value is not None:
+                self.try_to(safe_set_full_optimizer_state, param, value + 0.125, self._state(param))
+
+    def set_local_weights(self) -> None:
+        for param in self._local():
+            self.try_to(safe_set_local_fp32_param, param, safe_get_local_fp32_param(param) * 1.125)
+
+    def set_local_states(self) -> None:
+        for param in self._local():
+            value = safe_get_local_optimizer_state(param, self._state(param)) + 0.125
+            self.try_to(safe_set_local_optimizer_state, param, value, self._state(param))
+
+    def _local(self) -> list[nn.Parameter]:
+        """Those that have a local part, as DeepSpeed takes it."""
+        sharded = [param for param in self._trained() if hasattr(param, "ds_id")]
+        return [param for param in sharded if safe_get_local_fp32_param(param).numel() == param.ds_tensor.numel()]
+
+    def refresh(self) -> None:
+        self.engine.optimizer.refresh_fp32_params()
+
+    def edit(self) -> None:
+        """As scripts do: weights, buffers and hyperparameters, in place."""
+        with deepspeed.zero.GatheredParameters(self._trained(), modifier_rank=0):
+            for param in self._trained():
+                param.data.mul_(1.125)
+        for buffer in self.model.buffers():
+            buffer.add_(1)
+        for group in self.engine.optimizer.param_groups:
+            group["weight_decay"] = 0.125
+
+
+def _numel(param: Any) -> int:
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+class PipelineRun(Run):
+    """The same of a pipeline, which has its micro-steps to itself."""
+
+    def __init__(self, engine: Any, job: pipelines.Pipe, folder: str) -> None:
+        super().__init__(engine, engine.module, _AS_JOB[job.optimizer == "Muon"], folder)
+        self._batches = pipelines.batches(engine.grid.get_data_parallel_rank())
+
+    def step(self) -> None:
+        """Run a step."""
+        self.losses.append(float(self.engine.train_batch(self._batches)))
+
+    def everything(self) -> None:
+        """Save between steps, and go on at once with each thing that may be done then."""
+        self.step()
+        self.save("after a step")
+        self.step()
+        for change in (self.set_weights, self.set_states, self.edit):
+            self.save(f"before {change.__name__}")
+            change()
+        self.step()
+        self.save("before a load")
+        self.engine.load_checkpoint(self.folder, "after a step")
+        self.save("after a load")
+        self.step()
+        self.save("last")
+
+
+_AS_JOB = {False: training.Job(optimizer="Adam"), True: training.Job(optimizer="Muon")}
+
+
+def twins(folder: str, make: Callable[[str], Run]) -> Twins:
+    """Run twice, and compare.
+
+    Args:
+        folder: of all checkpoints.
+        make: makes a run that saves into a folder.
+    """
+    runs = []
+    with mock.patch.object(secrets, "randbits", lambda bits: bits), late_copies():
+        for kind in KINDS:
+            Init.param_id = 0  # ZeRO-3 numbers the parameters of a process, and files have the numbers
+            runs.append(make(f"{folder}/{kind}"))
+            if kind == KINDS[0]:
+                runs[0].engine.checkpoint_engine.aside = None
+            runs[-1].everything()
+            runs[-1].engine.destroy()
+            dist.barrier()
+    one, two = (files_below(f"{folder}/{kind}") for kind in KINDS)
+    outcomes = [(run.losses, run.raised) for run in runs]
+    different = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
+    where = parts_that_differ(*(f"{folder}/{kind}/{min(different)}" for kind in KINDS)) if different else []
+    tags = sorted({Path(name).parts[0] for name in different})
+    return Twins(tags, where, len(one), outcomes[0] == outcomes[1], runs[1].raised)
+
+
+def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2) -> Twins:
+    """Of a strategy."""
+
+    def make(into: str) -> Run:
+        engine, model = training.make_engine(job, training.placed(name, group_size))
+        snapshots.mark(engine, model)
+        return Run(engine, model, job, into)
+
+    return twins(folder, make)
+
+
+def pipeline_case(folder: str, name: str, pipe: pipelines.Pipe, group_size: int = 2) -> Twins:
+    """Of a strategy in a pipeline."""
+    keys = training.placed(name, group_size)
+    return twins(folder, lambda into: PipelineRun(pipelines.make_pipeline(pipe, keys), pipe, into))
+
+
+def parts_that_differ(one: str, two: str) -> list[str]:
+    """Say where two files differ, for whoever looks for the reason."""
+    found: list[str] = []
+
+    def compare(left: Any, right: Any, at: str) -> None:
+        if isinstance(left, dict):
+            for key in left.keys() | right.keys():
+                compare(left.get(key), right.get(key), f"{at}/{key}")
+        elif isinstance(left, list | tuple):
+            for number, pair in enumerate(zip(left, right, strict=True)):
+                compare(*pair, f"{at}/{number}")
+        elif isinstance(left, torch.Tensor):
+            if not torch.equal(left, right):
+                found.append(at)
+        elif isinstance(left, int | float | str) and left != right:
+            found.append(f"{at}: {left!r}, {right!r}")
+
+    compare(torch.load(one, weights_only=False), torch.load(two, weights_only=False), "")
+    return found

@@ -1,0 +1,190 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A save that fails beside the training is told on all ranks, leaves what was there, and the training goes on."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from tests.harness.tiers import deep
+from tests.harness.training import placed
+
+FAULTS = {  # what fails, on which rank, how, and what is said of it
+    "a full disk": ("save", 2, OSError(28, "No space left on device"), "No space left on device"),
+    "a folder that is read only": ("publish", 0, PermissionError(13, "Permission denied"), "Permission denied"),
+    "a file latest that cannot be written": ("point", 0, OSError(5, "Input/output error"), "Input/output error"),
+    "no memory": ("complete", 1, MemoryError(), "MemoryError"),
+    "a writer that dies": ("save", 3, SystemExit(7), "SystemExit"),
+    "one that dies as it commits": ("publish", 0, SystemExit(7), "SystemExit"),
+}
+
+
+def rank_of(fault: str, name: str) -> int:
+    """On which rank of a strategy it happens: some have replicas that write nothing."""
+    what, rank, *_ = FAULTS[fault]
+    return rank if name[2] == "G" or what != "save" else 0
+
+
+@contextmanager
+def failing(fault: str, rank: int) -> Iterator[None]:
+    """Let the next save fail so, half-way, on this rank, in this context."""
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.checkpoint import folder as folders
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+    from deepspeed_ext.checkpoint.snapshots import Snapshot
+
+    what, _, error, _ = FAULTS[fault]
+    owner: Any = {"save": torch, "publish": CheckpointFolder, "point": folders, "complete": Snapshot}[what]
+    name = "replace_text" if what == "point" else what
+    original = getattr(owner, name)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() != rank:
+            return original(*args, **kwargs)
+        if what in ("save", "publish"):
+            original(*({"a": "part"}, *args[1:]) if what == "save" else args, **kwargs)
+        raise error
+
+    with mock.patch.object(owner, name, fail):
+        yield
+
+
+class Told(NamedTuple):
+    """What has become of a save that failed.
+
+    Attributes:
+        at: where it was told.
+        message: type and text.
+        untouched: whether the folder is as it was.
+    """
+
+    fault: str
+    at: str
+    message: str
+    untouched: bool
+
+
+@pytest.mark.parametrize(
+    "name, boundary, accumulation",
+    [("NIG", "step", 2), ("IIG", "engine", 2), *deep(("III", "step", 1), ("NNN", "user", 2), ("GGG", "coalesce", 2))],
+)
+def test_it_is_told_where_it_can_be_and_training_goes_on(
+    ranks: Any, tmp_path: Path, name: str, boundary: str, accumulation: int
+) -> None:
+    answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, accumulation, timeout=120.0)
+    for told, losses, undisturbed, changed in answers:
+        assert told == answers[0][0], "the same on all ranks"
+        assert {one.at for one in told} == {"step", "save", "load", "destroy"}
+        for one in told:
+            rank, says = rank_of(one.fault, name), FAULTS[one.fault][-1]
+            assert one.message.startswith("SaveFailed: the checkpoint ") and one.untouched, one
+            assert f"rank {rank}: " in one.message and says in one.message, one
+        assert losses == undisturbed and changed == {}, (losses, undisturbed, changed)
+
+
+def faults_case(
+    folder: str, name: str, boundary: str, accumulation: int
+) -> tuple[list[Told], list[float], list[float], dict[str, float]]:
+    """What was told; losses of that run, and of an undisturbed one; what a load of the next save does not restore."""
+    from deepspeed import comm as dist
+
+    from tests.harness import saves, snapshots, training
+
+    job = snapshots.job_of("bf16", **saves.ASIDE, wall_clock_breakdown=True, steps_per_print=10**6)
+    job = dataclasses.replace(job, boundary=boundary, accumulation=accumulation)
+    runs = []
+    for _ in range(2):
+        engine, model = training.make_engine(job, placed(name))
+        runs.append(saves.Run(engine, model, job, folder))
+    run, undisturbed = runs
+    run.step()
+    run.save("last")
+    told = []
+
+    def tell(fault: str, at: str, act: Callable[[], Any]) -> None:
+        run.engine.checkpoint_engine.finish()
+        dist.barrier()
+        before = saves.files_below(folder)
+        dist.barrier()
+        with failing(fault, rank_of(fault, name)):
+            run.save("last")
+            message = snapshots.error_of(act)
+        dist.barrier()
+        told.append(Told(fault, at, message, saves.files_below(folder) == before))
+
+    for fault in FAULTS:
+        tell(fault, "step", run.steps_until_one_raises)
+        run.engine.step()  # the one that has raised
+    tell("a full disk", "save", lambda: run.save("other"))
+    for _ in run.losses:
+        if not undisturbed.losses[len(run.losses) - 1 :]:
+            undisturbed.step()
+    losses = list(run.losses)
+    run.save("last")
+    seen = snapshots.snapshot(run.engine, run.model, job)
+    run.step()
+    tell("no memory", "load", lambda: run.engine.load_checkpoint(folder, "last"))
+    run.engine.load_checkpoint(folder, "last")
+    changed = snapshots.difference(seen, snapshots.snapshot(run.engine, run.model, job))
+    tell("a writer that dies", "destroy", run.engine.destroy)
+    undisturbed.engine.destroy()
+    return told, losses, undisturbed.losses, changed
+
+
+def test_two_engines_save_at_once_and_what_cannot_be_saved_is_told_at_once(ranks: Any, tmp_path: Path) -> None:
+    for loaded, messages, latest in ranks(4).run(two_engines_case, str(tmp_path)):
+        assert loaded == [{}, {}] and latest == "1"
+        for message, why in zip(messages, ("pickle", "MemoryError"), strict=True):
+            assert message.startswith("CheckpointError: rank 0: ") and why in message, message
+
+
+def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str]:
+    """What two engines load that have saved at the same time, each twice, one on a rank without threads, the other on
+    disks of nodes; what saves raise that cannot be; what ``latest`` names."""
+    from deepspeed import comm as dist
+
+    from tests.harness import saves, snapshots, training
+
+    runs = []
+    for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
+        job = snapshots.job_of(checkpoint={**saves.ASIDE["checkpoint"], **keys})
+        engine, model = training.make_engine(job, placed(name))
+        runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
+    if dist.get_rank() == 2:
+        runs[0].engine.checkpoint_engine.aside._background.add = no_thread
+    for tag in range(2):
+        for run in runs:
+            run.step()
+        seen = [snapshots.snapshot(run.engine, run.model, run.job) for run in runs]
+        with saves.late_copies():
+            for run in runs:
+                run.save(str(tag))
+    loaded, unsaved = [], ({"bad": lambda: 0}, {"bad": Uncopyable()})
+    messages = [snapshots.error_of(runs[0].engine.save_checkpoint, f"{folder}/0", "1", bad) for bad in unsaved]
+    for run, wanted in zip(runs, seen, strict=True):
+        run.step()
+        run.engine.load_checkpoint(run.folder)
+        loaded.append(snapshots.difference(wanted, snapshots.snapshot(run.engine, run.model, run.job)))
+    latest = Path(folder, "0", "latest").read_text()
+    for run in runs:
+        run.engine.destroy()
+    return loaded, messages, latest
+
+
+def no_thread(*_: Any) -> None:
+    """As the system does that has no more."""
+    raise RuntimeError("can't start new thread")
+
+
+class Uncopyable:
+    """Cannot be copied to the host."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError
