@@ -118,7 +118,8 @@ class Snapshot:
             held.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
         )
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
+            made = nn.Parameter(made, tensor.requires_grad)
+        vars(made).update(vars(tensor))  # ``torch.save`` writes them
         return made.requires_grad_(tensor.requires_grad)
 
     def _copy(self, source: Tensor, to: Tensor) -> None:
@@ -173,5 +174,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout == torch.strided
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or vars(tensor))
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
+        and all(isinstance(value, str | int | float) for value in vars(tensor).values())  # stage 3 names sub-groups so
     )
