@@ -27,6 +27,7 @@ it take at most 1.05 of undisturbed ones, and host buffers are those of the form
 import argparse
 import contextlib
 import functools
+import gc
 import os
 import random
 import shutil
@@ -116,13 +117,15 @@ class Worker:
             turn = Turns(self, trained, name)
             for disk in [disk for disk in self._args.disks if disk == REAL or not METHODS[name].decoupled]:
                 row = self._row(name, disk, trained.setup)
-                self._disk.megabytes = self._args.slow if disk == SLOW else None
+                self._disk.megabytes = self._setting.slow if disk == SLOW else None
                 if disk == self._args.disks[0]:
                     row.first.append(turn.first())
                 for _ in range(self._args.saves):
                     turn.take(row)
             turn.end()
         trained.close()
+        del trained, turn
+        gc.collect()
         give_back_memory()
 
     def _make(self, base: str) -> Engine:
@@ -138,7 +141,7 @@ class Worker:
         return Ours(workload, {"paro_strategy": base, "paro_group_size": self._setting.ranks_per_node})
 
     def _row(self, name: str, disk: str, setup: str) -> SaveRow:
-        megabytes = self._args.slow if disk == SLOW else None
+        megabytes = self._setting.slow if disk == SLOW else None
         more = f"; checkpoint {dict(METHODS[name].checkpoint)}"
         fresh = SaveRow(self._setting.name, self._setting.mbit, name, setup + more, disk=disk, megabytes=megabytes)
         return self._rows.setdefault((name, disk), fresh)
@@ -329,13 +332,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time saves at once and beside the training.")
     add_arguments(parser, "saves", SETTINGS, list(METHODS))
     parser.add_argument("--disks", nargs="+", choices=(REAL, SLOW), default=[REAL, SLOW], metavar="NAME")
-    parser.add_argument("--slow", type=float, default=20.0, help="MB/s that each rank writes to the slow disk")
     parser.add_argument("--folder", type=Path, help="where to save, by default as temporary files")
     parser.add_argument("--rounds", type=int, default=2, help="engines of each kind")
     parser.add_argument("--saves", type=int, default=2, help="of each engine, method and disk, after the first one")
     parser.add_argument("--steps", type=int, default=3, help="undisturbed ones before a save")
     args = parser.parse_args()
-    require_positive(parser, args, "slow", "rounds", "saves", "steps")
+    require_positive(parser, args, "rounds", "saves", "steps")
     return args
 
 

@@ -70,10 +70,10 @@ class SleepInstead(torch.autograd.Function):
 class SleepingBlock(nn.Module):
     """The weights of a ``ShortcutBlock``, with which it computes nothing: of its step all but the compute is real."""
 
-    def __init__(self, width: int, hidden: int, pauses: Pauses) -> None:
+    def __init__(self, width: int, hidden: int, pauses: Pauses, dtype: torch.dtype) -> None:
         super().__init__()
-        self.rise = nn.Parameter(torch.randn(hidden, width) / width**0.5)
-        self.fall = nn.Parameter(torch.randn(width, hidden) / hidden**0.5)
+        self.rise = nn.Parameter(torch.randn(hidden, width, dtype=dtype) / width**0.5)
+        self.fall = nn.Parameter(torch.randn(width, hidden, dtype=dtype) / hidden**0.5)
         self._pauses = pauses
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -121,10 +121,10 @@ def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = Non
     return Blocks(ShortcutBlock(width, hidden, pauses) for _ in range(count))
 
 
-def make_sleeping_blocks(count: int, width: int, hidden: int, pauses: Pauses) -> Blocks:
+def make_sleeping_blocks(count: int, width: int, hidden: int, pauses: Pauses, dtype: torch.dtype) -> Blocks:
     """Return the same model on every call and every rank: blocks that sleep in the place of all compute."""
     torch.manual_seed(0)
-    return Blocks(SleepingBlock(width, hidden, pauses) for _ in range(count))
+    return Blocks(SleepingBlock(width, hidden, pauses, dtype) for _ in range(count))
 
 
 def make_adapted_blocks(count: int, width: int, hidden: int, rank: int) -> Blocks:

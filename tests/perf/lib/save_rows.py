@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from tests.perf.lib.blocks import Blocks, Pauses, make_sleeping_blocks
 from tests.perf.lib.cluster_rows import Launch, MethodRow, rate_name, read_last
@@ -81,11 +83,13 @@ class SaveSetting(Launch):
     Attributes:
         size: of the model, a key of ``SIZES``.
         pause: seconds that a step sleeps in the model: its emulated compute.
+        slow: MB/s that each rank writes to the slow disk.
     """
 
     size: str = "25M"
     mbit: float = 1000
     pause: float = 1.0
+    slow: float = 10
     accumulation: int = 4
 
     @property
@@ -98,9 +102,9 @@ class SaveSetting(Launch):
         return blocks * 8 * width * width
 
     def make_model(self, pauses: Pauses) -> Blocks:
-        """Return the same model on every call and every rank."""
+        """Return the same model on every call and every rank, in bf16 from the beginning: so it takes half."""
         blocks, width = SIZES[self.size]
-        return make_sleeping_blocks(blocks, width, 4 * width, pauses)
+        return make_sleeping_blocks(blocks, width, 4 * width, pauses, torch.bfloat16)
 
     def buffers(self, method: str) -> float:
         """Return ``SaveMethod.buffers`` here."""
@@ -109,7 +113,7 @@ class SaveSetting(Launch):
 
 SETTINGS = {
     setting.name: setting
-    for setting in (SaveSetting(2, 2), SaveSetting(2, 2, mbit=100), SaveSetting(2, 2, "200M", pause=2.0))
+    for setting in (SaveSetting(2, 2), SaveSetting(2, 2, mbit=100), SaveSetting(2, 2, "200M", pause=2.0, slow=40))
 }
 
 
