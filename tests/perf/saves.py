@@ -39,6 +39,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
 from torch import Tensor
 from tqdm import tqdm
 
+from deepspeed_ext.checkpoint import asynchronous
 from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
 from scripts.emulation.network import Link
 from tests.perf.lib import verdict
@@ -202,11 +204,13 @@ class Turns:
     def __init__(self, worker: Worker, trained: Engine, name: str) -> None:
         self._worker, self._trained, self._method = worker, trained, METHODS[name]
         configure(trained.engine, dict(self._method.checkpoint))
-        self._waited = 0.0
+        self._waited = self._cpu = 0.0
         self._aside: AsyncSaves | None = getattr(trained.engine.checkpoint_engine, "aside", None)
         waits = (self._aside, "at_step") if self._aside else (trained.engine, "_commit_decoupled_checkpoint")
         setattr(*waits, self._timed(getattr(*waits)))
         self._waits = waits
+        self._counting = mock.patch.object(asynchronous, "_written", self._counted(asynchronous._written))
+        self._counting.start()
 
     def _timed(self, wait: Any) -> Any:
         @functools.wraps(wait)
@@ -217,6 +221,19 @@ class Turns:
 
         return timed
 
+    def _counted(self, written: Any) -> Any:
+        """Return what a writer does, such that its thread's seconds of a core are counted."""
+
+        @functools.wraps(written)
+        def counted(*args: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return written(*args)
+            finally:
+                self._cpu += time.thread_time() - begin
+
+        return counted
+
     def first(self) -> float:
         """Take the first save; return its seconds."""
         seconds, *_ = self._worker.save(self._trained)
@@ -226,6 +243,7 @@ class Turns:
     def take(self, row: SaveRow) -> None:
         """Take a turn, and put it down."""
         stolen, total = cpu_times()
+        self._cpu = 0.0
         undisturbed = [self._worker.step(self._trained) for _ in range(self._worker.steps)] if self._aside else []
         seconds, sent, begin = self._worker.save(self._trained)
         row.seconds.append(seconds)
@@ -258,6 +276,7 @@ class Turns:
         while not beside or _somewhere_at_work(aside):
             beside.append(self._step(row))
         watcher.join()
+        row.cpu += over_ranks([self._cpu], dist.ReduceOp.SUM)
         usual = statistics.median(undisturbed)
         row.steps += undisturbed
         row.beside += [step / usual for step in beside]
@@ -272,11 +291,13 @@ class Turns:
         elif self._method.decoupled:
             self._trained.engine._commit_decoupled_checkpoint()
         self._worker.remove()
+        give_back_memory()
 
     def end(self) -> None:
         """Give the host buffers back, and end the process that writes."""
         engine, (owner, name) = self._trained.engine, self._waits
         vars(owner).pop(name)
+        self._counting.stop()
         if self._method.decoupled:
             engine.checkpoint_engine.cleanup()
         if self._aside is not None:
@@ -320,12 +341,11 @@ def _shared_folder(below: Path | None) -> Path:
 
 def print_rows(rows: Sequence[SaveRow]) -> None:
     """Print a table of a disk, as the page has it."""
-    header, lines = table(sorted(rows, key=lambda row: list(METHODS).index(row.method)))
+    header, lines = table(rows)
     load = statistics.median(one for row in rows for one in row.load)
     print(f"\n{rows[0].setting}, {rows[0].disk} disk; load {load:.1f}")
-    print("  ".join(header[1:]))
-    for _, *line in lines:
-        print(f"{line[0]:<30}" + "".join(f"{cell:>15}" for cell in line[1:]))
+    for _, name, *cells in [header, *lines]:
+        print(f"{name:<30}" + "".join(f"{cell:>18}" for cell in cells))
 
 
 def parse_arguments() -> argparse.Namespace:

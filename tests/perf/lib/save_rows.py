@@ -3,7 +3,7 @@
 """The settings and methods of ``saves.py``, its results, what is promised of them, and the table."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,8 @@ class SaveRow(MethodRow):
         steps: seconds of undisturbed steps.
         beside: of each step while the writer is at work, how many times as long as the undisturbed ones of its turn.
         lost: seconds that the steps beside a writer took longer, together.
+        cpu: seconds of a core that the writers of all ranks took, together: a lower bound of ``lost`` where cores are
+            busy.
         buffers: bytes of host buffers of the rank that has most.
         load: processes that wanted a core during the last minute, those of this program among them.
     """
@@ -144,6 +146,7 @@ class SaveRow(MethodRow):
     steps: list[float] = field(default_factory=list)
     beside: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     buffers: float = 0.0
     load: list[float] = field(default_factory=list)
 
@@ -161,6 +164,7 @@ class SaveRow(MethodRow):
             "until_committed": self.behind,
             "step": self.steps,
             "lost": self.lost,
+            "writers_cpu": self.cpu,
         }
         spreads = {
             f"{name}_seconds_{part}": value
@@ -210,6 +214,7 @@ class SaveRow(MethodRow):
             steps=spread("step_seconds"),
             beside=spread("beside"),
             lost=spread("lost_seconds"),
+            cpu=spread("writers_cpu_seconds"),
             buffers=float(kept["buffer_bytes"]),
             link_bytes=float(kept["link_bytes"]),
             load=[float(kept["load_median"])],
@@ -263,30 +268,28 @@ def problems(rows: Sequence[SaveRow]) -> list[str]:
 
 def table(rows: Sequence[SaveRow]) -> tuple[list[str], list[list[str]]]:
     """Return what saves of each method took in each setting, on each disk."""
-    header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "first", "steps wait", "stops for"]
-    header += [
-        "of synchronous",
-        "committed after",
-        "a step",
-        "beside a writer",
-        "MB of buffers",
-        "formula",
-        "MB between",
-    ]
+    header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "first", "stops for", "of synchronous"]
+    header += ["committed after", "CPU s", "a step, s", "beside the writer", "MB of buffers", "MB between"]
     lines = []
-    for row in rows:
+    for row in sorted(rows, key=_place):
         setting, whole = SETTINGS[row.setting], synchronous(row, rows)
         place = f"{setting.size}, {rate_name(setting.mbit)}, {row.disk}"
         saves = [f"{row.median:.2f}", f"{min(row.seconds):.2f} .. {max(row.seconds):.2f}", _median(row.first)]
-        aside = [
-            _median(row.waits) if any(row.waits) else "",
-            f"{row.critical:.2f}",
-            "" if whole is None else f"{row.critical / whole.critical:.1%}",
-        ]
-        steps = [_median(row.behind), _median(row.steps), _median(row.beside, 3)]
-        held = [f"{value / 1e6:.0f}" if value else "" for value in (row.buffers, setting.buffers(row.method))]
-        lines.append([place, row.method, *saves, *aside, *steps, *held, f"{row.link_bytes / 1e6:.1f}"])
+        stops = [f"{row.critical:.2f}", "" if whole is None else f"{row.critical / whole.critical:.1%}"]
+        steps = [_median(row.behind), _median(row.cpu), _median(row.steps), _median(row.beside, 3)]
+        held = f"{row.buffers / 1e6:.0f}" if row.buffers else ""
+        lines.append([place, row.method, *saves, *stops, *steps, held, f"{row.link_bytes / 1e6:.1f}"])
     return header, lines
+
+
+def _place(row: SaveRow) -> tuple[int, ...]:
+    """Return where a row is in the table."""
+    orders: tuple[tuple[Iterable[str], str], ...] = (
+        (SETTINGS, row.setting),
+        ((REAL, SLOW), row.disk),
+        (METHODS, row.method),
+    )
+    return tuple(list(order).index(name) for order, name in orders)
 
 
 def _median(values: Sequence[float], digits: int = 2) -> str:
