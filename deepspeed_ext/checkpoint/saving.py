@@ -77,6 +77,7 @@ def save_checkpoint(
             files.saving(commit.folder, header, writers.left_to_others, snapshot),
             writers.numbered(engine),
             mock.patch.object(engine.optimizer, "own_order", not saves_in_zeros_order(engine._config)),
+            mock.patch.object(engine.optimizer, "is_saved", True),
         ):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters

@@ -57,11 +57,12 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         flush_follows: whether the backward that runs is the last one before a boundary that somebody else declares.
         own_order: whether ``state_dict`` returns partitions as they are held; see Note [Own order] in
             ``flat/saved.py``.
+        is_saved: whether a checkpoint is being saved, for which nobody changes what ranks hold.
         before_step: called when a step begins, on all ranks; may raise: then nothing has been done.
         before_change: called before the optimizer's states are changed or moved otherwise: somebody may read them.
     """
 
-    own_order = False
+    own_order = is_saved = False
     before_step: Callable[[], None] = staticmethod(lambda: None)
     before_change: Callable[[], None] = staticmethod(lambda: None)
     complete_gradients: Callable[[], None] = staticmethod(lambda: None)

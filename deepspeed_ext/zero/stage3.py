@@ -618,8 +618,8 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     @override
     def checkpoint_event_epilogue(self) -> None:
-        """Complete slices after it: what was loaded is in this rank's rows only."""
-        for slices in self.slices.values():
+        """Complete slices after a load: what was loaded is in this rank's rows only."""
+        for slices in () if self.is_saved else self.slices.values():
             slices.complete()
         super().checkpoint_event_epilogue()
 

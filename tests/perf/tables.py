@@ -19,6 +19,7 @@ from tests.perf.lib import (
     outer_rows,
     overlap_rows,
     overlap_tables,
+    save_rows,
     verdict,
 )
 from tests.perf.lib.cluster_rows import KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
@@ -36,6 +37,7 @@ OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from t
     "outer-cluster": lambda: outer_cluster_rows.table(outer_cluster_rows.read()),
     "host-parameters": lambda: host_parameter_rows.table(host_parameter_rows.read()),
     "mixture": lambda: mixture_rows.table(mixture_rows.read()),
+    "saves": lambda: save_rows.table(save_rows.read()),
 }
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)

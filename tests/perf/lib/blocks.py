@@ -51,6 +51,36 @@ class ShortcutBlock(nn.Module):
         return outputs if self._pauses is None else Sleep.apply(outputs, self._pauses)
 
 
+class SleepInstead(torch.autograd.Function):
+    """Sleeps in the place of two layers, and returns gradients of their weights that are the same in every step."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, rise: Tensor, fall: Tensor, pauses: Pauses) -> Tensor:
+        ctx.pauses, ctx.shapes = pauses, (rise.shape, fall.shape)
+        time.sleep(pauses.forward)
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        time.sleep(ctx.pauses.backward)
+        rise, fall = (torch.full(shape, 1e-3, dtype=gradient.dtype) for shape in ctx.shapes)
+        return gradient, rise, fall, None
+
+
+class SleepingBlock(nn.Module):
+    """The weights of a ``ShortcutBlock``, with which it computes nothing: of its step all but the compute is real."""
+
+    def __init__(self, width: int, hidden: int, pauses: Pauses, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.rise = nn.Parameter(torch.randn(hidden, width, dtype=dtype) / width**0.5)
+        self.fall = nn.Parameter(torch.randn(width, hidden, dtype=dtype) / hidden**0.5)
+        self._pauses = pauses
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = SleepInstead.apply(inputs, self.rise, self.fall, self._pauses)
+        return outputs
+
+
 class AdaptedBlock(nn.Module):
     """Two frozen layers with a shortcut, each with a LoRA adapter beside it."""
 
@@ -89,6 +119,12 @@ def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = Non
     """Return the same model on every call and every rank."""
     torch.manual_seed(0)
     return Blocks(ShortcutBlock(width, hidden, pauses) for _ in range(count))
+
+
+def make_sleeping_blocks(count: int, width: int, hidden: int, pauses: Pauses, dtype: torch.dtype) -> Blocks:
+    """Return the same model on every call and every rank: blocks that sleep in the place of all compute."""
+    torch.manual_seed(0)
+    return Blocks(SleepingBlock(width, hidden, pauses, dtype) for _ in range(count))
 
 
 def make_adapted_blocks(count: int, width: int, hidden: int, rank: int) -> Blocks:

@@ -402,6 +402,11 @@ class Engine(Method):
         return self._whole(self._engine.module)
 
     @property
+    def engine(self) -> Any:
+        """DeepSpeed's."""
+        return self._engine
+
+    @property
     def module(self) -> nn.Module:
         """What the engine trains."""
         module: nn.Module = self._engine.module
