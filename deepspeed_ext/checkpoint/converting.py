@@ -27,12 +27,12 @@ from pathlib import Path
 
 from deepspeed import comm as dist
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, remove, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, put_in_place
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 
 SUFFIX = "_converted"
+STAGING = ".converting"  # at the end of the name of a hidden folder beside the converted one
 _SOURCE = "converted_from.json"  # names, sizes and times of the files that were converted
-_STAGING = ".converting"
 _DONE = "done"
 _AT_WORK = "at_work"  # grows by a byte in each second in which the first rank is at work
 _BEAT = 1.0  # seconds between two bytes
@@ -63,15 +63,13 @@ def converted(load_dir: str, tag: str, why: str) -> str:
     """
     folder = Path(load_dir, tag)
     target = folder.with_name(folder.name + SUFFIX)
-    staging = folder.with_name(f".{folder.name}{_STAGING}")
+    staging = folder.with_name(f".{folder.name}{STAGING}")
     first = dist.get_rank() == 0
     current = run_on_all_or_raise(
         lambda: first and _is_current(folder, target), f"{folder} cannot be read", CheckpointError
     )
     if broadcast_text(str(current), 0) != str(True):
-        run_on_all_or_raise(
-            lambda: _begin(staging) if first else None, f"{staging} cannot be written", CheckpointError
-        )
+        run_on_all_or_raise(lambda: begin(staging) if first else None, f"{staging} cannot be written", CheckpointError)
         dist.barrier()
         run_on_all_or_raise(lambda: _find(staging), f"{staging} is not seen by all ranks", CheckpointError)
         problem = _convert(folder, target, staging) if first else _wait(folder, staging)
@@ -91,7 +89,8 @@ def _is_current(folder: Path, target: Path) -> bool:
     return source.is_file() and json.loads(source.read_text()) == _signature(folder)
 
 
-def _begin(staging: Path) -> None:
+def begin(staging: Path) -> None:
+    """Make an empty folder to convert into."""
     if staging.exists():  # left by a conversion that was killed
         shutil.rmtree(staging)
     staging.mkdir()
@@ -145,10 +144,7 @@ def _run(folder: Path, target: Path, made: Path) -> None:
     if done.returncode:
         raise CheckpointError(f"{' '.join(command[1:])} has failed: {done.stdout[-_SHOWN:].strip()}")
     (made / _SOURCE).write_text(json.dumps(signature))
-    sync(made)
-    remove(target)
-    made.rename(target)
-    sync(target.parent)
+    put_in_place(made, target)
 
 
 @contextlib.contextmanager
@@ -194,7 +190,7 @@ def _wait(folder: Path, staging: Path) -> str:
 
 def _raise(problem: str, folder: Path, why: str) -> None:
     if problem:
-        shutil.rmtree(folder.with_name(f".{folder.name}{_STAGING}"), ignore_errors=True)
+        shutil.rmtree(folder.with_name(f".{folder.name}{STAGING}"), ignore_errors=True)
         raise CheckpointError(
             f"{folder} cannot be loaded as it is ({why.splitlines()[0]}), and it cannot be converted: {problem}"
         )

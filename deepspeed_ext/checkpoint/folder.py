@@ -212,6 +212,18 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename is not None and rename(*arguments) == 0
 
 
+def put_in_place(made: Path, place: Path) -> None:
+    """Give a complete folder its name, and remove what had it: where the system can, the name is there throughout."""
+    place = behind_links(place)
+    sync(made)
+    if os.path.lexists(place) and _exchange(made, place):
+        remove(made)
+    else:
+        remove(place)
+        made.rename(place)
+    sync(place.parent)
+
+
 def remove(path: Path) -> None:
     """Remove a folder, a file or a link, if it exists."""
     if path.is_dir() and not path.is_symlink():

@@ -20,9 +20,16 @@ Note [States in several files]
 
     Files in own order (``zero/flat/saved.py``) are shown under the names that it knows: it goes by their map of
     parameters, and puts the fragments of one together by the numbers of ranks, which is the order of its elements.
+
+Note [Whole or absent]
+    DeepSpeed's converter writes into the folder that it is to make, and momentum gets its name after it has ended. A
+    conversion that is killed in between would leave what looks like a universal checkpoint. So all is made in a hidden
+    folder beside it, ``.<name>.converting``, which the next conversion to that name removes if a killed one has left
+    it. The made folder gets its name at the end, and only then ``latest_universal`` has it.
 """
 
 import argparse
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +52,10 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
+from deepspeed_ext.checkpoint.converting import STAGING, begin, is_universal
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
+from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL, put_in_place, replace_text
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
@@ -66,16 +75,42 @@ _save_rest = ds_to_universal._save_optimizer_state
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Convert a checkpoint; see Note [Momentum in universal checkpoints].
+    """Convert a checkpoint; see Note [Whole or absent].
 
     Args:
         arguments: DeepSpeed's, of its own ``main``.
 
     Raises:
-        ValueError: the momentum is that of DeepSpeed's stages and cannot be told apart, or experts cannot be
-            converted; says what to do.
+        ValueError: the momentum is that of DeepSpeed's stages and cannot be told apart, experts cannot be converted,
+            or the name is taken by something else; says what to do.
     """
-    _refuse_experts(Path(arguments.input_folder))
+    source, target = Path(arguments.input_folder), Path(arguments.output_folder)
+    _refuse_experts(source)
+    _require_replaceable(target)
+    staging = target.with_name(f".{target.name}{STAGING}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    begin(staging)
+    try:
+        made = staging / target.name
+        _make(argparse.Namespace(**{**vars(arguments), "output_folder": str(made)}))
+        put_in_place(made, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    replace_text(target.with_name(LATEST_UNIVERSAL), target.name)
+
+
+def _require_replaceable(target: Path) -> None:
+    """Refuse to replace anything but another universal checkpoint.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    if target.exists() and not (target.is_dir() and (is_universal(target) or not any(target.iterdir()))):
+        raise ValueError(f"{target} is there, and is no universal checkpoint. Name another --output_folder.")
+
+
+def _make(arguments: argparse.Namespace) -> None:
+    """Convert into a folder that nobody sees; see Note [Momentum in universal checkpoints]."""
     with mock.patch.multiple(
         ds_to_universal,
         extract_zero_shards=extract_replicated,

@@ -139,6 +139,42 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
     return message, changed, names
 
 
+def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(save_case, str(tmp_path), "NIG + Muon")
+    ((message, taken, found),) = ranks(1).run(interrupted_case, str(tmp_path))
+    assert message == "OSError: killed" and "is there, and is no universal checkpoint" in taken
+    saved, made = ["global_step3", "latest"], ["global_step3_universal", "latest_universal"]
+    assert found == [saved, sorted((*saved, *made)), ["global_step3_universal"]]
+
+
+def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
+    """The errors of a conversion that ends while momentum is renamed, and of one over something else; what is in the
+    folder then, and after another, which replaces a universal checkpoint; what is the latest."""
+    from unittest import mock
+
+    from tests.harness.snapshots import convert, error_of
+
+    hidden, target = Path(folder, ".global_step3_universal.converting"), Path(folder, "global_step3_universal")
+    (hidden / "left by a killed one").mkdir(parents=True)
+    rename = Path.rename
+
+    def stop(path: Path, target: Path) -> Path:
+        if target.name == "momentum_buffer.pt":
+            raise OSError("killed")
+        return rename(path, target)
+
+    with mock.patch.object(Path, "rename", stop):
+        message = error_of(convert, folder, ours=True)
+    found = [names_in(folder)]
+    (target / "something else").mkdir(parents=True)
+    taken = error_of(convert, folder, ours=True)
+    (target / "something else").rename(target / "zero")  # as if another conversion had been there
+    convert(folder, ours=True)
+    assert any(target.glob("zero/*/momentum_buffer.pt"))
+    found += [names_in(folder), Path(folder, "latest_universal").read_text().split()]
+    return message, taken, found
+
+
 def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file").write_text("")
