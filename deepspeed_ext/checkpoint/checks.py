@@ -24,7 +24,7 @@ from deepspeed_ext.checkpoint.experts import (
     expert_files,
     outside_experts,
 )
-from deepspeed_ext.checkpoint.files import CheckpointFiles
+from deepspeed_ext.checkpoint.files import CheckpointFiles, holds_parameters_only
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
@@ -67,7 +67,8 @@ class Check:
         self._check_saves()
 
     def _check(self, strict: bool | None) -> None:
-        names = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
+        found = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
+        names = [name for name in found if not holds_parameters_only(name)]  # those of experts have similar names
         if not names:
             expected = self._engine._get_ckpt_name(self._load_dir, self._tag)
             raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
@@ -267,6 +268,8 @@ class Check:
     def _headers(self) -> Iterable[Mapping[str, Any]]:
         yield from self._files.headers.values()
         for name in sorted(self._folder.glob("*mp_rank_*_states.pt")):
+            if holds_parameters_only(str(name)):
+                continue
             try:
                 self._files.inspect(name)
             except CheckpointError:

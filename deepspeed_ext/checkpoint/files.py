@@ -44,7 +44,7 @@ def wrap(engine: CheckpointEngine, aside: "Callable[[], AsyncSaves] | None" = No
     return engine
 
 
-def _holds_parameters_only(path: str) -> bool:
+def holds_parameters_only(path: str) -> bool:
     """Return whether a file is a pipeline's layer, since there DeepSpeed takes every key for a parameter."""
     return Path(path).name.startswith("layer_")
 
@@ -158,7 +158,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             return
         if self._left_to_others(path):
             return
-        if isinstance(state_dict, dict) and not _holds_parameters_only(path):
+        if isinstance(state_dict, dict) and not holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}
         place = self._folder.staged(path)
         if self._snapshot is None:
@@ -223,7 +223,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             CheckpointError: it is missing, cannot be read, or lacks a key.
         """
         state = checked(path, *keys)
-        if not _holds_parameters_only(str(path)):
+        if not holds_parameters_only(str(path)):
             self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state
 

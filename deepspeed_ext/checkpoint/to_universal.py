@@ -60,10 +60,10 @@ from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
 from deepspeed_ext.zero.muon import MOMENTUM
+from deepspeed_ext.zero.native_experts import EXPERTS
 from deepspeed_ext.zero.sharded.saved import PLACEMENT
 
 _SHOWN_AS, _BESIDE, _STEP = "exp_avg", "exp_avg_sq", "step"
-_EXPERTS = "autoep_expert"  # DeepSpeed's name of their placement
 _MARK = torch.uint8  # no moment has this dtype
 _MARK_OF_EXPERTS = -1.0  # no mean of squares is negative
 
@@ -140,6 +140,11 @@ def _refuse_experts(folder: Path) -> None:
     files = (*folder.glob("mp_rank_*_model_states.pt"), *folder.glob("zero_pp_rank_*_model_states.pt"))
     state = inspect(min(files)) if files else {}
     prefixes = tuple(f"{layer['expert_key_prefix']}." for layer in state.get(AUTOEP_LAYERS_KEY) or ())
+    if not prefixes and (of_layers := sorted(folder.glob("layer_*_expert_*"))):
+        raise ValueError(
+            f"{folder} has experts of DeepSpeed's MoE layers ({of_layers[0].name}), for which universal checkpoints "
+            f"have no place. {way_out}"
+        )
     frozen = [name for name in state.get(FROZEN_PARAM_SHAPES) or () if name.startswith(prefixes)]
     if frozen:
         raise ValueError(f"{folder} has frozen experts of AutoEP, such as {frozen[0]}, not to be converted. {way_out}")
@@ -186,7 +191,7 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
     """Put experts together at stage 3. Arguments are those of DeepSpeed's function."""
     load = torch.load
     placements = inspect(optim_files[0])[OPTIMIZER_STATE_DICT].get(PLACEMENT) or ()
-    shares = {placement["partition_count"] for placement in placements if _EXPERTS in placement["families"]}
+    shares = {placement["partition_count"] for placement in placements if EXPERTS in placement["families"]}
 
     def load_shown(*args: Any, **kwargs: Any) -> Any:
         found = load(*args, **kwargs)

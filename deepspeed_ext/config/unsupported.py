@@ -81,6 +81,24 @@ def native_mixtures(model: Any) -> dict[str, Any]:
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
+def _unsharded_mixtures(engine: Any) -> str:
+    """Return why experts of DeepSpeed's MoE layers cannot be sharded; nothing if they can, or there are none."""
+    if not engine.has_moe_layers or not native_mixtures(engine.module):
+        return ""
+    if engine.pipeline_parallelism:
+        return "a pipeline writes each layer's weights to a file, which sharded experts are not in"
+    if engine.sequence_parallel_size > 1:
+        return "ranks that share a sequence have not the same experts"
+    if engine._has_autoep_layers():
+        return "layers of AutoEP beside them, which DeepSpeed does not save together"
+    experts = [(name, param) for name, param in engine.module.named_parameters() if hasattr(param, "group_name")]
+    frozen = [name for name, param in experts if not param.requires_grad]
+    if frozen:
+        return f"experts that are frozen, such as {frozen[0]}, are in no rank's shard"
+    init = [name for name, param in experts if hasattr(param, "ds_tensor")]
+    return f"deepspeed.zero.Init has sharded experts, such as {init[0]}, over ranks that have others" if init else ""
+
+
 def _has_outer_optimizer(engine: Any) -> str:
     """Return the key of an outer optimizer; nothing without one."""
     return OUTER if getattr(engine._config.zero_config, OUTER, None) is not None else ""
@@ -147,13 +165,10 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=lambda strategy, engine: "Use DeepSpeed MoE layers, or no pipeline",
     ),
     Unsupported(
-        lambda engine, optimizer: engine.has_moe_layers and native_mixtures(engine.module),
-        "the model has DeepSpeed MoE layers, which are not sharded",
+        lambda engine, optimizer: _unsharded_mixtures(engine),
+        "the model has DeepSpeed MoE layers, and {}",
         sharded,
-        lambda strategy, engine: (
-            f"{_plain(engine, '1 or 2')}: DeepSpeed's stage 3 does not support them, either; AutoEP's experts can be "
-            f"sharded"
-        ),
+        lambda strategy, engine: f"{_plain(engine, '1 or 2')}; strategies with p = N have experts whole",
     ),
     Unsupported(
         lambda engine, optimizer: _other_muon(optimizer),

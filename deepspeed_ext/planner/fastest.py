@@ -99,12 +99,12 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
         reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others shard")
-    if native_mixtures(model):
+    if native_mixtures(model):  # with p = I an expert that one rank of a group has takes as much
         replicated = [row for row in possible if row.p == Placement.N]
         if reasons or not replicated:
             raise ValueError(
                 f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, of which "
-                f"DeepSpeed's MoE layers need one with p = N, that is without stage 3"
+                f"with DeepSpeed's MoE layers it takes those with p = N, that is without stage 3"
                 f"{', but ' if reasons else ''}{' and '.join(reasons)}."
             )
         return replicated

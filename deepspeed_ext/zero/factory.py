@@ -31,6 +31,7 @@ from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
+from deepspeed_ext.zero import native_experts
 from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
 from deepspeed_ext.zero.families import (
     DENSE,
@@ -96,6 +97,8 @@ def configure_with(
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
             stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
+        else:
+            stack.enter_context(native_experts.sharded(engine))
         reductions = _topologies_of_reductions(strategy, topologies, engine._config.zero_config)
         for module, name, make in _replacements(
             strategy, topologies, reductions, gather, reduce, engine._config.zero_config

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's MoE layers under strategies with p = N train what its stages 1 and 2 train; see ``zero/families.py``."""
+"""DeepSpeed's MoE layers and AutoEP's train under strategies what they train in its stages; see ``families.py``."""
 
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,25 @@ def test_parity_with_keys_of_deepspeed(ranks: Any, job: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ep, group", [(2, 2), *deep((4, 2))])
 def test_experts_of_autoep(ranks: Any, ep: int, group: int) -> None:
     check(ranks(4).run(autoep_case, ep, {"accumulation": 2, "steps": 3}, group)[0])
+
+
+@pytest.mark.parametrize(
+    "ep, group, job, names",
+    [
+        (2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, ("ING", "III", "IIG", "GIG")),
+        *deep((4, 2, {"accumulation": 3}, PARTITIONED), (1, 2, {"accumulation": 2}, PARTITIONED)),
+        *deep((2, 1, {"accumulation": 1, "clipping": 0.1}, PARTITIONED), (2, 4, {"accumulation": 2}, PARTITIONED)),
+        *deep((2, 2, {"optimizer": "Muon", "accumulation": 2}, PARTITIONED)),
+    ],
+    ids=by_strategies,
+)
+def test_moe_layers_with_parameters_sharded(
+    ranks: Any, ep: int, group: int, job: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    """DeepSpeed's stage 3 refuses them, so the oracle is its stage 2."""
+    zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
+    rows = run(ranks, ep, {"steps": 3, **job, "zero": zero}, 4, group, strategies=names, stage=2)
+    check(rows, optimizer="Stage3Optimizer")
 
 
 SOME_PARTITIONED = ("III", "IIG", "GGG")
@@ -287,7 +306,8 @@ def test_sixteen_bits_of_autoep(ranks: Any, job: dict[str, Any], bounds: dict[st
 def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
     """Those with os = G; what does not fit is refused before anything is changed."""
     for rows, refused in ranks(4).run(exchange_case, str(tmp_path)):
-        assert len(rows) == 5 and all(rows.values()), rows
+        assert len(rows) == 6 and all(rows.values()), rows
+        assert "mp_rank_00_model_states.pt is missing. The checkpoint was saved with paro_strategy IIG" in refused[5]
         assert "is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers (" in refused[0]
         assert "shard the states otherwise" in refused[1], refused
         assert "does not fit the model's experts: of 3 names 3 are missing, unexpected or have another" in refused[2]
@@ -310,6 +330,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     for job, saver, loader in (
         (routed, "2", "NIG"),
         (routed, "NIG", "2"),
+        (routed, "IIG", "ING"),
         (mixtral, "3", "IIG"),
         (mixtral, "IIG", "3"),
         (replace(routed, optimizer="Muon", groups=2), "2", "NIG"),  # momentum of whole matrices
@@ -342,6 +363,9 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     engine, _ = training.make_engine(universal, training.placed("NII"))
     unconverted = snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG")
     engine.destroy()
+    engine, _ = training.make_engine(routed, training.placed("NIG"))
+    sharded = snapshots.error_of(engine.load_checkpoint, f"{folder}/IIG")
+    engine.destroy()
     if dist.get_rank() == 0:
         for path in Path(folder, "NIG", "global_step2").glob("layer_0_expert_*"):
             path.unlink()
@@ -349,7 +373,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     engine, _ = training.make_engine(routed, training.placed("NIG"))
     refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
     engine.destroy()
-    return found, [*refused, unconverted]
+    return found, [*refused, unconverted, sharded]
 
 
 @pytest.mark.parametrize(
@@ -394,8 +418,7 @@ def resume_case(
     few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
     some = {2: ("NII", "NIG", "INI", "IIG", "GGG"), 4: ("NNN", "III", "IGG", "ING")}[ep]  # in files of one or more
     rows = []
-    names = {"MoE": REPLICATED, "folded": ("NIG", "INI", "IIG"), "AutoEP": some[: 4 if compressed else None]}
-    for name in names[kind]:
+    for name in ("NIG", "INI", "IIG") if kind == "folded" else some[: 4 if compressed else None]:
         zero = training.placed(name, 1 if kind == "folded" else 2, **few_bits)
 
         def held(engine: Any, model: Any) -> list[Any]:

@@ -120,7 +120,10 @@ def test_locos_line_says_where_nothing_is_compressed(ranks: Any, kernels: bool, 
     assert ("nothing crosses between groups that could be compressed" in warnings[0]) == (group == 4)
 
 
-MOE = "the model has DeepSpeed MoE layers, which are not sharded"
+MOE = (
+    "the model has DeepSpeed MoE layers, and experts that are frozen, such as "
+    "moe.deepspeed_moe.experts.deepspeed_experts.0.weight, are in no rank's shard"
+)
 NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
 
 
@@ -131,20 +134,21 @@ NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "I
             {**IIG, "stage3_leaf_bytes": 99},
             "paro_strategy and paro_group_size and stage3_leaf_bytes",
             1,
-            " or 2: DeepSpeed's stage 3 does not support them, either; AutoEP's experts can be sharded",
+            " or 2; strategies with p = N have experts whole",
         ),
     ],
 )
 def test_models_that_no_strategy_supports(ranks: Any, zero: dict[str, Any], remove: str, stage: int, why: str) -> None:
     name = zero.get("paro_strategy", "NGG")
-    for error in ranks(4).run_expect_error(unsupported_case, "moe", zero):
+    for error in ranks(4).run_expect_error(unsupported_case, "frozen moe", zero):
         assert error.type == "ValueError", error
         assert error.message == (
             f"zero_optimization.paro_strategy {name} is not supported here: {MOE}. "
             f"Remove {remove}, and set zero_optimization.stage to {stage}{why}."
         )
     left = {key: value for key, value in zero.items() if key not in remove.split(" and ")}
-    ranks(4).run(unsupported_case, "moe", {**left, "stage": stage})  # what is advised works
+    ranks(4).run(unsupported_case, "frozen moe", {**left, "stage": stage})  # what is advised works
+    ranks(4).run(unsupported_case, "moe", IIG)
 
 
 def test_experts_that_no_strategy_supports(ranks: Any) -> None:
@@ -246,13 +250,16 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
 
     with deepspeed.zero.Init(enabled=what == "zero.Init", dtype=torch.float32):
         model: torch.nn.Module = torch.nn.Linear(4, 4)
-    if what == "moe":
+    if what in ("moe", "frozen moe"):
         model = Expert()
-    parameters: Any = list(model.parameters())
+        for param in model.moe.deepspeed_moe.experts.deepspeed_experts[0].parameters():  # type: ignore[union-attr]
+            param.requires_grad_(what == "moe")
+    parameters: Any = [param for param in model.parameters() if param.requires_grad]
     groups = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
     matrices = parameters if what == "a bias" else parameters[:1]
     optimizer: Any = {
         "moe": lambda: torch.optim.Adam(groups),
+        "frozen moe": lambda: torch.optim.Adam(groups),
         "NorMuon": lambda: type(what, (torch.optim.SGD,), {})(parameters, lr=0.1),
     }.get(what, lambda: MuonWithAuxAdam([{"params": matrices, "use_muon": True}]))()
     config = {

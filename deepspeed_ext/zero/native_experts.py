@@ -1,0 +1,43 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's ``MoE`` layers with p = I and G.
+
+Note [MoE layers with sharded parameters]
+    DeepSpeed's stage 3 shards AutoEP's experts, each over the ranks that have it, and refuses those of its own ``MoE``
+    layers (``DeepSpeedEngine._validate_zero3_moe_compatibility``). What it has to know of a parameter is the same for
+    both: that it is an expert's, and of which group of ranks. It reads that from attributes, which AutoEP sets.
+
+    Nothing in a layer keeps its experts from being sharded. In each forward it calls all experts of the rank, in one
+    order and with as many rows each, whether there are tokens for them or not, so that ranks gather the same
+    parameters in the same order.
+
+    A checkpoint has weights of experts where it has those of AutoEP: in the shards. DeepSpeed also writes its file for
+    each expert, from parameters that nobody has gathered: there is nothing in it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from deepspeed.moe.utils import is_moe_param
+
+from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.deepspeed_types import Engine
+
+EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
+
+
+@contextmanager
+def sharded(engine: Engine) -> Iterator[None]:
+    """Let the engine take experts of ``MoE`` layers for sharded ones while it makes its optimizer of stage 3."""
+    if not native_mixtures(engine.module):
+        yield
+        return
+    for param in engine.module.parameters():
+        if is_moe_param(param):
+            expert: Any = param
+            expert.ds_zero_placement_family = EXPERTS
+            expert.ds_zero_partition_group_name = expert.group_name
+    with mock.patch.object(engine, "_validate_zero3_moe_compatibility", lambda: None):
+        yield
