@@ -9,7 +9,9 @@ Note [MoE layers with sharded parameters]
 
     Nothing in a layer keeps its experts from being sharded. In each forward it calls all experts of the rank, in one
     order and with as many rows each, whether there are tokens for them or not, so that ranks gather the same
-    parameters in the same order.
+    parameters in the same order. Its gate reads the weight of a module that it does not call, which is announced
+    (``register_external_parameter``): otherwise DeepSpeed learns of it in the first forward, when it has noted
+    already which parameters the gate uses, and takes the next one for a change of the model.
 
     A checkpoint has weights of experts where it has those of AutoEP: in the shards. DeepSpeed also writes its file for
     each expert, from parameters that nobody has gathered: there is nothing in it.
@@ -21,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
@@ -31,9 +34,13 @@ EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 @contextmanager
 def sharded(engine: Engine) -> Iterator[None]:
     """Let the engine take experts of ``MoE`` layers for sharded ones while it makes its optimizer of stage 3."""
-    if not native_mixtures(engine.module):
+    layers = native_mixtures(engine.module)
+    if not layers:
         yield
         return
+    for layer in layers.values():
+        gate = layer.deepspeed_moe.gate
+        register_external_parameter(gate, gate.wg.weight)
     for param in engine.module.parameters():
         if is_moe_param(param):
             expert: Any = param
