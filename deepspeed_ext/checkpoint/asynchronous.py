@@ -58,8 +58,9 @@ class AsyncSaves:
 
     def give_up(self, snapshot: Snapshot) -> None:
         """Forget a snapshot that will not be written."""
-        snapshot.complete()  # a device may still write what would be lent again
-        self.buffers.take_back()
+        if self._snapshot is not snapshot:  # else a thread has it already
+            snapshot.give_up()  # a device may still write what would be lent again
+            self.buffers.take_back()
 
     def start(self, snapshot: Snapshot, waiting: list[Waiting], write: Write, commit: Commit) -> None:
         """Write a snapshot and commit it, beside the training. Returns at once.
@@ -90,6 +91,10 @@ class AsyncSaves:
             logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
             self._job = Job(self._background, run, tag)
             self._job.do()
+        except BaseException:  # a signal, as the thread begins
+            if not self._background.busy:
+                self._snapshot = None  # nobody will copy it
+            raise
 
     def settle(self) -> None:
         """Let states of the optimizer be changed or moved from now on."""
@@ -121,19 +126,20 @@ class AsyncSaves:
             SaveFailed: on all ranks; it has failed.
         """
         self.settle()
-        job, vote = self._job, self._vote
-        self._job = self._vote = None
-        if job is None:
+        if self._job is None:
             return
-        if vote is not None:
-            vote.result()
+        if self._vote is not None:
+            self._vote.result()
+            self._vote = None
         try:
-            job.wait()
-        except BaseException:
+            self._job.wait()
+        except SaveFailed:
             self._background = _thread()  # what comes after a job that has failed would fail as it did
             raise
         finally:
-            self.buffers.take_back()
+            if self._job.over:  # a signal may have ended the wait, and the thread still writes from the buffers
+                self._job = None
+                self.buffers.take_back()
 
 
 def _thread() -> Background:

@@ -37,12 +37,13 @@ class Export:
 
     Args:
         folder: that appears.
-        files: all of the export.
+        files: all of the export; not kept, since they lead to the engine by whose entry an export is held.
         writer: of this rank.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[TensorFile], writer: HostWriter) -> None:
-        self._folder, self._files, self._writer = folder, files, writer
+        self._folder, self._writer = folder, writer
+        self._names, self._index = [file.name for file in files], index_of(files)
         self._waited = False
 
     @property
@@ -58,8 +59,8 @@ class Export:
         """
         if self._waited:
             return
-        self._waited = True
         self._writer.join()
+        self._waited = True
         first, doing = dist.get_rank() == 0, "the weights could not be exported"
         try:
             raise_together(self._writer.error, CheckpointError)
@@ -71,15 +72,15 @@ class Export:
             self._folder.clear()
 
     def _publish(self) -> None:
-        missing = [file.name for file in self._files if not (self._folder.staging / file.name).exists()]
+        missing = [name for name in self._names if not (self._folder.staging / name).exists()]
         if missing:
             raise CheckpointError(
                 f"rank 0 does not see {missing[0]} in {self._folder.staging}, which another rank has written: the "
                 f"folder must be on a file system that all ranks share, or writers must be 1."
             )
-        if len(self._files) > 1:
+        if len(self._names) > 1:
             index = self._folder.staging / INDEX
-            index.write_text(index_of(self._files))
+            index.write_text(self._index)
             sync(index)
         self._folder.publish()
 
@@ -160,7 +161,8 @@ def _write(
     engine: Engine, folder: CheckpointFolder, files: Sequence[TensorFile], writers: int, host_bytes: int
 ) -> HostWriter:
     """Gather all weights, and hand this rank's to a thread that writes them; return that."""
-    rank, writer = dist.get_rank(), HostWriter(host_bytes)
+    rank = dist.get_rank()
+    writer = run_on_all_or_raise(lambda: HostWriter(host_bytes), "no thread could be started", CheckpointError)
     try:
         offsets = {}
         for file in files:

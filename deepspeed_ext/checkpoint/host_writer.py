@@ -50,7 +50,8 @@ class HostWriter:
         self._full: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         self._filling: _Buffer | None = None
         self._open: tuple[Path, BinaryIO] | None = None
-        self._thread = threading.Thread(target=self._run, name="deepspeed_ext export")
+        self._device = None if get_accelerator().is_synchronized_device() else get_accelerator().current_device()
+        self._thread = threading.Thread(target=self._run, name="deepspeed_ext export", daemon=True)
         self._thread.start()
 
     # The caller's thread ##############################################################################
@@ -77,8 +78,10 @@ class HostWriter:
 
     def finish(self) -> None:
         """Let the thread end when it has written all."""
-        self._send()
-        self._full.put(None)
+        try:
+            self._send()
+        finally:
+            self._full.put(None)
 
     def join(self) -> None:
         """Wait for the thread to end, after ``finish``."""
@@ -117,6 +120,8 @@ class HostWriter:
     # Its own ##########################################################################################
 
     def _run(self) -> None:
+        if self._device is not None:
+            get_accelerator().set_device(self._device)  # a new thread has the first, and would make a context there
         while (buffer := self._full.get()) is not None:
             try:
                 if self.error is None:
@@ -129,6 +134,8 @@ class HostWriter:
             self._close()
         except Exception as error:
             self._fail(path, error)
+        while not self._free.empty():  # an export may be kept for long
+            self._free.get()
 
     def _write(self, buffer: _Buffer) -> None:
         if buffer.copied is not None:

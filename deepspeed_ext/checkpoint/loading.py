@@ -54,7 +54,7 @@ def load_checkpoint(
     """
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()  # the save that runs may be the one to load, and reads states that this load changes
-    if tag is None:
+    if tag is None and files.aside is not None:
         bring_back(engine, load_dir)
     from_universal = engine.load_universal_checkpoint()
     tag = run_on_all_or_raise(

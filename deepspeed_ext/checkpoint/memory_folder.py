@@ -7,6 +7,7 @@ that wrote into it. That appears by a rename, when all its files are there, with
 folders of all nodes hold all its files together, and the one before it goes only when all ranks have theirs.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _MANIFEST = "manifest.json"
 _SAVING = ".saving"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -96,7 +98,8 @@ class MemoryFolder:
     def place(self) -> str:
         """What is the same on ranks that have the same folder. It must be there."""
         found = self.path.stat()
-        return f"{socket.gethostname()}:{found.st_dev}:{found.st_ino}:{self.path}"
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else ""  # like nodes may have one name
+        return f"{socket.gethostname()}:{boot}:{found.st_dev}:{found.st_ino}:{self.path}"
 
     @property
     def is_ours(self) -> bool:
@@ -166,10 +169,11 @@ class MemoryFolder:
         staging.rename(self.path / part.folder)
 
     def keep_only(self, number: int) -> None:
-        """Remove all other saves."""
-        for path in list(self.path.iterdir()):
-            if not path.name.startswith(f"{number}-"):
-                shutil.rmtree(path, ignore_errors=True)  # another rank does so, too
+        """Remove all other saves; never raises, for the save is there, and other ranks take it to be."""
+        with contextlib.suppress(OSError):
+            for path in list(self.path.iterdir()):
+                if not path.name.startswith(f"{number}-"):
+                    shutil.rmtree(path, ignore_errors=True)  # another rank does so, too
 
     def drop(self, number: int, rank: int) -> None:
         """Remove what a rank has of a save, published or not."""

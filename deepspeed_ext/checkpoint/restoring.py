@@ -37,7 +37,7 @@ class _Place:
 def bring_back(engine: Engine, load_dir: str) -> None:
     """Write the newest save in memory into ``load_dir``, if it is newer than the one that ``latest`` names.
 
-    Collective over all ranks. Without a folder of memory anywhere, it is one small all-reduce.
+    Collective over all ranks. Without a folder of memory anywhere, it is two small all-reduces.
 
     Raises:
         CheckpointError: on all ranks; it could not be written. What was there is untouched.

@@ -33,6 +33,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+_SMALL = 256  # bytes
 _Storage = torch.UntypedStorage | torch.TypedStorage
 
 
@@ -105,6 +106,7 @@ class Snapshot:
         self._on_host: list[tuple[Tensor, Tensor]] = []
         self._sources: list[Tensor] = []  # held until they have been read
         self._stream: Any = None  # beside the one that computes, once something on a device is copied
+        self._device = 0  # whose stream it is
         self._read: Any = None  # an event: all on the device has been
         self._done = threading.Event()
 
@@ -133,8 +135,9 @@ class Snapshot:
         return made
 
     def _copy(self, source: Tensor, to: Tensor) -> None:
-        behind = source.data_ptr() in self._behind
-        if behind:
+        # A small one on the host, such as Adam's count of steps, would have the next step wait for the thread.
+        small = source.device.type == "cpu" and source.nbytes <= _SMALL
+        if source.data_ptr() in self._behind and not small:
             (self._on_host if source.device.type == "cpu" else self._on_device).append((source, to))
         elif source.device.type == "cpu":
             to.copy_(source)
@@ -143,7 +146,7 @@ class Snapshot:
 
     def _copy_on_stream(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         if self._stream is None:
-            self._stream = get_accelerator().Stream()
+            self._stream, self._device = get_accelerator().Stream(), get_accelerator().current_device()
         self._stream.wait_stream(get_accelerator().current_stream())
         with get_accelerator().stream(self._stream):
             for source, to in pairs:
@@ -163,7 +166,14 @@ class Snapshot:
         for source, to in self._on_host:
             to.copy_(source)
         if self._read is not None:
+            get_accelerator().set_device(self._device)  # a new thread has the first, and would make a context there
             self._read.synchronize()
+        self.let_go()
+
+    def give_up(self) -> None:
+        """Wait for what is being copied, which nobody will use."""
+        if self._stream is not None:
+            self._stream.synchronize()
         self.let_go()
 
     def let_go(self) -> None:

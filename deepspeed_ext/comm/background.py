@@ -108,6 +108,11 @@ class Background:
         self._added = itertools.count()
         _all.add(self)
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is a thread that does what was added."""
+        return self._busy
+
     def next_tag(self) -> int:
         """Return a tag for messages of a job, the same on all ranks."""
         return self._first_tag + next(self._added) % _JOBS

@@ -116,7 +116,8 @@ def test_states_stay_where_they_are_and_host_memory_is_made_once(ranks: Any, nam
             assert held == [held[0]] * 3 and addresses == 1 and alive == 0, (name, held, addresses, alive)
             given = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
             assert more == [held[0] + given, held[0]], (name, held, more)
-            assert received < 0.02 * due, (name, received, due)  # nor are slices of parameters gathered
+            # Nor are slices gathered; DeepSpeed gathers persistent parameters again, inside groups.
+            assert received < (0.02 if name[0] == "N" else 0.1) * due, (name, received, due)
 
 
 def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, int, int, list[int], int]]:
