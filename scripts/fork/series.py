@@ -188,7 +188,10 @@ def drift(args: argparse.Namespace) -> int:
                 print(failed, file=sys.stderr)
                 missed = True
     form = as_json if args.json else as_markdown if args.markdown else as_text
-    print(form(reports))
+    if args.output is None:
+        print(form(reports))
+    else:  # pip and others print to the terminal
+        args.output.write_text(form(reports) + "\n", encoding="utf-8")
     return 2 if missed else int(any(one.breaking for one in reports))
 
 
@@ -211,6 +214,7 @@ def parse_arguments() -> argparse.Namespace:
     forms = added[drift].add_mutually_exclusive_group()
     forms.add_argument("--markdown", action="store_true", help="print tables for a page")
     forms.add_argument("--json", action="store_true", help="print it for a program")
+    added[drift].add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
     added[drift].add_argument(
         "--no-import", action="store_true", help="compare sources only, and import nothing of ours"
     )

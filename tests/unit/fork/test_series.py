@@ -101,7 +101,7 @@ def test_a_fix_is_shown_by_tests_that_fail_without_it(without: list[str], alone:
 def test_drift_is_none_on_base(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither where sources are compared nor where our modules are imported beside it."""
     version = deepspeed_source.requirement().version
-    status = series.drift(argparse.Namespace(of=[version], json=False, markdown=False, no_import=False))
+    status = series.drift(argparse.Namespace(of=[version], json=False, markdown=False, no_import=False, output=None))
     out, err = capsys.readouterr()
     assert status == 0, out + err
     found = re.fullmatch(rf"DeepSpeed {version}: 0 differences break something; (\d+) symbols are used\n", out)
