@@ -71,17 +71,17 @@ def _kind(member: Any) -> str:
 def _find_problems(cls: type) -> Iterator[str]:
     for parent, name, ours in _members(cls):
         theirs = inspect.getattr_static(parent, name, None)
-        path = f"{parent.__module__}.{parent.__qualname__}.{name}"
+        path, why = f"{parent.__module__}.{parent.__qualname__}.{name}", purpose(_function(ours).__doc__)
         if not _is_marked(ours):
             if theirs is not None:
                 yield f"{path} is new to us, and a method of ours has its name"
         elif theirs is None:
-            yield f"{path} is gone (used to {purpose(_function(ours).__doc__)})"
+            yield f"{path} is gone (used to {why})"
         elif _kind(ours) != _kind(theirs):
-            yield f"{path} is {_kind(theirs)}, expected {_kind(ours)} (used to {purpose(_function(ours).__doc__)})"
+            yield f"{path} is {_kind(theirs)}, expected {_kind(ours)} (used to {why})"
         elif not fits(plain_signature(_function(ours)), plain_signature(_function(theirs))):
             signatures = plain_signature(_function(theirs)), plain_signature(_function(ours))
-            yield f"{path} has signature {signatures[0]}, ours takes {signatures[1]} (used to {purpose(_function(ours).__doc__)})"
+            yield f"{path} has signature {signatures[0]}, ours takes {signatures[1]} (used to {why})"
     yield from _find_unset(cls)
 
 
