@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-__all__ = ["checked", "overridden", "override", "plain_signature", "problems"]
+__all__ = ["checked", "fits", "overridden", "override", "plain_signature", "problems", "purpose"]
 
 _Class = TypeVar("_Class", bound=type)
 _NOTED = "_deepspeed_problems"
@@ -71,17 +71,17 @@ def _kind(member: Any) -> str:
 def _find_problems(cls: type) -> Iterator[str]:
     for parent, name, ours in _members(cls):
         theirs = inspect.getattr_static(parent, name, None)
-        path = f"{parent.__module__}.{parent.__qualname__}.{name}"
+        path, why = f"{parent.__module__}.{parent.__qualname__}.{name}", purpose(_function(ours).__doc__)
         if not _is_marked(ours):
             if theirs is not None:
                 yield f"{path} is new to us, and a method of ours has its name"
         elif theirs is None:
-            yield f"{path} is gone (used to {_purpose(ours)})"
+            yield f"{path} is gone (used to {why})"
         elif _kind(ours) != _kind(theirs):
-            yield f"{path} is {_kind(theirs)}, expected {_kind(ours)} (used to {_purpose(ours)})"
-        elif not _fits(plain_signature(_function(ours)), plain_signature(_function(theirs))):
+            yield f"{path} is {_kind(theirs)}, expected {_kind(ours)} (used to {why})"
+        elif not fits(plain_signature(_function(ours)), plain_signature(_function(theirs))):
             signatures = plain_signature(_function(theirs)), plain_signature(_function(ours))
-            yield f"{path} has signature {signatures[0]}, ours takes {signatures[1]} (used to {_purpose(ours)})"
+            yield f"{path} has signature {signatures[0]}, ours takes {signatures[1]} (used to {why})"
     yield from _find_unset(cls)
 
 
@@ -106,7 +106,7 @@ def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=plain, return_annotation=signature.empty)
 
 
-def _fits(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
+def fits(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     """Whether our override takes what callers of the parent's pass, and the parent takes what it passes on."""
     mine, expected = list(ours.parameters.values()), list(theirs.parameters.values())
     kinds = {parameter.kind for parameter in mine}
@@ -126,8 +126,8 @@ def _fits(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     return spread <= kinds
 
 
-def _purpose(ours: Any) -> str:
-    """Return the first line of a docstring, as a clause."""
-    first = (_function(ours).__doc__ or "override it").strip().partition("\n")[0].partition(";")[0].rstrip(".")
+def purpose(docstring: str | None) -> str:
+    """Return the first line of an override's docstring, as a clause."""
+    first = (docstring or "override it").strip().partition("\n")[0].partition(";")[0].rstrip(".")
     first = first.replace("``", "")
     return first[0].lower() + first[1:]

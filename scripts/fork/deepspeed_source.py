@@ -89,8 +89,8 @@ def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) 
     return run(["git", "-C", str(tree), *arguments], env=environment, **kwargs)
 
 
-def _extract(content: tarfile.TarFile, folder: str) -> None:
-    """Extract all of an archive with a known hash, owned by whoever runs this."""
+def extract_all(content: tarfile.TarFile, folder: str) -> None:
+    """Extract all of an archive, owned by whoever runs this."""
     if hasattr(tarfile, "data_filter"):
         content.extractall(folder, filter="data")
         return
@@ -99,14 +99,20 @@ def _extract(content: tarfile.TarFile, folder: str) -> None:
     content.extractall(folder)
 
 
-def unpack(version: str, tree: Path) -> Path:
-    """Make a fresh tree of a version, as a git repository with one commit, tagged ``base``."""
+def extract(version: str, tree: Path) -> Path:
+    """Make a fresh folder with the source distribution of a version."""
     archive = fetch(version)
     shutil.rmtree(tree, ignore_errors=True)
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent) as folder, tarfile.open(archive) as content:
-        _extract(content, folder)
+        extract_all(content, folder)
         (Path(folder) / f"deepspeed-{version}").rename(tree)
+    return tree
+
+
+def unpack(version: str, tree: Path) -> Path:
+    """Make a fresh tree of a version, as a git repository with one commit, tagged ``base``."""
+    extract(version, tree)
     for name, link in _LINKS.items():
         copy = tree / "deepspeed" / name
         if not copy.is_dir():

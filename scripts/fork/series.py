@@ -11,7 +11,6 @@ Exit status: 0; 1 if something does not hold; 2 if it could not run.
 """
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
@@ -20,9 +19,13 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from deepspeed_ext.integration.patches import PATCHES
 from scripts import ROOT
+from scripts.fork import drift as drifts
 from scripts.fork import patch_mails, patched_tree, standalone
 from scripts.fork.deepspeed_source import WORK, Failed, git, importable, requirement, run, unpack
+from scripts.fork.drift_report import as_json, as_markdown, as_text
+from scripts.fork.source_tree import SourceTree
 
 # What ``test`` runs without arguments: parity, and what a user sees. Not what looks at the patching itself.
 TESTS = [
@@ -172,22 +175,24 @@ def test(args: argparse.Namespace) -> int:
 
 
 def drift(args: argparse.Namespace) -> int:
-    """Print which symbols that we replace, call or override differ in other versions of DeepSpeed."""
-    ask = (
-        "import json, sys; from deepspeed_ext.integration import patcher, patches\n"
-        "problems = [problem for patch in patches.PATCHES if (problem := patch.problem())]\n"
-        "print(json.dumps(problems + patcher.override_problems()))"
-    )
-    differ = False
-    for version in args.versions or dict.fromkeys([requirement().version, patched_tree.newest()]):
-        with tempfile.TemporaryDirectory() as folder:
-            library = importable(unpack(version, Path(folder) / "tree"))
-            there = os.environ | {"PYTHONPATH": str(library), "DS_ACCELERATOR": "cpu"}
-            printed = run([sys.executable, "-W", "ignore", "-c", ask], env=there)
-        problems = json.loads(printed.splitlines()[-1])
-        print(f"DeepSpeed {version}: {len(problems)} symbols differ", *problems, sep="\n  ")
-        differ = differ or bool(problems)
-    return int(differ)
+    """Print what of DeepSpeed that we use is otherwise in other versions of it, and what of ours breaks by it."""
+    reports, missed = [], False
+    with tempfile.TemporaryDirectory() as folder:
+        known, ours = drifts.known_tree(Path(folder)), SourceTree(ROOT, "deepspeed_ext")
+        for number, what in enumerate(args.of or dict.fromkeys([requirement().version, patched_tree.newest()])):
+            scratch = Path(folder) / str(number)
+            scratch.mkdir()
+            try:
+                reports.append(drifts.report(what, known, ours, PATCHES, scratch, not args.no_import))
+            except Failed as failed:  # the others are told all the same
+                print(failed, file=sys.stderr)
+                missed = True
+    form = as_json if args.json else as_markdown if args.markdown else as_text
+    if args.output is None:
+        print(form(reports))
+    else:  # pip and others print to the terminal
+        args.output.write_text(form(reports) + "\n", encoding="utf-8")
+    return 2 if missed else int(any(one.breaking for one in reports))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -204,7 +209,15 @@ def parse_arguments() -> argparse.Namespace:
     added[check].add_argument("--quick", action="store_true", help=quick)
     added[apply].add_argument("--to", type=Path, required=True, metavar="DIR", help="where there is nothing yet")
     added[refresh].add_argument("--tree", type=Path, metavar="DIR", help="take the seams from this tree's commits")
-    added[drift].add_argument("versions", nargs="*", metavar="VERSION", help="default: that of BASE, and the newest")
+    of = "a version on the index, a folder with its source, or a git directory; default: BASE, and the newest version"
+    added[drift].add_argument("of", nargs="*", metavar="VERSION|PATH", help=of)
+    forms = added[drift].add_mutually_exclusive_group()
+    forms.add_argument("--markdown", action="store_true", help="print tables for a page")
+    forms.add_argument("--json", action="store_true", help="print it for a program")
+    added[drift].add_argument("--output", type=Path, metavar="FILE", help="write it there instead of printing it")
+    added[drift].add_argument(
+        "--no-import", action="store_true", help="compare sources only, and import nothing of ours"
+    )
     added[test].add_argument(
         "--only", type=int, metavar="N", help="apply fix N alone, and run its own tests with it and without it"
     )

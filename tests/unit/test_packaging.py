@@ -17,8 +17,10 @@ from packaging.specifiers import SpecifierSet
 
 import deepspeed_ext
 from deepspeed_ext.integration import patcher
-from deepspeed_ext.integration.patches import DEEPSPEED_VERSIONS
+from deepspeed_ext.integration.patches import DEEPSPEED_VERSIONS, TESTED_VERSIONS
 from scripts import ROOT
+from scripts.fork.deepspeed_source import requirement
+from tests.harness.documents import page, pages
 
 
 def test_archives_build_where_torch_and_compilers_are_out_of_reach(tmp_path: Path) -> None:
@@ -63,3 +65,32 @@ def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, versi
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
     refused = None if known else f"its version is {version}, supported is {DEEPSPEED_VERSIONS}"
     assert patcher.foreign() == refused
+
+
+@pytest.mark.quick
+def test_pages_name_the_versions_that_are_supported() -> None:
+    """``DEEPSPEED_VERSIONS`` is the one place: pages that say what is installed repeat it, the table of other versions
+    agrees with it, and what is called tested is what the tests run with."""
+    supported, release = SpecifierSet(DEEPSPEED_VERSIONS), r"DeepSpeed `?(\d+\.\d+\.\d+)"
+    readme, limits = page("README.md").text, page("deepspeed_ext/zero/README.md").section("## Limits").text
+    assert f"DeepSpeed {DEEPSPEED_VERSIONS}" in readme and f"DeepSpeed `{DEEPSPEED_VERSIONS}`" in limits
+    assert set(re.findall(release, readme)) == set(TESTED_VERSIONS)
+    assert set(re.findall(r"(\d+\.\d+\.\d+) is tested", limits)) == set(TESTED_VERSIONS)
+    pinned = re.findall(
+        "^deepspeed==(.*)$", (ROOT / "scripts/development.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert {requirement().version, *pinned} == set(TESTED_VERSIONS) and all(map(supported.contains, TESTED_VERSIONS))
+    rows = {row[0]: row[3] for row in page("patches/README.md").rows("DeepSpeed")}
+    versions = {name for name in rows if not name.startswith("main")}
+    assert versions == {"0.18.9", *(f"0.19.{number}" for number in range(9))}
+    for version in versions:
+        tested = "yes, tested" if version in TESTED_VERSIONS else "yes"
+        assert rows[version] == (tested if supported.contains(version) else "no"), version
+
+
+@pytest.mark.quick
+def test_no_page_calls_a_version_the_newest() -> None:
+    """Another one comes, and no test says so."""
+    said = r"newest[^.]{0,60}\b0\.\d+\.\d+|\b0\.\d+\.\d+\b[^.]{0,60}newest"
+    found = [(one.name, match) for one in pages() for match in re.findall(said, " ".join(one.text.split()))]
+    assert not found
