@@ -100,7 +100,7 @@ _WRITER = "for the thread that writes, and the host"
 UNFOUND = {
     "checkpoint/asynchronous.py:AsyncSaves.at_step:finish": _WRITER,
     "checkpoint/asynchronous.py:AsyncSaves.finish:wait": _WRITER,
-    "checkpoint/asynchronous.py:AsyncSaves.give_up:complete": _WRITER,
+    "checkpoint/snapshots.py:Snapshot.give_up:synchronize": _WRITER,
     "checkpoint/asynchronous.py:_written:complete": _WRITER,
     "checkpoint/exporting.py:_write:finish": _WRITER,
     "checkpoint/exporting.py:export_weights:wait": _WRITER,
