@@ -57,8 +57,8 @@ class AsyncSaves:
         return Snapshot(self.buffers, changed_by_steps)
 
     def give_up(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot that will not be written."""
-        if self._snapshot is not snapshot:  # else a thread has it already
+        """Forget a snapshot that will not be written; one that a thread has is left to it."""
+        if self._snapshot is not snapshot:
             snapshot.give_up()  # a device may still write what would be lent again
             self.buffers.take_back()
 

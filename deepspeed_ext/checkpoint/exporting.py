@@ -29,6 +29,7 @@ from deepspeed_ext.zero.outer import outer_weights
 
 _LARGEST_FILE = 5 * 10**9  # bytes, as transformers has it
 _HOST_BYTES = 256 * 2**20
+_DOING = "the weights could not be exported"
 _under_way: "weakref.WeakKeyDictionary[Engine, Export]" = weakref.WeakKeyDictionary()
 
 
@@ -61,12 +62,12 @@ class Export:
             return
         self._writer.join()
         self._waited = True
-        first, doing = dist.get_rank() == 0, "the weights could not be exported"
+        first = dist.get_rank() == 0
         try:
             raise_together(self._writer.error, CheckpointError)
-            run_on_all_or_raise(lambda: self._publish() if first else None, doing, CheckpointError)
+            run_on_all_or_raise(lambda: self._publish() if first else None, _DOING, CheckpointError)
         except CheckpointError:
-            run_on_all_or_raise(lambda: self._folder.revert() if first else None, doing, CheckpointError)
+            run_on_all_or_raise(lambda: self._folder.revert() if first else None, _DOING, CheckpointError)
             raise
         if first:
             self._folder.clear()
@@ -144,8 +145,8 @@ def export_weights(
     _require_parameters(engine)
     files = divide(weights_of(engine, dtype, exclude_frozen_parameters), max_shard_bytes, writers)
     target = CheckpointFolder(place.parent, place.name, NAMES)
-    first, doing = dist.get_rank() == 0, "the weights could not be exported"
-    run_on_all_or_raise(lambda: target.prepare() if first else None, doing, CheckpointError)
+    first = dist.get_rank() == 0
+    run_on_all_or_raise(lambda: target.prepare() if first else None, _DOING, CheckpointError)
     if host_bytes is None:
         mine = sum(weight.nbytes for file in files if file.writer == dist.get_rank() for weight in file.weights)
         host_bytes = _HOST_BYTES + (mine if asynchronous else 0)

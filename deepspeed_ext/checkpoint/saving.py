@@ -86,16 +86,12 @@ def save_checkpoint(
             outer.save(engine, files, of_outer, save_dir, tag)
         if files.aside is None or snapshot is None:
             commit.run(len(files.written), files.error, WORLD)
-            return saved
-        _require_copies(files, commit)
-        waiting = files.take_waiting()
-        commit.expect(waiting)
-        snapshot.seal()
-        files.aside.start(snapshot, waiting, files.write, commit)
-        snapshot = None
-    finally:
+        else:
+            _go_on_aside(files, files.aside, snapshot, commit)
+    except BaseException:
         if files.aside is not None and snapshot is not None:
             files.aside.give_up(snapshot)
+        raise
     return saved
 
 
@@ -139,13 +135,21 @@ def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
         yield from (one for one in optimizer.optimizer.state.get(weights, {}).values() if isinstance(one, Tensor))
 
 
-def _require_copies(files: CheckpointFiles, commit: Commit) -> None:
-    """Raise on all ranks if one of them could not copy its states. Collective."""
+def _go_on_aside(files: CheckpointFiles, aside: AsyncSaves, snapshot: Snapshot, commit: Commit) -> None:
+    """Have a snapshot written beside the training, or raise on all ranks if one could not copy its states. Collective.
+
+    Raises:
+        CheckpointError: on all ranks.
+    """
     try:
         raise_together(files.error, CheckpointError)
     except CheckpointError as failure:
         commit.revert(failure, WORLD)
         raise
+    waiting = files.take_waiting()
+    commit.expect(waiting)
+    snapshot.seal()
+    aside.start(snapshot, waiting, files.write, commit)
 
 
 def _frozen(engine: Engine) -> dict[str, Any]:

@@ -97,6 +97,14 @@ class Run:
         """Save, and return at once."""
         self.engine.save_checkpoint(self.folder, tag, {"tag": tag})
 
+    def around_a_load(self) -> None:
+        """Save after a step, and at once load another checkpoint, save, and go on."""
+        self.step()
+        self.save("before a load")
+        self.engine.load_checkpoint(self.folder, "after a step")
+        self.save("after a load")
+        self.step()
+
     def try_to(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Do what may be refused."""
         message = snapshots.error_of(act, *args, **kwargs)
@@ -146,11 +154,7 @@ class Run:
         ):
             self.save(f"before {change.__name__}")
             change()
-        self.step()
-        self.save("before a load")
-        self.engine.load_checkpoint(self.folder, "after a step")
-        self.save("after a load")
-        self.step()
+        self.around_a_load()
         with outer_weights(self.engine):
             self.try_to(self.save, "outer weights")
         self.offload()
@@ -237,11 +241,7 @@ class PipelineRun(Run):
         for change in (self.set_weights, self.set_states, self.edit):
             self.save(f"before {change.__name__}")
             change()
-        self.step()
-        self.save("before a load")
-        self.engine.load_checkpoint(self.folder, "after a step")
-        self.save("after a load")
-        self.step()
+        self.around_a_load()
         self.save("last")
 
 
