@@ -78,6 +78,7 @@ def save_checkpoint(
             writers.numbered(engine),
             mock.patch.object(engine.optimizer, "own_order", not saves_in_zeros_order(engine._config)),
             mock.patch.object(engine.optimizer, "is_saved", True),
+            mock.patch.object(engine, "checkpoint_tag_validation_enabled", lambda: False),  # done above
         ):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
