@@ -41,8 +41,8 @@ def _process(pid: int, timeline: Mapping[str, Any]) -> Iterator[Event]:
             yield from (_complete(pid, tid, span) for span in row)
 
 
-def _metadata(name: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"name": name, "ph": "M", "pid": pid, "tid": tid, "args": args}
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
 
 
 def _complete(pid: int, tid: int, span: Sequence[Any]) -> Event:
@@ -67,7 +67,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _rows(spans: Iterable[Sequence[Any]], nested: bool) -> list[list[Sequence[Any]]]:
-    """Return spans in rows, ordered by begin; those of a row do not overlap, or (``nested``) lie inside one another."""
+    """Return spans in rows, ordered by begin; those of a row do not overlap, unless one lies in the other (``nested``)."""
     rows: list[list[Sequence[Any]]] = []
     open_ends: list[list[int]] = []  # of each row: ends of the spans that the last one lies in, and its own
     for span in sorted(spans, key=lambda one: (one[0], -one[1])):
