@@ -67,7 +67,7 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _rows(spans: Iterable[Sequence[Any]], nested: bool) -> list[list[Sequence[Any]]]:
-    """Return spans in rows, ordered by begin; those of a row do not overlap, unless one lies in the other (``nested``)."""
+    """Return spans in rows, ordered by begin: those of a row do not overlap, or (``nested``) one lies in the other."""
     rows: list[list[Sequence[Any]]] = []
     open_ends: list[list[int]] = []  # of each row: ends of the spans that the last one lies in, and its own
     for span in sorted(spans, key=lambda one: (one[0], -one[1])):

@@ -15,26 +15,28 @@ function drawParts(report) {
   if (!rows.some((row) => isNumber(row.seconds))) return;
   const predicted = rows.some((row) => isNumber(row.predicted));
   const totals = [sum(rows.map((row) => row.seconds)), sum(rows.map((row) => row.predicted))];
-  const longest = Math.max(...totals);
+  const scale = scaleOf(totals, SECONDS);
   const stacks = document.getElementById("stacks");
-  stacks.append(stack("Measured", rows, (row) => row.seconds, totals[0], longest));
-  if (predicted) stacks.append(stack("Predicted", rows, (row) => row.predicted, totals[1], longest));
+  stacks.append(stack("Measured", rows, (row) => row.seconds, totals, scale));
+  if (predicted) stacks.append(stack("Predicted", rows, (row) => row.predicted, totals.toReversed(), scale));
   document.getElementById("parts").append(partsTable(rows, totals, predicted));
   document.getElementById("step").hidden = false;
 }
 
-function stack(title, rows, value, total, longest) {
-  const said = rows.map((row) => `${nameOf(row.part)} ${seconds(value(row))}`).join(", ");
+// Both bars have one scale: the longer one, of `total` and `other`, is as wide as the page.
+function stack(title, rows, value, [total, other], scale) {
+  const figure = (number) => `${scaled(number, scale)} ${scale.unit}`;
+  const said = rows.map((row) => `${nameOf(row.part)} ${figure(value(row))}`).join(", ");
   const bar = el("div", { class: "stack", role: "img", "aria-label": `${title}: ${said}` });
   for (const row of rows.filter((one) => value(one) > 0)) {
-    const label = `${nameOf(row.part)} ${seconds(value(row))}`;
+    const label = `${nameOf(row.part)} ${figure(value(row))}`;
     const part = el("div", { class: `part fill-${row.part}`, title: label });
-    part.append(el("span", { class: "long" }, label), el("span", { class: "short" }, seconds(value(row))));
-    part.style.width = `${(100 * value(row)) / longest}%`;
+    part.append(el("span", { class: "long" }, label), el("span", { class: "short" }, figure(value(row))));
+    part.style.width = `${(100 * value(row)) / Math.max(total, other)}%`;
     bar.append(part);
   }
   return el("div", { class: "stack-row" }, el("span", { class: "stack-title" }, title), bar,
-    el("span", { class: "stack-total" }, seconds(total)));
+    el("span", { class: "stack-total" }, figure(total)));
 }
 
 function nameOf(part) {
@@ -60,7 +62,7 @@ function partsTable(rows, [measured, predicted], hasPredicted) {
 
 function partCell(part) {
   if (part === "sum") return "Whole step";
-  return el("span", {}, el("span", { class: `swatch fill-${part}`, "aria-hidden": "true" }), nameOf(part));
+  return el("span", { class: "whole" }, el("span", { class: `swatch fill-${part}`, "aria-hidden": "true" }), nameOf(part));
 }
 
 function difference(row, scale) {

@@ -20,12 +20,15 @@ function isNumber(value) {
   return typeof value === "number" && Number.isFinite(value);
 }
 
-// One unit and one number of decimals for all values of a column, so that they can be compared by eye.
+// One unit and one number of decimals for all values of a column, so that they can be compared by eye: three digits of
+// the largest, and one more where the smallest would have fewer than two.
 function scaleOf(values, units) {
-  const most = Math.max(0, ...values.filter(isNumber).map(Math.abs));
+  const sizes = values.filter((value) => isNumber(value) && value !== 0).map(Math.abs);
+  const [least, most] = [Math.min(...sizes), Math.max(0, ...sizes)];
   const [unit, , size] = units.find(([, from]) => most >= from);
-  const digits = most > 0 ? Math.min(3, Math.max(0, 3 - Math.ceil(Math.log10(most / size)))) : 0;
-  return { unit, size, digits: unit === "B" ? 0 : digits };
+  if (!sizes.length || unit === "B") return { unit, size, digits: 0 }; // whole bytes
+  const wanted = 3 - Math.ceil(Math.log10(most / size)) + (least / most < 0.2 ? 1 : 0);
+  return { unit, size, digits: Math.min(3, Math.max(0, wanted)) };
 }
 
 function scaled(value, scale) {
@@ -58,7 +61,7 @@ function sum(values) {
 
 // A wide table scrolls in its own box, which the keyboard can reach. A column: head, value(row), and number, row header.
 function table(caption, columns, rows, classOf = () => null) {
-  const head = columns.map((one) => el("th", { scope: "col", class: one.number ? "number" : null }, one.head));
+  const head = columns.map((one) => (one.head ? el("th", { scope: "col", class: one.number ? "number" : null }, one.head) : el("td")));
   const lines = rows.map((row) => {
     const cells = columns.map((one) => {
       const shown = one.value(row);
@@ -76,6 +79,21 @@ function table(caption, columns, rows, classOf = () => null) {
 function quantity(head, rows, value, units) {
   const scale = scaleOf(rows.map(value), units);
   return { head: `${head} (${scale.unit})`, number: true, value: (row) => scaled(value(row), scale) };
+}
+
+// Rows beyond the first ones appear when somebody asks for them.
+function shortened(box, most) {
+  const rows = [...box.querySelectorAll("tbody tr")];
+  if (rows.length <= most + 2) return box; // a button takes as much room
+  const rest = rows.slice(most);
+  rest.forEach((row) => (row.hidden = true));
+  const button = el("button", { type: "button", class: "more" }, `Show all ${grouped(rows.length)}`);
+  button.addEventListener("click", () => {
+    rest.forEach((row) => (row.hidden = false));
+    button.remove();
+    box.focus(); // the button had it
+  });
+  return el("div", {}, box, button);
 }
 
 // Show a section if it has something to show.

@@ -43,7 +43,7 @@ function drawFacts(report) {
     ["Parameters", isNumber(training.parameters) ? parametersOf(training) : null],
     ["Micro-steps", isNumber(training.accumulation) ? String(training.accumulation) : null],
     ["Recorded", taken.length ? `step${taken.length > 1 ? "s" : ""} ${steps.first}${taken.length > 1 ? `–${last}` : ""}, ${seconds(sum(taken) / taken.length)} on average` : null],
-    ["Not recorded", isNumber(steps.undisturbed) ? `${seconds(steps.undisturbed)} a step${isNumber(steps.overhead) ? `; recording cost ${percent(Math.max(0, steps.overhead))}` : ""}` : null],
+    ["Unrecorded", isNumber(steps.undisturbed) ? `${seconds(steps.undisturbed)} a step${isNumber(steps.overhead) ? `; recording cost ${percent(Math.max(0, steps.overhead))}` : ""}` : null],
   ]);
   document.getElementById("group-note").textContent = groupNote(training);
 }
@@ -54,7 +54,7 @@ function groupNote(training) {
 }
 
 function parametersOf({ parameters, trainable, dtype }) {
-  const short = (count) => (count >= 1e9 ? `${grouped(count / 1e9, 2)} B` : count >= 1e6 ? `${grouped(count / 1e6, 1)} M` : grouped(count));
+  const short = (count) => (count >= 1e9 ? `${grouped(count / 1e9, 2)} billion` : count >= 1e6 ? `${grouped(count / 1e6, 1)} million` : grouped(count));
   const frozen = isNumber(trainable) && trainable < parameters ? `, ${short(trainable)} trainable` : "";
   return `${short(parameters)}${frozen}${dtype ? `, ${dtype}` : ""}`;
 }

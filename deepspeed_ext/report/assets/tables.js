@@ -3,6 +3,7 @@
 // Tables of links, operations, modules, memory and strategies.
 
 const HOPS = { within: "Within groups", between: "Between groups" };
+const MODULES = 12; // shown at first
 const WORTH = 0.05; // of a step: less is no reason to change a strategy
 const TIE = 1.03; // strategies within this of the fastest are as fast: the planner takes the smallest
 
@@ -53,8 +54,8 @@ function drawOperations(report) {
   const digits = counts.every(Number.isInteger) ? 0 : 1;
   const most = Math.max(...rows.map((row) => row.exposed ?? 0));
   fill("operations", table("Operations in a step", [
-    { head: "Operation", header: true, value: (row) => el("code", {}, row.name) },
-    { head: "Link", value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop ?? "") },
+    { head: "Operation", header: true, value: (row) => el("code", { class: "name" }, row.name) },
+    { head: "Link", kind: "whole", value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop ?? "") },
     { head: "Count", number: true, value: (row) => (isNumber(row.count) ? grouped(row.count, digits) : "–") },
     quantity("Received", rows, (row) => row.bytes, BYTES),
     quantity("Busy", rows, (row) => row.busy, SECONDS),
@@ -68,19 +69,20 @@ function drawModules(report) {
   if (!rows.length) return;
   const step = sum((report.parts ?? []).map((part) => part.seconds));
   const columns = [
-    { head: "Module", header: true, value: (row) => el("code", {}, row.module || "(the model itself)") },
+    { head: "Module", header: true, value: (row) => el("code", { class: "name" }, row.module || "(the model itself)") },
     quantity("Exposed", rows, (row) => row.exposed, SECONDS),
     { head: "Of the step", number: true, value: (row) => (step > 0 ? percent(row.exposed / step) : "–") },
-    { head: "", kind: "bars", value: (row) => bar(row.exposed / rows[0].exposed, "wait") },
+    { head: "", kind: "bars", value: (row) => bar(row.exposed / rows[0].exposed, "other") },
   ];
-  fill("modules", table("Modules by exposed time", columns, rows));
+  fill("modules", shortened(table("Modules by exposed time", columns, rows), MODULES));
 }
 
 function drawMemory(report) {
   const rows = report.memory ?? [];
   if (!rows.length) return;
   const formula = (row) => row.formula;
-  const every = [...rows, { state: "Sum", bytes: sum(rows.map((row) => row.bytes)), formula: rows.every((row) => isNumber(row.formula)) ? sum(rows.map(formula)) : null }];
+  const total = rows.every((row) => isNumber(row.formula)) ? sum(rows.map(formula)) : null;
+  const every = [...rows, { state: "Sum", bytes: sum(rows.map((row) => row.bytes)), formula: total }];
   fill("memory", table("Model states of a rank", known(every, [
     [null, { head: "State", header: true, value: (row) => row.state.charAt(0).toUpperCase() + row.state.slice(1) }],
     [null, quantity("Held", every, (row) => row.bytes, BYTES)],
@@ -112,7 +114,7 @@ function drawChoices(report) {
 function choiceName(row) {
   const mark = row.now ? el("span", { class: "badge" }, "now") : null;
   const unfit = row.fits === false ? el("span", { class: "badge" }, "does not fit") : null;
-  return el("span", {}, row.strategy, mark, unfit);
+  return el("span", {}, el("span", { class: "name" }, row.strategy), mark, unfit);
 }
 
 // The section of ds_config that makes a strategy run, or null for a name that is not known here.
@@ -154,7 +156,7 @@ function showKeys(name, words) {
   document.getElementById("setting-of").textContent = words;
   setting.querySelector("code").textContent = JSON.stringify(keys).replaceAll(":", ": ").replaceAll(",", ", ");
   const plain = name.startsWith("ZeRO") || name === "DDP";
-  setting.querySelector("[role=status]").textContent = plain ? "and remove paro_strategy." : "";
+  setting.querySelector("[role=status]").textContent = plain ? "And remove paro_strategy." : "";
   setting.hidden = false;
 }
 

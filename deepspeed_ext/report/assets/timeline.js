@@ -8,7 +8,7 @@ const TITLE = 17;
 const STEP_DOWN = 15; // from a span to one that lies in it
 const ROW = 14;
 const MOST_OF_LANE = 170; // a lane with many rows gets flat ones
-const LABEL = { font: "11px system-ui, sans-serif", character: 6, least: 34 };
+const LABEL = { font: "11px system-ui, sans-serif", character: 6.4, least: 6 };
 
 // The stretch of time that is shown.
 class View {
@@ -67,6 +67,7 @@ class Timeline {
     on("pointerdown", (event) => this.press(event));
     on("pointermove", (event) => this.point(event));
     on("pointerup", (event) => this.release(event));
+    on("pointercancel", () => (this.dragged = null));
     on("pointerleave", () => this.hover(null));
     on("dblclick", () => this.zoomToChosen());
     on("blur", () => this.hover(null));
@@ -124,33 +125,49 @@ class Timeline {
   }
 
   drawRow(context, lane, row, top, height) {
-    let drawn = -1;
+    let longest = null; // of the spans that share a pixel
+    const flush = () => {
+      if (longest) this.paint(context, lane, longest.span, longest.pixel, longest.pixel + 1, top, height);
+      longest = null;
+    };
     for (let i = firstAfter(row, this.view.from); i < row.length && row[i][BEGIN] < this.view.to; i++) {
-      const left = Math.max(0, this.toX(row[i][BEGIN]));
-      const right = Math.min(this.width, Math.max(this.toX(row[i][END]), left + 1));
-      if (right - drawn < 0.5) continue; // of spans on one pixel the first one is drawn
-      const fill = this.fillOf(lane, row[i]);
-      context.fillStyle = fill.color;
-      context.fillRect(left, top, right - left, height);
-      if (fill.hatch) {
-        context.fillStyle = fill.hatch;
-        context.fillRect(left, top, right - left, height);
-      }
-      drawn = right;
-      if (right - left < 4) continue;
-      context.fillStyle = this.paints.gap;
-      context.fillRect(right - 1, top, 1, height);
-      if (lane.nested) context.fillRect(left, top, right - left, 1);
-      this.label(context, row[i], left, right, top + Math.min(height, STEP_DOWN) / 2, height, fill.ink);
+      const [left, right] = [Math.max(0, this.toX(row[i][BEGIN])), Math.min(this.width, this.toX(row[i][END]))];
+      const [pixel, width] = [Math.floor(left), right - left];
+      if (width >= 1) {
+        flush();
+        this.paint(context, lane, row[i], left, right, top, height);
+      } else if (longest?.pixel !== pixel) {
+        flush();
+        longest = { span: row[i], pixel, width };
+      } else if (width > longest.width) longest = { span: row[i], pixel, width };
     }
+    flush();
   }
 
-  label(context, span, left, right, y, height, ink) {
+  paint(context, lane, span, left, right, top, height) {
+    const fill = this.fillOf(lane, span);
+    for (const style of [fill.color, fill.hatch].filter(Boolean)) {
+      context.fillStyle = style;
+      context.fillRect(left, top, right - left, height);
+    }
+    if (right - left < 4) return;
+    context.fillStyle = this.paints.gap;
+    context.fillRect(right - 1, top, 1, height);
+    if (lane.nested) context.fillRect(left, top, right - left, 1);
+    if (height > 10) this.label(context, span, left, right, top + Math.min(height, STEP_DOWN) / 2, fill);
+  }
+
+  label(context, span, left, right, y, fill) {
     const room = Math.floor((right - left - 8) / LABEL.character);
-    if (right - left < LABEL.least || height < 11) return;
-    const text = span[KIND] === "forward" || span[KIND] === "backward" ? (span[MODULE] ?? span[NAME]) : span[NAME];
-    context.fillStyle = ink;
-    context.fillText(text.length > room ? `${text.slice(0, room - 1)}…` : text, left + 4, y + 0.5);
+    const whole = (span[KIND] === "forward" || span[KIND] === "backward" ? span[MODULE] : null) ?? span[NAME];
+    if (room < Math.min(whole.length, LABEL.least)) return;
+    const text = whole.length > room ? `${whole.slice(0, room - 1)}…` : whole;
+    if (fill.hatch) { // which makes letters hard to read
+      context.fillStyle = fill.color;
+      context.fillRect(left + 2, y - 6, Math.min(context.measureText(text).width + 4, right - left - 4), 13);
+    }
+    context.fillStyle = fill.ink;
+    context.fillText(text, left + 4, y + 0.5);
   }
 
   fillOf(lane, span) {
