@@ -124,32 +124,40 @@ class Timeline {
     });
   }
 
+  // Of the spans that share a pixel the longest one is drawn, and neighboring pixels that look the same as one bar:
+  // so a row takes at most a bar per pixel, however many spans it has.
   drawRow(context, lane, row, top, height) {
-    let longest = null; // of the spans that share a pixel
-    const flush = () => {
-      if (longest) this.paint(context, lane, longest.span, longest.pixel, longest.pixel + 1, top, height);
-      longest = null;
+    let [run, pixel] = [null, null];
+    const end = () => {
+      if (pixel && run && run.to === pixel.at && run.fill === pixel.fill) run.to++;
+      else {
+        if (run) this.fill(context, run.fill, run.from, run.to, top, height);
+        run = pixel && { fill: pixel.fill, from: pixel.at, to: pixel.at + 1 };
+      }
+      pixel = null;
     };
     for (let i = firstAfter(row, this.view.from); i < row.length && row[i][BEGIN] < this.view.to; i++) {
       const [left, right] = [Math.max(0, this.toX(row[i][BEGIN])), Math.min(this.width, this.toX(row[i][END]))];
-      const [pixel, width] = [Math.floor(left), right - left];
-      if (width >= 1) {
-        flush();
-        this.paint(context, lane, row[i], left, right, top, height);
-      } else if (longest?.pixel !== pixel) {
-        flush();
-        longest = { span: row[i], pixel, width };
-      } else if (width > longest.width) longest = { span: row[i], pixel, width };
+      const [at, width] = [Math.floor(left), right - left];
+      if (width < 1 && pixel?.at === at && width <= pixel.width) continue;
+      if (pixel?.at !== at) end();
+      if (width < 1) pixel = { at, width, fill: this.fillOf(lane, row[i]) };
+      else this.paint(context, lane, row[i], left, right, top, height);
     }
-    flush();
+    end();
+    end();
+  }
+
+  fill(context, { color, hatch }, left, right, top, height) {
+    for (const style of hatch ? [color, hatch] : [color]) {
+      context.fillStyle = style;
+      context.fillRect(left, top, right - left, height);
+    }
   }
 
   paint(context, lane, span, left, right, top, height) {
     const fill = this.fillOf(lane, span);
-    for (const style of [fill.color, fill.hatch].filter(Boolean)) {
-      context.fillStyle = style;
-      context.fillRect(left, top, right - left, height);
-    }
+    this.fill(context, fill, left, right, top, height);
     if (right - left < 4) return;
     context.fillStyle = this.paints.gap;
     context.fillRect(right - 1, top, 1, height);

@@ -1,0 +1,156 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a browser draws of a report: all sections with data, within the window, without an error; keys and pointer."""
+
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.report.page import render
+from tests.harness import browser, reports
+
+pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium: apt install chromium")
+
+NARROW, WIDE = 400, 1280
+SECTIONS = {"step", "findings", "timelines", "hops", "operations", "modules", "choices", "memory", "ranks"}
+
+# Looks first, then acts: zooms by a key, a button and the wheel, drags, points, chooses a bar and a strategy.
+LOOK = """(window, document) => {
+  const all = (selector, value) => [...document.querySelectorAll(selector)].map(value);
+  const shown = (selector) => document.querySelector(selector)?.textContent ?? null;
+  const painted = (canvas) => {
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    return new Set(new Uint32Array(pixels.buffer)).size;
+  };
+  const found = {
+    drawn: document.documentElement.dataset.drawn, title: document.title,
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    sections: all("main > section[id]:not([hidden]):not(#verdict)", (one) => one.id),
+    parts: all(".stack", (bar) => [...bar.children].map((one) => one.getBoundingClientRect().width)),
+    spans: all(".timeline canvas", (one) => Number(one.dataset.spans)), colors: all("canvas", painted),
+    ranks: all("#ranks tbody tr", (row) => row.cells[0].textContent), plots: all("#ranks canvas", () => 1).length,
+    captions: all("table", (one) => one.caption.textContent),
+    now: shown("tr.now .name"), setting: shown("#setting:not([hidden]) code"),
+    findings: all("#findings li", (one) => one.textContent), heads: all("#hops thead th", (one) => one.textContent),
+    images: document.querySelectorAll("img").length, scripts: document.scripts.length, range: [], said: [],
+  };
+  const [canvas] = document.querySelectorAll(".timeline canvas");
+  if (!canvas) return found;
+  canvas.scrollIntoView();
+  canvas.setPointerCapture = () => {}; // there is no pointer
+  const box = canvas.getBoundingClientRect();
+  const range = () => found.range.push(shown(".toolbar output"));
+  const key = (name) => canvas.dispatchEvent(new window.KeyboardEvent("keydown", { key: name, bubbles: true }));
+  const at = (type, x, y) => {
+    canvas.dispatchEvent(new window.PointerEvent(type, { clientX: box.left + x, clientY: box.top + y }));
+  };
+  const wheel = (ctrlKey) => {
+    const turned = { deltaY: -350, ctrlKey, clientX: box.left, cancelable: true };
+    canvas.dispatchEvent(new window.WheelEvent("wheel", turned));
+  };
+  range();
+  key("+"); range();
+  key("0"); range();
+  document.querySelector("[aria-label='Zoom in']").click(); range();
+  at("pointerdown", 300, 50); at("pointermove", 200, 50); at("pointerup", 200, 50); range();
+  key("0");
+  wheel(false); range();
+  wheel(true); range();
+  key("0");
+  at("pointermove", 2, 62); found.said.push(shown("#tip:not([hidden])"));
+  at("pointerleave", 2, 45); found.said.push(shown("#tip:not([hidden])"));
+  key("n"); found.said.push(shown(".chosen"));
+  key("n"); found.said.push(shown(".chosen"));
+  key("Enter"); range();
+  const button = document.querySelector("[aria-label='Show the keys of NIG + LoCo']");
+  button?.click(); found.said.push(shown("#setting code"));
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[str]]:
+    """One start of the browser for all tests."""
+    made = {
+        ("NIG", WIDE): reports.report(),
+        ("IIG", WIDE): reports.report("IIG"),
+        ("IIG", NARROW): reports.report("IIG"),
+        ("large", WIDE): reports.large(),
+        ("sparse", WIDE): reports.sparse(),
+        ("empty", WIDE): reports.empty(),
+        ("hostile", WIDE): reports.hostile(),
+        ("hostile", NARROW): reports.hostile(),
+    }
+    pages = {f"{name}-{width}": (render(one), width) for (name, width), one in made.items()}
+    return browser.look_at(pages, LOOK, tmp_path_factory.mktemp("browser"))
+
+
+def test_every_page_is_drawn_without_an_error(looked: tuple[dict[str, Any], list[str]]) -> None:
+    found, logged = looked
+    assert not logged
+    assert {name: one.get("error") or one["drawn"] for name, one in found.items()} == {
+        name: {"large": "4", "empty": "0"}.get(name.split("-")[0], "2") for name in found
+    }
+
+
+def test_no_page_is_wider_than_its_window(looked: tuple[dict[str, Any], list[str]]) -> None:
+    assert {name: one["overflow"] for name, one in looked[0].items()} == dict.fromkeys(looked[0], 0)
+
+
+def test_sections_are_those_with_data(looked: tuple[dict[str, Any], list[str]]) -> None:
+    sections = {name.removesuffix("-1280"): set(one["sections"]) for name, one in looked[0].items() if "1280" in name}
+    assert sections == {
+        "NIG": SECTIONS - {"modules"},  # its waits are for no module's parameters
+        "IIG": SECTIONS,
+        "large": SECTIONS,
+        "sparse": SECTIONS - {"modules", "choices"},
+        "empty": set(),
+        "hostile": SECTIONS,
+    }
+    sparse = looked[0]["sparse-1280"]
+    assert len(sparse["parts"]) == 1 and sparse["heads"] == ["Link", "Received (MB)", "Busy (s)", "Exposed (s)"]
+
+
+def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]]) -> None:
+    page, report = looked[0]["IIG-1280"], reports.report("IIG")
+    measured, predicted = page["parts"]
+    seconds = [row["seconds"] for row in report["parts"]]
+    assert [width / sum(measured) for width in measured] == pytest.approx(
+        [one / sum(seconds) for one in seconds], abs=0.005
+    )
+    assert sum(predicted) < sum(measured)
+    assert page["spans"] == [sum(len(lane["spans"]) for lane in one["lanes"]) for one in report["timelines"]]
+    assert all(colors > 8 for colors in page["colors"])
+    assert page["now"] == "IIG" and page["setting"] == '{"zero_optimization": {"paro_strategy": "NIG"}}'
+    assert page["findings"] == report["findings"][1:]  # the verdict has the first one
+    assert looked[0]["NIG-1280"]["setting"] is None  # nothing without loss is faster
+
+
+def test_of_thousands_of_ranks_the_slowest_are_listed(looked: tuple[dict[str, Any], list[str]]) -> None:
+    large, small = looked[0]["large-1280"], looked[0]["NIG-1280"]
+    assert min(large["spans"]) >= 20_000
+    assert len(large["ranks"]) == 10 and large["ranks"][0] == "0" and large["plots"] == 2
+    assert "The 10 of 16,384 ranks that wait least" in large["captions"]
+    assert len(small["ranks"]) == 4 and small["plots"] == 0
+
+
+def test_timelines_zoom_move_and_tell(looked: tuple[dict[str, Any], list[str]]) -> None:
+    page = looked[0]["NIG-1280"]
+    whole, key, reset, button, dragged, unfocused, wheel, chosen = page["range"]
+    assert whole == reset == unfocused == "0.000 to 0.736 s"
+    assert key == "0.123 to 0.614 s"  # 1.5 times around the middle
+    assert button == "0.184 to 0.552 s"
+    begin, end = (float(number) for number in dragged.split()[::2])  # to the left by 100 pixels: later
+    assert 0.184 < begin < 0.3 and end - begin == pytest.approx(0.368, abs=0.002)
+    assert wheel == "0.000 to 0.366 s"  # around the pointer, by e to the 0.7
+    pointed, left, first, second, loco = page["said"]
+    assert pointed.startswith("forward") and "blocks.0" in pointed and left is None
+    assert first.startswith("forward · ") and "blocks" not in first and "module blocks.0" in second
+    assert chosen != whole
+    assert loco == '{"zero_optimization": {"paro_strategy": "NIG", "zeropp_loco_param": {}}}'
+
+
+def test_names_of_a_report_run_nothing(looked: tuple[dict[str, Any], list[str]]) -> None:
+    page = looked[0]["hostile-1280"]
+    assert page["title"].startswith("Where a step goes: </script>")
+    assert page["images"] == 0 and page["scripts"] == 2
