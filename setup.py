@@ -48,7 +48,11 @@ setup(
     # The sources of kernels go along: they are built when they are used.
     packages=[*find_packages(include=["deepspeed_ext", "deepspeed_ext.*"]), "deepspeed_ext.csrc.loco"],
     package_dir={"deepspeed_ext.csrc.loco": "csrc/loco"},
-    package_data={"deepspeed_ext": ["py.typed"], "deepspeed_ext.csrc.loco": ["*.h", "*.cpp", "*.cu"]},
+    package_data={
+        "deepspeed_ext": ["py.typed"],
+        "deepspeed_ext.report": ["assets/*"],
+        "deepspeed_ext.csrc.loco": ["*.h", "*.cpp", "*.cu"],
+    },
     install_requires=[f"deepspeed{DEEPSPEED}", "torch>=2.10", "packaging", "ninja"],
     **kernels(),
 )

@@ -17,7 +17,16 @@ from string import Template
 from typing import Any
 
 _ASSETS = Path(__file__).with_name("assets")
-_SCRIPTS = ("dom.js", "bars.js", "spans.js", "timeline.js", "tables.js", "ranks.js", "main.js")  # in their order
+_SCRIPTS = (
+    "dom.js",
+    "bars.js",
+    "spans.js",
+    "view.js",
+    "timeline.js",
+    "tables.js",
+    "ranks.js",
+    "main.js",
+)  # in their order
 
 
 def render(report: Mapping[str, Any]) -> str:

@@ -54,6 +54,8 @@ def test_archives_build_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
         f"deepspeed_ext/{p.relative_to(ROOT / 'deepspeed_ext')}" for p in (ROOT / "deepspeed_ext").rglob("*.py")
     }
     assert modules == {name for name in names if name.endswith(".py")}
+    assets = {f"deepspeed_ext/report/assets/{path.name}" for path in (ROOT / "deepspeed_ext/report/assets").iterdir()}
+    assert assets == {name for name in names if "/assets/" in name}
     kernels = {f"deepspeed_ext/csrc/loco/{path.name}" for path in (ROOT / "csrc" / "loco").iterdir()}
     assert kernels == {name for name in names if "/csrc/" in name}
 

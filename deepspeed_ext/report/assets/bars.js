@@ -18,7 +18,7 @@ function drawParts(report) {
   const scale = scaleOf(totals, SECONDS);
   const stacks = document.getElementById("stacks");
   stacks.append(stack("Measured", rows, (row) => row.seconds, totals, scale));
-  if (predicted) stacks.append(stack("Predicted", rows, (row) => row.predicted, totals.toReversed(), scale));
+  if (predicted) stacks.append(stack("Predicted", rows, (row) => row.predicted, [totals[1], totals[0]], scale));
   document.getElementById("parts").append(partsTable(rows, totals, predicted));
   document.getElementById("step").hidden = false;
 }
@@ -35,8 +35,13 @@ function stack(title, rows, value, [total, other], scale) {
     part.style.width = `${(100 * value(row)) / Math.max(total, other)}%`;
     bar.append(part);
   }
-  return el("div", { class: "stack-row" }, el("span", { class: "stack-title" }, title), bar,
-    el("span", { class: "stack-total" }, figure(total)));
+  return el(
+    "div",
+    { class: "stack-row" },
+    el("span", { class: "stack-title" }, title),
+    bar,
+    el("span", { class: "stack-total" }, figure(total)),
+  );
 }
 
 function nameOf(part) {
@@ -45,7 +50,10 @@ function nameOf(part) {
 
 function partsTable(rows, [measured, predicted], hasPredicted) {
   const all = [...rows, { part: "sum", seconds: measured, predicted: hasPredicted ? predicted : null }];
-  const scale = scaleOf(all.flatMap((row) => [row.seconds, row.predicted]), SECONDS);
+  const scale = scaleOf(
+    all.flatMap((row) => [row.seconds, row.predicted]),
+    SECONDS,
+  );
   const column = (head, value) => ({ head: `${head} (${scale.unit})`, number: true, value });
   const columns = [
     { head: "Part", header: true, value: (row) => partCell(row.part) },
@@ -62,7 +70,12 @@ function partsTable(rows, [measured, predicted], hasPredicted) {
 
 function partCell(part) {
   if (part === "sum") return "Whole step";
-  return el("span", { class: "whole" }, el("span", { class: `swatch fill-${part}`, "aria-hidden": "true" }), nameOf(part));
+  return el(
+    "span",
+    { class: "whole" },
+    el("span", { class: `swatch fill-${part}`, "aria-hidden": "true" }),
+    nameOf(part),
+  );
 }
 
 function difference(row, scale) {

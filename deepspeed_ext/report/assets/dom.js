@@ -3,8 +3,18 @@
 // Elements, and numbers with their units. All text goes in as text, so that no name in a report becomes markup.
 "use strict";
 
-const SECONDS = [["s", 0.1, 1], ["ms", 1e-4, 1e-3], ["µs", 0, 1e-6]]; // unit, from which value on, its size
-const BYTES = [["TB", 1e12, 1e12], ["GB", 1e9, 1e9], ["MB", 1e5, 1e6], ["kB", 1e3, 1e3], ["B", 0, 1]];
+const SECONDS = [
+  ["s", 0.1, 1],
+  ["ms", 1e-4, 1e-3],
+  ["µs", 0, 1e-6],
+]; // unit, from which value on, its size
+const BYTES = [
+  ["TB", 1e12, 1e12],
+  ["GB", 1e9, 1e9],
+  ["MB", 1e5, 1e6],
+  ["kB", 1e3, 1e3],
+  ["B", 0, 1],
+];
 const RATES = BYTES.map(([name, from, size]) => [`${name}/s`, from, size]);
 
 function el(tag, attributes = {}, ...children) {
@@ -61,7 +71,9 @@ function sum(values) {
 
 // A wide table scrolls in its own box, which the keyboard can reach. A column: head, value(row), and number, row header.
 function table(caption, columns, rows, classOf = () => null) {
-  const head = columns.map((one) => (one.head ? el("th", { scope: "col", class: one.number ? "number" : null }, one.head) : el("td")));
+  const head = columns.map((one) =>
+    one.head ? el("th", { scope: "col", class: one.number ? "number" : null }, one.head) : el("td"),
+  );
   const lines = rows.map((row) => {
     const cells = columns.map((one) => {
       const shown = one.value(row);

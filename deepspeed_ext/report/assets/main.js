@@ -9,8 +9,15 @@ function readPaints(paints) {
   const solid = (name) => ({ color: color(name), ink: color(`on-${name}`) });
   const hatched = (name) => ({ ...solid(name), hatch: hatching(color("hatch")) });
   return Object.assign(paints, {
-    text: color("text"), dim: color("dim"), grid: color("grid"), gap: color("surface"),
-    forward: solid("compute"), backward: solid("backward"), update: solid("update"), other: solid("other"), copy: solid("copy"),
+    text: color("text"),
+    dim: color("dim"),
+    grid: color("grid"),
+    gap: color("surface"),
+    forward: solid("compute"),
+    backward: solid("backward"),
+    update: solid("update"),
+    other: solid("other"),
+    copy: solid("copy"),
     wait: { within: hatched("within"), between: hatched("between"), unknown: hatched("wait") },
     link: {
       within: { reduce: solid("within"), gather: solid("within-gather"), copy: solid("copy") },
@@ -33,43 +40,68 @@ function hatching(color) {
 }
 
 function drawFacts(report) {
-  const training = report.training ?? {};
-  const steps = report.steps ?? {};
-  const taken = steps.seconds ?? [];
-  const grouping = training.groups > 1 ? `${grouped(training.ranks)} in ${grouped(training.groups)} groups of ${training.group_size}` : null;
-  const last = steps.first + taken.length - 1;
+  const { training = {}, steps = {} } = report;
   addTerms("facts", [
-    ["Ranks", grouping ?? (isNumber(training.ranks) ? grouped(training.ranks) : null)],
-    ["Parameters", isNumber(training.parameters) ? parametersOf(training) : null],
+    ["Ranks", ranksWords(training)],
+    ["Parameters", parametersWords(training)],
     ["Micro-steps", isNumber(training.accumulation) ? String(training.accumulation) : null],
-    ["Recorded", taken.length ? `step${taken.length > 1 ? "s" : ""} ${steps.first}${taken.length > 1 ? `–${last}` : ""}, ${seconds(sum(taken) / taken.length)} on average` : null],
-    ["Unrecorded", isNumber(steps.undisturbed) ? `${seconds(steps.undisturbed)} a step${isNumber(steps.overhead) ? `; recording cost ${percent(Math.max(0, steps.overhead))}` : ""}` : null],
+    ["Recorded", recordedWords(steps)],
+    ["Unrecorded", unrecordedWords(steps)],
   ]);
-  document.getElementById("group-note").textContent = groupNote(training);
+  document.getElementById("group-note").textContent =
+    training.groups > 1
+      ? "A group is a node, unless paro_group_size says otherwise."
+      : "There is one group of ranks, so nothing crosses between groups.";
 }
 
-function groupNote(training) {
-  if (!(training.groups > 1)) return "There is one group of ranks, so nothing crosses between groups.";
-  return "A group is a node, unless paro_group_size says otherwise.";
+function ranksWords({ ranks, groups, group_size: size }) {
+  if (!isNumber(ranks)) return null;
+  return groups > 1 ? `${grouped(ranks)} in ${grouped(groups)} groups of ${size}` : grouped(ranks);
 }
 
-function parametersOf({ parameters, trainable, dtype }) {
-  const short = (count) => (count >= 1e9 ? `${grouped(count / 1e9, 2)} billion` : count >= 1e6 ? `${grouped(count / 1e6, 1)} million` : grouped(count));
-  const frozen = isNumber(trainable) && trainable < parameters ? `, ${short(trainable)} trainable` : "";
-  return `${short(parameters)}${frozen}${dtype ? `, ${dtype}` : ""}`;
+function parametersWords({ parameters, trainable, dtype }) {
+  if (!isNumber(parameters)) return null;
+  const frozen = isNumber(trainable) && trainable < parameters ? `${rounded(trainable)} trainable` : null;
+  return [rounded(parameters), frozen, dtype].filter(Boolean).join(", ");
+}
+
+function rounded(count) {
+  if (count >= 1e9) return `${grouped(count / 1e9, 2)} billion`;
+  return count >= 1e6 ? `${grouped(count / 1e6, 1)} million` : grouped(count);
+}
+
+function recordedWords({ first, seconds: taken = [] }) {
+  if (!taken.length) return null;
+  const numbers = taken.length > 1 ? `steps ${first}–${first + taken.length - 1}` : `step ${first}`;
+  return `${numbers}, ${seconds(sum(taken) / taken.length)} on average`;
+}
+
+function unrecordedWords({ undisturbed, overhead }) {
+  if (!isNumber(undisturbed)) return null;
+  const cost = isNumber(overhead) ? `; recording cost ${percent(Math.max(0, overhead))}` : "";
+  return `${seconds(undisturbed)} a step${cost}`;
 }
 
 function drawMade(report) {
   const made = report.made ?? {};
   const hosts = made.hosts ?? [];
-  const named = hosts.length > 4 ? `${hosts.slice(0, 3).join(", ")} and ${grouped(hosts.length - 3)} more` : hosts.join(", ");
+  const named =
+    hosts.length > 4 ? `${hosts.slice(0, 3).join(", ")} and ${grouped(hosts.length - 3)} more` : hosts.join(", ");
   const versions = Object.entries(made.versions ?? {});
-  addTerms("made", [["Made", made.when], ["Script", made.script], ["Device", made.device], ["Hosts", named], ...versions]);
+  addTerms("made", [
+    ["Made", made.when],
+    ["Script", made.script],
+    ["Device", made.device],
+    ["Hosts", named],
+    ...versions,
+  ]);
 }
 
 function addTerms(id, terms) {
   const shown = terms.filter(([, text]) => text);
-  document.getElementById(id).append(...shown.map(([term, text]) => el("div", {}, el("dt", {}, term), el("dd", {}, text))));
+  document
+    .getElementById(id)
+    .append(...shown.map(([term, text]) => el("div", {}, el("dt", {}, term), el("dd", {}, text))));
 }
 
 // The verdict has the first findings already.
@@ -99,7 +131,18 @@ function redrawWhenColorsChange(paints, drawn) {
 function main() {
   const report = JSON.parse(document.getElementById("report").textContent);
   const paints = readPaints({});
-  for (const draw of [drawFacts, drawParts, drawFindings, drawHops, drawOperations, drawModules, drawMemory, drawChoices, drawMade]) draw(report);
+  for (const draw of [
+    drawFacts,
+    drawParts,
+    drawFindings,
+    drawHops,
+    drawOperations,
+    drawModules,
+    drawMemory,
+    drawChoices,
+    drawMade,
+  ])
+    draw(report);
   const drawn = [...drawTimelines(report, paints), ...drawRanks(report, paints)];
   drawn.forEach((one) => one.draw());
   redrawWhenColorsChange(paints, drawn);

@@ -15,7 +15,13 @@ function drawRanks(report, paints) {
   const listed = rows.length > FEW ? byWaiting.slice(0, LISTED) : byWaiting;
   document.querySelector("#ranks .listed").append(ranksTable(rows, listed));
   if (rows.length <= FEW) return [];
-  const made = [new Scatter(rows, listed, paints), new Histogram(byWaiting.map((row) => row.waiting), paints)];
+  const made = [
+    new Scatter(rows, listed, paints),
+    new Histogram(
+      byWaiting.map((row) => row.waiting),
+      paints,
+    ),
+  ];
   document.querySelector("#ranks .plots").append(...made.map((one) => one.element));
   made.forEach((one) => new ResizeObserver(() => one.draw()).observe(one.canvas));
   return made;
@@ -23,17 +29,29 @@ function drawRanks(report, paints) {
 
 function ranksTable(rows, listed) {
   const count = grouped(rows.length);
-  const caption = listed.length < rows.length ? `The ${LISTED} of ${count} ranks that wait least` : "Ranks, those that wait least first";
+  const caption =
+    listed.length < rows.length
+      ? `The ${LISTED} of ${count} ranks that wait least`
+      : "Ranks, those that wait least first";
   const hosts = new Set(rows.map((row) => row.host));
   const both = (row) => [bar(row.compute / row.step, "compute"), bar(row.waiting / row.step, "wait")];
-  return table(caption, [
-    { head: "Rank", header: true, value: (row) => String(row.rank) },
-    ...(hosts.size > 1 ? [{ head: "Host", value: (row) => el("span", { class: "name" }, row.host ?? "") }] : []),
-    quantity("Step", listed, (row) => row.step, SECONDS),
-    quantity("Compute", listed, (row) => row.compute, SECONDS),
-    quantity("Waiting", listed, (row) => row.waiting, SECONDS),
-    { head: "", kind: "bars", value: (row) => el("span", { class: "bar", "aria-hidden": "true" }, ...both(row).flatMap((one) => [...one.children])) },
-  ], listed);
+  return table(
+    caption,
+    [
+      { head: "Rank", header: true, value: (row) => String(row.rank) },
+      ...(hosts.size > 1 ? [{ head: "Host", value: (row) => el("span", { class: "name" }, row.host ?? "") }] : []),
+      quantity("Step", listed, (row) => row.step, SECONDS),
+      quantity("Compute", listed, (row) => row.compute, SECONDS),
+      quantity("Waiting", listed, (row) => row.waiting, SECONDS),
+      {
+        head: "",
+        kind: "bars",
+        value: (row) =>
+          el("span", { class: "bar", "aria-hidden": "true" }, ...both(row).flatMap((one) => [...one.children])),
+      },
+    ],
+    listed,
+  );
 }
 
 function plot(caption, words, ends) {
@@ -53,7 +71,10 @@ class Scatter {
     [this.least, this.most] = [Math.min(...waits), Math.max(...waits)];
     const range = `${seconds(this.least)} (bottom) to ${seconds(this.most)} (top)`;
     const ends = [`rank ${this.rows[0].rank}`, range, `rank ${this.rows[rows.length - 1].rank}`];
-    Object.assign(this, plot("Waiting by rank; large dots are in the table", `Waiting of ${grouped(rows.length)} ranks, ${range}`, ends));
+    Object.assign(
+      this,
+      plot("Waiting by rank; large dots are in the table", `Waiting of ${grouped(rows.length)} ranks, ${range}`, ends),
+    );
     this.canvas.dataset.ranks = rows.length;
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => showTip(null));
@@ -87,7 +108,14 @@ class Scatter {
     const some = this.rows.slice(Math.max(0, Math.round(at - around)), Math.max(0, Math.round(at + around)) + 1);
     if (!some.length) return showTip(null);
     const row = some.reduce((least, one) => (one.waiting < least.waiting ? one : least));
-    showTip([`Rank ${row.rank}${row.host ? ` on ${row.host}` : ""}`, `compute ${seconds(row.compute)}`, `waiting ${seconds(row.waiting)}`], event);
+    showTip(
+      [
+        `Rank ${row.rank}${row.host ? ` on ${row.host}` : ""}`,
+        `compute ${seconds(row.compute)}`,
+        `waiting ${seconds(row.waiting)}`,
+      ],
+      event,
+    );
   }
 }
 
@@ -96,7 +124,8 @@ class Histogram {
     this.paints = paints;
     const [least, most] = [sorted[0], sorted[sorted.length - 1]];
     this.counts = new Array(BINS).fill(0);
-    for (const value of sorted) this.counts[Math.min(BINS - 1, Math.floor(((value - least) / (most - least || 1)) * BINS))]++;
+    for (const value of sorted)
+      this.counts[Math.min(BINS - 1, Math.floor(((value - least) / (most - least || 1)) * BINS))]++;
     const ends = [seconds(least), `median ${seconds(sorted[sorted.length >> 1])}`, seconds(most)];
     Object.assign(this, plot("How many ranks wait for how long", `Waiting: least ${ends.join(", ")} at most`, ends));
   }

@@ -24,7 +24,9 @@ function bar(share, kind) {
 
 // Only columns in which some row has a number.
 function known(rows, columns) {
-  return columns.filter(([value]) => value === null || rows.some((row) => isNumber(value(row)))).map(([, column]) => column);
+  return columns
+    .filter(([value]) => value === null || rows.some((row) => isNumber(value(row))))
+    .map(([, column]) => column);
 }
 
 function drawHops(report) {
@@ -33,18 +35,25 @@ function drawHops(report) {
   const [nbytes, formula] = [(row) => row.bytes, (row) => row.formula_bytes];
   const [rate, probed] = [(row) => row.rate, (row) => row.probed_rate];
   const [exposed, predicted] = [(row) => row.exposed, (row) => row.predicted_exposed];
-  fill("hops", table("Links in a step", known(rows, [
-    [null, { head: "Link", header: true, value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop) }],
-    [nbytes, quantity("Received", rows, nbytes, BYTES)],
-    [formula, quantity("Formula", rows, formula, BYTES)],
-    [formula, { head: "of formula", number: true, value: (row) => ratio(row.bytes, row.formula_bytes) }],
-    [null, quantity("Busy", rows, (row) => row.busy, SECONDS)],
-    [null, quantity("Exposed", rows, exposed, SECONDS)],
-    [predicted, quantity("Predicted exposed", rows, predicted, SECONDS)],
-    [rate, quantity("Rate", rows, rate, RATES)],
-    [probed, quantity("Probed", rows, probed, RATES)],
-    [probed, { head: "of probed", number: true, value: (row) => ratio(row.rate, row.probed_rate) }],
-  ]), rows));
+  fill(
+    "hops",
+    table(
+      "Links in a step",
+      known(rows, [
+        [null, { head: "Link", header: true, value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop) }],
+        [nbytes, quantity("Received", rows, nbytes, BYTES)],
+        [formula, quantity("Formula", rows, formula, BYTES)],
+        [formula, { head: "of formula", number: true, value: (row) => ratio(row.bytes, row.formula_bytes) }],
+        [null, quantity("Busy", rows, (row) => row.busy, SECONDS)],
+        [null, quantity("Exposed", rows, exposed, SECONDS)],
+        [predicted, quantity("Predicted exposed", rows, predicted, SECONDS)],
+        [rate, quantity("Rate", rows, rate, RATES)],
+        [probed, quantity("Probed", rows, probed, RATES)],
+        [probed, { head: "of probed", number: true, value: (row) => ratio(row.rate, row.probed_rate) }],
+      ]),
+      rows,
+    ),
+  );
 }
 
 function drawOperations(report) {
@@ -53,15 +62,22 @@ function drawOperations(report) {
   const counts = rows.map((row) => row.count).filter(isNumber);
   const digits = counts.every(Number.isInteger) ? 0 : 1;
   const most = Math.max(...rows.map((row) => row.exposed ?? 0));
-  fill("operations", table("Operations in a step", [
-    { head: "Operation", header: true, value: (row) => el("code", { class: "name" }, row.name) },
-    { head: "Link", kind: "whole", value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop ?? "") },
-    { head: "Count", number: true, value: (row) => (isNumber(row.count) ? grouped(row.count, digits) : "–") },
-    quantity("Received", rows, (row) => row.bytes, BYTES),
-    quantity("Busy", rows, (row) => row.busy, SECONDS),
-    quantity("Exposed", rows, (row) => row.exposed, SECONDS),
-    { head: "", kind: "bars", value: (row) => bar(row.exposed / most, row.hop) },
-  ], rows));
+  fill(
+    "operations",
+    table(
+      "Operations in a step",
+      [
+        { head: "Operation", header: true, value: (row) => el("code", { class: "name" }, row.name) },
+        { head: "Link", kind: "whole", value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop ?? "") },
+        { head: "Count", number: true, value: (row) => (isNumber(row.count) ? grouped(row.count, digits) : "–") },
+        quantity("Received", rows, (row) => row.bytes, BYTES),
+        quantity("Busy", rows, (row) => row.busy, SECONDS),
+        quantity("Exposed", rows, (row) => row.exposed, SECONDS),
+        { head: "", kind: "bars", value: (row) => bar(row.exposed / most, row.hop) },
+      ],
+      rows,
+    ),
+  );
 }
 
 function drawModules(report) {
@@ -69,7 +85,11 @@ function drawModules(report) {
   if (!rows.length) return;
   const step = sum((report.parts ?? []).map((part) => part.seconds));
   const columns = [
-    { head: "Module", header: true, value: (row) => el("code", { class: "name" }, row.module || "(the model itself)") },
+    {
+      head: "Module",
+      header: true,
+      value: (row) => el("code", { class: "name" }, row.module || "(the model itself)"),
+    },
     quantity("Exposed", rows, (row) => row.exposed, SECONDS),
     { head: "Of the step", number: true, value: (row) => (step > 0 ? percent(row.exposed / step) : "–") },
     { head: "", kind: "bars", value: (row) => bar(row.exposed / rows[0].exposed, "other") },
@@ -83,12 +103,23 @@ function drawMemory(report) {
   const formula = (row) => row.formula;
   const total = rows.every((row) => isNumber(row.formula)) ? sum(rows.map(formula)) : null;
   const every = [...rows, { state: "Sum", bytes: sum(rows.map((row) => row.bytes)), formula: total }];
-  fill("memory", table("Model states of a rank", known(every, [
-    [null, { head: "State", header: true, value: (row) => row.state.charAt(0).toUpperCase() + row.state.slice(1) }],
-    [null, quantity("Held", every, (row) => row.bytes, BYTES)],
-    [formula, quantity("Formula", every, formula, BYTES)],
-    [formula, { head: "of formula", number: true, value: (row) => ratio(row.bytes, row.formula) }],
-  ]), every, (row) => (row.state === "Sum" ? "total" : null)));
+  fill(
+    "memory",
+    table(
+      "Model states of a rank",
+      known(every, [
+        [
+          null,
+          { head: "State", header: true, value: (row) => row.state.charAt(0).toUpperCase() + row.state.slice(1) },
+        ],
+        [null, quantity("Held", every, (row) => row.bytes, BYTES)],
+        [formula, quantity("Formula", every, formula, BYTES)],
+        [formula, { head: "of formula", number: true, value: (row) => ratio(row.bytes, row.formula) }],
+      ]),
+      every,
+      (row) => (row.state === "Sum" ? "total" : null),
+    ),
+  );
 }
 
 function drawChoices(report) {
@@ -96,17 +127,25 @@ function drawChoices(report) {
   if (!rows.length) return;
   const most = Math.max(...rows.map((row) => row.step));
   const now = rows.find((row) => row.now);
-  const section = fill("choices", table("Predicted step under each strategy", [
-    { head: "Strategy", header: true, value: choiceName },
-    { head: "", kind: "bars", value: (row) => bar(row.step / most, row.now ? "now" : "choice") },
-    quantity("Step", rows, (row) => row.step, SECONDS),
-    { head: "Against now", number: true, value: (row) => (now ? ratio(row.step, now.step) : "–") },
-    quantity("Busy within", rows, (row) => row.within, SECONDS),
-    quantity("Busy between", rows, (row) => row.between, SECONDS),
-    quantity("Between", rows, (row) => row.bytes_between, BYTES),
-    quantity("States", rows, (row) => row.gb * 1e9, BYTES),
-    { head: "Keys", value: keysButton },
-  ], rows, (row) => (row.now ? "now" : row.fits === false ? "unfit" : null)));
+  const section = fill(
+    "choices",
+    table(
+      "Predicted step under each strategy",
+      [
+        { head: "Strategy", header: true, value: choiceName },
+        { head: "", kind: "bars", value: (row) => bar(row.step / most, row.now ? "now" : "choice") },
+        quantity("Step", rows, (row) => row.step, SECONDS),
+        { head: "Against now", number: true, value: (row) => (now ? ratio(row.step, now.step) : "–") },
+        quantity("Busy within", rows, (row) => row.within, SECONDS),
+        quantity("Busy between", rows, (row) => row.between, SECONDS),
+        quantity("Between", rows, (row) => row.bytes_between, BYTES),
+        quantity("States", rows, (row) => row.gb * 1e9, BYTES),
+        { head: "Keys", value: keysButton },
+      ],
+      rows,
+      (row) => (row.now ? "now" : row.fits === false ? "unfit" : null),
+    ),
+  );
   section.querySelector(".snippet button").addEventListener("click", copySnippet);
   showBest(rows, now);
 }

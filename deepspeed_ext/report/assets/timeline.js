@@ -10,35 +10,6 @@ const ROW = 14;
 const MOST_OF_LANE = 170; // a lane with many rows gets flat ones
 const LABEL = { font: "11px system-ui, sans-serif", character: 6.4, least: 6 };
 
-// The stretch of time that is shown.
-class View {
-  constructor(most) {
-    this.most = most;
-    this.listeners = [];
-    [this.from, this.to] = [0, most];
-  }
-
-  show(from, to) {
-    const width = Math.min(this.most, Math.max(to - from, this.most / 1e5));
-    this.from = Math.min(Math.max(0, from), this.most - width);
-    this.to = this.from + width;
-    this.listeners.forEach((listener) => listener());
-  }
-
-  zoom(factor, center = (this.from + this.to) / 2) {
-    this.show(center - (center - this.from) / factor, center + (this.to - center) / factor);
-  }
-
-  move(share) {
-    const by = share * (this.to - this.from);
-    this.show(this.from + by, this.to + by);
-  }
-
-  whole() {
-    this.show(0, this.most);
-  }
-}
-
 class Timeline {
   constructor(timeline, view, hopOf, paints) {
     Object.assign(this, { view, hopOf, paints, hovered: null, chosen: null, waiting: false });
@@ -54,7 +25,13 @@ class Timeline {
     this.canvas.dataset.spans = this.spans.length;
     this.canvas.style.height = `${this.height}px`;
     this.words = el("p", { class: "chosen", "aria-live": "polite" }, "No bar is chosen.");
-    this.element = el("figure", { class: "timeline" }, el("figcaption", {}, titleOf(timeline)), this.canvas, this.words);
+    this.element = el(
+      "figure",
+      { class: "timeline" },
+      el("figcaption", {}, titleOf(timeline)),
+      this.canvas,
+      this.words,
+    );
     this.listen();
   }
 
@@ -170,7 +147,8 @@ class Timeline {
     const whole = (span[KIND] === "forward" || span[KIND] === "backward" ? span[MODULE] : null) ?? span[NAME];
     if (room < Math.min(whole.length, LABEL.least)) return;
     const text = whole.length > room ? `${whole.slice(0, room - 1)}…` : whole;
-    if (fill.hatch) { // which makes letters hard to read
+    if (fill.hatch) {
+      // which makes letters hard to read
       context.fillStyle = fill.color;
       context.fillRect(left + 2, y - 6, Math.min(context.measureText(text).width + 4, right - left - 4), 13);
     }
@@ -180,7 +158,8 @@ class Timeline {
 
   fillOf(lane, span) {
     if (span[KIND] === "wait") return this.paints.wait[this.hopOf(span[NAME])];
-    if (lane.name === "within" || lane.name === "between") return this.paints.link[lane.name][span[KIND]] ?? this.paints.other;
+    if (lane.name === "within" || lane.name === "between")
+      return this.paints.link[lane.name][span[KIND]] ?? this.paints.other;
     return this.paints[span[KIND]] ?? this.paints.other;
   }
 
@@ -283,7 +262,7 @@ class Timeline {
       Enter: () => this.zoomToChosen(),
       Escape: () => this.choose(null),
     };
-    const action = event.ctrlKey || event.metaKey || event.altKey ? null : actions[event.key];
+    const action = event.ctrlKey || event.metaKey || event.altKey ? null : actions[event.key.length > 1 ? event.key : event.key.toLowerCase()];
     if (!action) return;
     event.preventDefault();
     action();
@@ -297,12 +276,16 @@ function laidOut(lane) {
   const row = Math.max(1, Math.min(ROW, MOST_OF_LANE / rows.length));
   const height = nested ? STEP_DOWN * (rows.length - 1) + ROW + 4 : row * rows.length;
   // What lies in a span is drawn in its lower part; what runs beside it, below it.
-  const place = (depth) => (nested ? [STEP_DOWN * depth, height - STEP_DOWN * depth] : [row * depth, row - (row > 4 ? 1 : 0)]);
+  const place = (depth) =>
+    nested ? [STEP_DOWN * depth, height - STEP_DOWN * depth] : [row * depth, row - (row > 4 ? 1 : 0)];
   return { name: lane.lane, spans: lane.spans, title, nested, rows, height, place };
 }
 
 function titleOf(timeline) {
-  const why = { slowest: "the slowest rank: it waits least, and the others wait for it", fastest: "the fastest rank: it waits most" };
+  const why = {
+    slowest: "the slowest rank: it waits least, and the others wait for it",
+    fastest: "the fastest rank: it waits most",
+  };
   const where = timeline.host ? ` on ${timeline.host}` : "";
   return `Rank ${timeline.rank}${where}, ${why[timeline.which] ?? timeline.which}. Step ${timeline.step}, ${seconds(timeline.seconds)}.`;
 }
@@ -328,7 +311,10 @@ function showTip(words, event) {
   tip.hidden = !words;
   if (!words) return;
   tip.replaceChildren(...words.map((word, i) => el(i ? "div" : "strong", {}, word)));
-  const left = event.clientX + 14 + tip.offsetWidth > window.innerWidth ? event.clientX - 14 - tip.offsetWidth : event.clientX + 14;
+  const left =
+    event.clientX + 14 + tip.offsetWidth > window.innerWidth
+      ? event.clientX - 14 - tip.offsetWidth
+      : event.clientX + 14;
   tip.style.left = `${Math.max(4, left)}px`;
   tip.style.top = `${Math.min(event.clientY + 16, window.innerHeight - tip.offsetHeight - 4)}px`;
 }
@@ -349,7 +335,9 @@ function drawTimelines(report, paints) {
   const section = document.getElementById("timelines");
   section.hidden = false; // before drawing: what is hidden has no width
   const ends = shown.flatMap((one) => one.lanes.flatMap((lane) => lane.spans.map((span) => span[END])));
-  const view = new View(ends.reduce((most, end) => Math.max(most, end), Math.max(...shown.map((one) => one.seconds ?? 0))));
+  const view = new View(
+    ends.reduce((most, end) => Math.max(most, end), Math.max(...shown.map((one) => one.seconds ?? 0))),
+  );
   const hopOf = hopFinder(report.operations ?? []);
   const made = shown.map((one) => new Timeline(one, view, hopOf, paints));
   section.querySelector(".drawn").append(...made.map((one) => one.element));
@@ -358,35 +346,19 @@ function drawTimelines(report, paints) {
   return made;
 }
 
-function addToolbar(toolbar, view) {
-  const button = (text, name, action) => {
-    const made = el("button", { type: "button", "aria-label": name, title: name }, text);
-    made.addEventListener("click", action);
-    return made;
-  };
-  const range = el("output", {});
-  const say = () => {
-    const scale = scaleOf([view.most], SECONDS);
-    scale.digits = Math.min(6, Math.max(scale.digits, Math.ceil(1.5 - Math.log10((view.to - view.from) / scale.size))));
-    range.textContent = `${scaled(view.from, scale)} to ${scaled(view.to, scale)} ${scale.unit}`;
-  };
-  toolbar.append(
-    button("−", "Zoom out", () => view.zoom(1 / 2)), button("+", "Zoom in", () => view.zoom(2)),
-    button("←", "Move left", () => view.move(-0.25)), button("→", "Move right", () => view.move(0.25)),
-    button("Whole step", "Show the whole step", () => view.whole()), range,
-  );
-  view.listeners.push(say);
-  say();
-}
-
 function addLegend(legend, timelines) {
   const lanes = timelines.flatMap((one) => one.lanes);
   const kinds = new Set(lanes.flatMap((lane) => lane.spans.map((span) => `${lane.lane} ${span[KIND]}`)));
   const rows = [
-    ["training forward", "forward", "Forward"], ["training backward", "backward", "Backward"],
-    ["training update", "update", "Update"], ["training wait", "wait", "Wait"], ["training other", "other", "Other"],
-    ["within gather", "within-gather", "Gather within"], ["within reduce", "within", "Reduce within"],
-    ["between gather", "between-gather", "Gather between"], ["between reduce", "between", "Reduce between"],
+    ["training forward", "forward", "Forward"],
+    ["training backward", "backward", "Backward"],
+    ["training update", "update", "Update"],
+    ["training wait", "wait", "Wait"],
+    ["training other", "other", "Other"],
+    ["within gather", "within-gather", "Gather within"],
+    ["within reduce", "within", "Reduce within"],
+    ["between gather", "between-gather", "Gather between"],
+    ["between reduce", "between", "Reduce between"],
     ["copies copy", "copy", "Copy"],
   ];
   for (const [key, fill, name] of rows.filter(([key]) => kinds.has(key))) {
