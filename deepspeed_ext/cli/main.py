@@ -3,8 +3,8 @@
 """The command line.
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, ``plan`` shows what each strategy costs, ``report`` where a step's time goes, ``convert`` makes a universal checkpoint, and ``zero-order`` puts an
-ordinary one into ZeRO's order.
+one, ``plan`` shows what each strategy costs, ``report`` shows where a step's time goes, ``convert`` makes a universal
+checkpoint, and ``zero-order`` puts an ordinary one into ZeRO's order.
 """
 
 import argparse

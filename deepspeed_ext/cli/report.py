@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", type=int, default=_USUAL.after, help="steps of warm-up (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=_USUAL.steps, help="that are recorded (default: %(default)s)")
     parser.add_argument(
-        "--no-probe", dest="probe", action="store_false", help="predict nothing; see the links at work"
+        "--no-probe", dest="probe", action="store_false", help="measure no links, and predict nothing"
     )
     parser.add_argument("script", nargs=argparse.REMAINDER, help="-- script.py, and its arguments")
 

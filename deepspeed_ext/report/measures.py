@@ -76,8 +76,9 @@ def exposed(step: Step) -> Exposed:
         for communication, begin, end in [*beside, *wire]:
             if communication.hop and begin < wait.end and end > wait.begin:
                 shared = common(left, [(begin, end)])
-                found.charge(communication, length(shared), wait.module)
-                left = without(left, shared)
+                if shared:
+                    found.charge(communication, length(shared), wait.module)
+                    left = without(left, shared)
     return found
 
 
