@@ -145,8 +145,8 @@ def _watch_fetches(recorder: Recorder, engine: Engine, installed: ExitStack) -> 
 
 
 def _watch_streams(recorder: Recorder, installed: ExitStack) -> None:
-    """Take down when the stream that trains waits for another one. This class is torch's, and the device's."""
-    kind = get_accelerator().Stream
+    """Take down when the stream that trains waits for another one: the only class that is changed is torch's own."""
+    kind = type(get_accelerator().current_stream())
     wait = kind.wait_event
 
     def wait_event(self: Any, event: Any) -> Any:

@@ -118,7 +118,6 @@ def _predicted(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes
 
 def _made(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     device = get_accelerator()
-    on_host = device.is_synchronized_device()
     return {
         "when": datetime.now().astimezone().isoformat(timespec="minutes"),
         "versions": {
@@ -127,7 +126,7 @@ def _made(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "device": "cpu" if on_host else torch.get_device_module().get_device_name(),
+        "device": getattr(torch.get_device_module(), "get_device_name", device.device_name)(),
         "hosts": list(dict.fromkeys(one["host"] for one in ranks)),
         "script": Path(sys.argv[0]).name,
     }

@@ -12,7 +12,13 @@ from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 
 LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)  # to measure them would take seconds
 AFTER, STEPS = 2, 1
-TRAINED: dict[str, Any] = {"steps": 10, "accumulation": 2, "sizes": (64, 96, 80, 48), "empty": False, "optimizer": "Adam"}
+TRAINED: dict[str, Any] = {
+    "steps": 10,
+    "accumulation": 2,
+    "sizes": (64, 96, 80, 48),
+    "empty": False,
+    "optimizer": "Adam",
+}
 
 
 def trainings(folder: str, sections: dict[str, dict[str, Any]], job: dict[str, Any]) -> list[dict[str, Any]]:
