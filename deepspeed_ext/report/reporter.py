@@ -12,9 +12,11 @@ import atexit
 import functools
 import itertools
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from deepspeed import comm as dist
 from deepspeed.utils import log_dist, logger
@@ -97,7 +99,18 @@ class _Reporter:
     def _begin(self, clock: Clock) -> None:
         self._recorder = Recorder(clock, functools.cache(self._hop_of))
         self._recording.enter_context(recorded_by(self._recorder, self._engine))
+        self._recording.enter_context(mock.patch.object(self._engine, "destroy", self._destroy(self._engine.destroy)))
         self._recorder.step_ends(self._engine.global_steps)
+
+    def _destroy(self, destroy: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what destroys the engine, such that nothing is recorded from then on."""
+
+        @functools.wraps(destroy)
+        def recorded_no_more(*args: Any, **kwargs: Any) -> Any:
+            self._recording.close()
+            return destroy(*args, **kwargs)
+
+        return recorded_no_more
 
     def _look(self) -> None:
         """Called before each forward and each update of a step; keeps the moment at which most is held."""

@@ -43,6 +43,8 @@ def trainings(folder: str, sections: dict[str, dict[str, Any]], job: dict[str, A
         usual = train(Job(**job), section)
         with mock.patch.object(probe, "measure", lambda *_: LINKS):
             reported = train(Job(**job), {**section, "paro_report": settings}, look)
+        train(Job(**{**job, "steps": AFTER + 3}), {**section, "paro_report": settings})
+        wrapped["recorded on"] = watching._watcher is not None
         same = usual.losses == reported.losses and torch.equal(usual.weights, reported.weights)
         found.append({"name": name, "same": same, **wrapped})
     return found
@@ -61,6 +63,7 @@ def test_a_report_says_what_was_trained_and_changes_nothing(ranks: Any, tmp_path
         for one in rank:
             assert one["same"], f"{one['name']}: recording has changed the training"
             assert not one["left"] and not one["watched"], f"{one['name']}: the engine is not as it was"
+            assert not one["recorded on"], f"{one['name']}: an engine that is destroyed is still recorded"
     for name in sections:
         report = json.loads((tmp_path / name / "report.json").read_text())
         check(report, name)
@@ -92,3 +95,33 @@ def check(report: dict[str, Any], name: str) -> None:
         assert any(row["module"].startswith("layers") for row in report["modules"]), f"{name}: no module waits"
     now = [row["strategy"] for row in report["choices"] if row["now"]]
     assert now == [name]
+
+
+def pipeline(folder: str, name: str) -> list[str]:
+    """Losses of two pipelines that train the same, of which the second is reported on."""
+    from unittest import mock
+
+    from deepspeed_ext.planner import probe
+    from tests.harness import pipelines
+    from tests.harness.training import placed
+
+    losses = []
+    for more in ({}, {"paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}):
+        engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1, **more))
+        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        with mock.patch.object(probe, "measure", lambda *_: LINKS):
+            losses.append(str([engine.train_batch(data).item() for _ in range(10)]))
+        assert "train_batch" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
+        engine.destroy()
+    return losses
+
+
+def test_a_pipeline_is_reported_on(ranks: Any, tmp_path: Path) -> None:
+    for usual, reported in ranks(4).run(pipeline, str(tmp_path), "NIG"):
+        assert usual == reported
+    report = json.loads((tmp_path / "report.json").read_text())
+    training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")
+    kinds = [span[3] for span in training["spans"]]
+    assert kinds.count("forward") == kinds.count("backward") == report["training"]["accumulation"] > 1
+    assert kinds.count("update") == 1
+    assert report["choices"]
