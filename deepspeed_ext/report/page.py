@@ -1,0 +1,76 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A report as one HTML page, which needs neither a network nor a server. Pure.
+
+The page consists of ``assets``: a template, a style sheet, and scripts, which draw the report that the page carries as
+JSON. The title and the verdict are in the page itself, for readers without scripts.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import Any
+
+_ASSETS = Path(__file__).with_name("assets")
+_SCRIPTS = ("dom.js", "bars.js", "spans.js", "timeline.js", "tables.js", "ranks.js", "main.js")  # in their order
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Return a page that shows the report.
+
+    Numbers that are not finite are left out, like those that are None.
+
+    Args:
+        report: the contents of ``report.json``.
+
+    Raises:
+        TypeError: the report has something that JSON has not.
+    """
+    style, script = _text("page.css"), "\n".join(map(_text, _SCRIPTS))
+    training = report.get("training") or {}
+    called = html.escape(str(training.get("called") or "training"))
+    return Template(_text("page.html")).substitute(
+        policy=_policy(style, script),
+        title=f"Where a step goes: {called}",
+        called=called,
+        verdict=html.escape(str(report.get("paragraph") or "")),
+        style=style,
+        script=script,
+        data=_embedded(report),
+    )
+
+
+def _text(name: str) -> str:
+    return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Return a Content-Security-Policy: nothing is loaded, and nothing runs but this style and this script."""
+    return (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _embedded(report: Mapping[str, Any]) -> str:
+    """Return the report as JSON that no HTML parser takes for a tag, an end of the script, or a comment."""
+    text = json.dumps(_finite(report), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any) -> Any:
+    """Return the value with None in the place of numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
