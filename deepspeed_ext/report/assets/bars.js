@@ -7,7 +7,7 @@ const PARTS = {
   within: ["Exposed within groups", "waits for transfers inside a group"],
   between: ["Exposed between groups", "waits for transfers between groups"],
   update: ["Update", "the optimizer's step"],
-  other: ["Other", "copies into buckets, the data loader, Python, and whatever is left"],
+  other: ["Other", "copies into buckets, the data loader, the script, waits for late ranks"],
 };
 
 function drawParts(report) {

@@ -69,7 +69,8 @@ function sum(values) {
   return values.filter(isNumber).reduce((total, value) => total + value, 0);
 }
 
-// A wide table scrolls in its own box, which the keyboard can reach. A column: head, value(row), and number, row header.
+// A wide table scrolls in its own box, which the keyboard can reach. A column has a head and the value of a row; it
+// may be of numbers, or the header of its rows.
 function table(caption, columns, rows, classOf = () => null) {
   const head = columns.map((one) =>
     one.head ? el("th", { scope: "col", class: one.number ? "number" : null }, one.head) : el("td"),
@@ -87,19 +88,35 @@ function table(caption, columns, rows, classOf = () => null) {
   return el("div", { class: "scroll", role: "region", tabindex: "0", "aria-label": caption }, content);
 }
 
-// A column of numbers in one unit, which its head names.
-function quantity(head, rows, value, units) {
-  const scale = scaleOf(rows.map(value), units);
-  return { head: `${head} (${scale.unit})`, number: true, value: (row) => scaled(value(row), scale) };
+// Columns of numbers in one unit, which their heads name. `of` tells `known` whether there are any.
+function quantities(rows, units, columns) {
+  const scale = scaleOf(
+    rows.flatMap((row) => columns.map(([, of]) => of(row))),
+    units,
+  );
+  return columns.map(([head, of]) => ({
+    head: `${head} (${scale.unit})`,
+    number: true,
+    of,
+    value: (row) => scaled(of(row), scale),
+  }));
 }
 
-// Rows beyond the first ones appear when somebody asks for them.
-function shortened(box, most) {
-  const rows = [...box.querySelectorAll("tbody tr")];
-  if (rows.length <= most + 2) return box; // a button takes as much room
-  const rest = rows.slice(most);
+function quantity(head, rows, of, units) {
+  return quantities(rows, units, [[head, of]])[0];
+}
+
+// The columns in which some row has a number, and those without numbers.
+function known(rows, columns) {
+  return columns.filter((column) => !column.of || rows.some((row) => isNumber(column.of(row))));
+}
+
+// Rows that are not kept appear when somebody asks for them.
+function shortened(box, keeps) {
+  const rest = [...box.querySelectorAll("tbody tr")].filter((_, i) => !keeps(i));
+  if (rest.length < 3) return box; // a button takes as much room
   rest.forEach((row) => (row.hidden = true));
-  const button = el("button", { type: "button", class: "more" }, `Show all ${grouped(rows.length)}`);
+  const button = el("button", { type: "button", class: "more" }, `Show ${grouped(rest.length)} more`);
   button.addEventListener("click", () => {
     rest.forEach((row) => (row.hidden = false));
     button.remove();

@@ -78,8 +78,8 @@ function recordedWords({ first, seconds: taken = [] }) {
 
 function unrecordedWords({ undisturbed, overhead }) {
   if (!isNumber(undisturbed)) return null;
-  const cost = isNumber(overhead) ? `; recording cost ${percent(Math.max(0, overhead))}` : "";
-  return `${seconds(undisturbed)} a step${cost}`;
+  if (!isNumber(overhead)) return `${seconds(undisturbed)} a step`;
+  return `${seconds(undisturbed)} a step; recording cost ${overhead > 0 ? percent(overhead) : "nothing measurable"}`;
 }
 
 function drawMade(report) {

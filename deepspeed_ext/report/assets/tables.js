@@ -3,7 +3,8 @@
 // Tables of links, operations, modules, memory and strategies.
 
 const HOPS = { within: "Within groups", between: "Between groups" };
-const MODULES = 12; // shown at first
+const SHOWN = 12; // rows, at first
+const BEST = 5; // of strategies, with and without loss
 const WORTH = 0.05; // of a step: less is no reason to change a strategy
 const TIE = 1.03; // strategies within this of the fastest are as fast: the planner takes the smallest
 
@@ -22,38 +23,38 @@ function bar(share, kind) {
   return el("span", { class: "bar", "aria-hidden": "true" }, made);
 }
 
-// Only columns in which some row has a number.
-function known(rows, columns) {
-  return columns
-    .filter(([value]) => value === null || rows.some((row) => isNumber(value(row))))
-    .map(([, column]) => column);
-}
-
 function drawHops(report) {
   const rows = report.hops ?? [];
   if (!rows.length) return;
-  const [nbytes, formula] = [(row) => row.bytes, (row) => row.formula_bytes];
-  const [rate, probed] = [(row) => row.rate, (row) => row.probed_rate];
-  const [exposed, predicted] = [(row) => row.exposed, (row) => row.predicted_exposed];
-  fill(
-    "hops",
-    table(
-      "Links in a step",
-      known(rows, [
-        [null, { head: "Link", header: true, value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop) }],
-        [nbytes, quantity("Received", rows, nbytes, BYTES)],
-        [formula, quantity("Formula", rows, formula, BYTES)],
-        [formula, { head: "of formula", number: true, value: (row) => ratio(row.bytes, row.formula_bytes) }],
-        [null, quantity("Busy", rows, (row) => row.busy, SECONDS)],
-        [null, quantity("Exposed", rows, exposed, SECONDS)],
-        [predicted, quantity("Predicted exposed", rows, predicted, SECONDS)],
-        [rate, quantity("Rate", rows, rate, RATES)],
-        [probed, quantity("Probed", rows, probed, RATES)],
-        [probed, { head: "of probed", number: true, value: (row) => ratio(row.rate, row.probed_rate) }],
-      ]),
-      rows,
-    ),
-  );
+  const columns = [
+    { head: "Link", header: true, value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop) },
+    ...quantities(rows, BYTES, [
+      ["Received", (row) => row.bytes],
+      ["Formula", (row) => row.formula_bytes],
+    ]),
+    {
+      head: "of formula",
+      number: true,
+      of: (row) => row.formula_bytes,
+      value: (row) => ratio(row.bytes, row.formula_bytes),
+    },
+    ...quantities(rows, SECONDS, [
+      ["Busy", (row) => row.busy],
+      ["Exposed", (row) => row.exposed],
+      ["Predicted exposed", (row) => row.predicted_exposed],
+    ]),
+    ...quantities(rows, RATES, [
+      ["Rate", (row) => row.rate],
+      ["Probed", (row) => row.probed_rate],
+    ]),
+    {
+      head: "of probed",
+      number: true,
+      of: (row) => row.probed_rate,
+      value: (row) => ratio(row.rate, row.probed_rate),
+    },
+  ];
+  fill("hops", table("Links in a step", known(rows, columns), rows));
 }
 
 function drawOperations(report) {
@@ -62,21 +63,20 @@ function drawOperations(report) {
   const counts = rows.map((row) => row.count).filter(isNumber);
   const digits = counts.every(Number.isInteger) ? 0 : 1;
   const most = Math.max(...rows.map((row) => row.exposed ?? 0));
+  const columns = [
+    { head: "Operation", header: true, value: (row) => el("code", { class: "name" }, row.name) },
+    { head: "Link", kind: "whole", value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop ?? "") },
+    { head: "Count", number: true, value: (row) => (isNumber(row.count) ? grouped(row.count, digits) : "–") },
+    quantity("Received", rows, (row) => row.bytes, BYTES),
+    ...quantities(rows, SECONDS, [
+      ["Busy", (row) => row.busy],
+      ["Exposed", (row) => row.exposed],
+    ]),
+    { head: "", kind: "bars", value: (row) => bar(row.exposed / most, row.hop) },
+  ];
   fill(
     "operations",
-    table(
-      "Operations in a step",
-      [
-        { head: "Operation", header: true, value: (row) => el("code", { class: "name" }, row.name) },
-        { head: "Link", kind: "whole", value: (row) => swatched(row.hop, HOPS[row.hop] ?? row.hop ?? "") },
-        { head: "Count", number: true, value: (row) => (isNumber(row.count) ? grouped(row.count, digits) : "–") },
-        quantity("Received", rows, (row) => row.bytes, BYTES),
-        quantity("Busy", rows, (row) => row.busy, SECONDS),
-        quantity("Exposed", rows, (row) => row.exposed, SECONDS),
-        { head: "", kind: "bars", value: (row) => bar(row.exposed / most, row.hop) },
-      ],
-      rows,
-    ),
+    shortened(table("Operations in a step", columns, rows), (i) => i < SHOWN),
   );
 }
 
@@ -94,32 +94,27 @@ function drawModules(report) {
     { head: "Of the step", number: true, value: (row) => (step > 0 ? percent(row.exposed / step) : "–") },
     { head: "", kind: "bars", value: (row) => bar(row.exposed / rows[0].exposed, "other") },
   ];
-  fill("modules", shortened(table("Modules by exposed time", columns, rows), MODULES));
+  fill(
+    "modules",
+    shortened(table("Modules by exposed time", columns, rows), (i) => i < SHOWN),
+  );
 }
 
 function drawMemory(report) {
   const rows = report.memory ?? [];
   if (!rows.length) return;
-  const formula = (row) => row.formula;
-  const total = rows.every((row) => isNumber(row.formula)) ? sum(rows.map(formula)) : null;
-  const every = [...rows, { state: "Sum", bytes: sum(rows.map((row) => row.bytes)), formula: total }];
-  fill(
-    "memory",
-    table(
-      "Model states of a rank",
-      known(every, [
-        [
-          null,
-          { head: "State", header: true, value: (row) => row.state.charAt(0).toUpperCase() + row.state.slice(1) },
-        ],
-        [null, quantity("Held", every, (row) => row.bytes, BYTES)],
-        [formula, quantity("Formula", every, formula, BYTES)],
-        [formula, { head: "of formula", number: true, value: (row) => ratio(row.bytes, row.formula) }],
-      ]),
-      every,
-      (row) => (row.state === "Sum" ? "total" : null),
-    ),
-  );
+  const total = rows.every((row) => isNumber(row.formula)) ? sum(rows.map((row) => row.formula)) : null;
+  const every = [...rows, { state: "sum", bytes: sum(rows.map((row) => row.bytes)), formula: total }];
+  const columns = [
+    { head: "State", header: true, value: (row) => row.state.charAt(0).toUpperCase() + row.state.slice(1) },
+    ...quantities(every, BYTES, [
+      ["Held", (row) => row.bytes],
+      ["Formula", (row) => row.formula],
+    ]),
+    { head: "of formula", number: true, of: (row) => row.formula, value: (row) => ratio(row.bytes, row.formula) },
+  ];
+  const classOf = (row) => (row.state === "sum" ? "total" : null);
+  fill("memory", table("Model states of a rank", known(every, columns), every, classOf));
 }
 
 function drawChoices(report) {
@@ -127,33 +122,41 @@ function drawChoices(report) {
   if (!rows.length) return;
   const most = Math.max(...rows.map((row) => row.step));
   const now = rows.find((row) => row.now);
+  const best = bestOf(rows);
+  const columns = [
+    { head: "Strategy", header: true, value: choiceName },
+    { head: "", kind: "bars", value: (row) => bar(row.step / most, row.now ? "now" : "choice") },
+    quantity("Step", rows, (row) => row.step, SECONDS),
+    { head: "Against now", number: true, of: () => now?.step, value: (row) => ratio(row.step, now?.step) },
+    ...quantities(rows, SECONDS, [
+      ["Busy within", (row) => row.within],
+      ["Busy between", (row) => row.between],
+    ]),
+    quantity("Between", rows, (row) => row.bytes_between, BYTES),
+    quantity("Memory", rows, (row) => row.gb * 1e9, BYTES),
+    { head: "Keys", value: keysButton },
+  ];
+  const classOf = (row) => (row.now ? "now" : row.fits === false ? "unfit" : null);
+  const [exact, lossy] = [rows.filter((row) => !isLossy(row)), rows.filter(isLossy)];
+  const kept = new Set([...exact.slice(0, BEST), ...lossy.slice(0, BEST), now, best]);
+  const content = table("Predicted step under each strategy", known(rows, columns), rows, classOf);
   const section = fill(
     "choices",
-    table(
-      "Predicted step under each strategy",
-      [
-        { head: "Strategy", header: true, value: choiceName },
-        { head: "", kind: "bars", value: (row) => bar(row.step / most, row.now ? "now" : "choice") },
-        quantity("Step", rows, (row) => row.step, SECONDS),
-        { head: "Against now", number: true, value: (row) => (now ? ratio(row.step, now.step) : "–") },
-        quantity("Busy within", rows, (row) => row.within, SECONDS),
-        quantity("Busy between", rows, (row) => row.between, SECONDS),
-        quantity("Between", rows, (row) => row.bytes_between, BYTES),
-        quantity("States", rows, (row) => row.gb * 1e9, BYTES),
-        { head: "Keys", value: keysButton },
-      ],
-      rows,
-      (row) => (row.now ? "now" : row.fits === false ? "unfit" : null),
-    ),
+    shortened(content, (i) => kept.has(rows[i])),
   );
   section.querySelector(".snippet button").addEventListener("click", copySnippet);
-  showBest(rows, now);
+  suggest(best, now);
+}
+
+function isLossy(row) {
+  return row.strategy.includes(" + ");
 }
 
 function choiceName(row) {
   const mark = row.now ? el("span", { class: "badge" }, "now") : null;
   const unfit = row.fits === false ? el("span", { class: "badge" }, "does not fit") : null;
-  return el("span", {}, el("span", { class: "name" }, row.strategy), mark, unfit);
+  const known = keysOf(row.strategy) !== null; // such a name is short
+  return el("span", known ? { class: "whole" } : {}, el("span", { class: "name" }, row.strategy), mark, unfit);
 }
 
 // The section of ds_config that makes a strategy run, or null for a name that is not known here.
@@ -176,16 +179,17 @@ function keysButton(row) {
   return made;
 }
 
-// As the findings choose: what crosses as it is comes first, since the other changes the training.
-function showBest(rows, now) {
-  const fitting = rows.filter((row) => row.fits !== false && !row.strategy.includes(" + "));
+// As the findings choose: among those that leave numbers as they are, for LoCo and updates change the training.
+function bestOf(rows) {
+  const fitting = rows.filter((row) => row.fits !== false && !isLossy(row));
   const quickest = Math.min(...fitting.map((row) => row.step));
-  const close = fitting.filter((row) => row.step <= TIE * quickest).sort((a, b) => a.gb - b.gb || a.step - b.step);
-  const best = close[0];
-  if (!best || best.now) return;
-  const worth = !now || best.step < (1 - WORTH) * now.step;
+  return fitting.filter((row) => row.step <= TIE * quickest).sort((a, b) => a.gb - b.gb || a.step - b.step)[0];
+}
+
+function suggest(best, now) {
+  if (!best || best === now || (now && best.step >= (1 - WORTH) * now.step)) return;
   const gain = now ? `, predicted ${seconds(best.step)} instead of ${seconds(now.step)}` : "";
-  if (worth) showKeys(best.strategy, `To try ${best.strategy}${gain}, set in ds_config:`);
+  showKeys(best.strategy, `To try ${best.strategy}${gain}, set in ds_config:`);
 }
 
 function showKeys(name, words) {

@@ -262,7 +262,10 @@ class Timeline {
       Enter: () => this.zoomToChosen(),
       Escape: () => this.choose(null),
     };
-    const action = event.ctrlKey || event.metaKey || event.altKey ? null : actions[event.key.length > 1 ? event.key : event.key.toLowerCase()];
+    const action =
+      event.ctrlKey || event.metaKey || event.altKey
+        ? null
+        : actions[event.key.length > 1 ? event.key : event.key.toLowerCase()];
     if (!action) return;
     event.preventDefault();
     action();
@@ -287,7 +290,8 @@ function titleOf(timeline) {
     fastest: "the fastest rank: it waits most",
   };
   const where = timeline.host ? ` on ${timeline.host}` : "";
-  return `Rank ${timeline.rank}${where}, ${why[timeline.which] ?? timeline.which}. Step ${timeline.step}, ${seconds(timeline.seconds)}.`;
+  const who = `Rank ${timeline.rank}${where}, ${why[timeline.which] ?? timeline.which}.`;
+  return `${who} Step ${timeline.step}, ${seconds(timeline.seconds)}.`;
 }
 
 function roundStep(least) {
