@@ -31,7 +31,7 @@ def judge(answers: Answers, place: Place) -> list[Finding]:
         advice = "Run an NTP client. Logs do not line up, and files that are newer seem older on shared disks."
         return [Finding("clocks", Level.LOOK, f"compared with {place.hosts[0]}: {said}", advice)]
     most = max((abs(seconds) for seconds in offsets.values()), default=0.0)
-    return [Finding("clocks", Level.OK, f"of {len(offsets) + 1} host(s), at most {most * 1e3:.1f} ms apart")]
+    return [Finding("clocks", Level.OK, f"of {len(offsets) + 1} node(s), at most {most * 1e3:.1f} ms apart")]
 
 
 CHECK = Check("clocks", examine, judge, together=True)

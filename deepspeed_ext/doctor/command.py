@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def run(options: Options, document: Path | None, patch_problems: Callable[[], li
         0 if nothing is wrong, 1 if something is, 2 if it could not run.
     """
     environment = dict(os.environ)
+    warnings.simplefilter("ignore", FutureWarning)  # of torch, about functions that DeepSpeed calls
     try:
         meeting = meet(environment, options.timeout)
         local = int(environment.get("LOCAL_RANK", "0"))

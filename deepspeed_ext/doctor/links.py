@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Latency and rate of the hops inside groups and between them, by size of message, over the groups of training."""
+"""How fast the hops inside groups and between them are, by size of message, over the groups of training."""
 
 from deepspeed_ext.doctor.check import Answers, Check
 from deepspeed_ext.doctor.findings import Finding, Level, bytes_text, rate_text
@@ -50,7 +50,11 @@ def _plotted(level: str, samples: list[tuple[float, float]]) -> Finding:
         f"{bytes_text(nbytes):>8} {bar(one, max(rates))} {rate_text(one)}"
         for (nbytes, _), one in zip(samples, rates, strict=True)
     )
-    said = f"latency {rate.latency * 1e6:.0f} us, {rate_text(rate.bandwidth)} that each rank receives, all at once"
+    smallest, seconds = samples[0]
+    said = (
+        f"{rate_text(rate.bandwidth)} that each rank receives, all at once; {bytes_text(smallest)} take "
+        f"{seconds * 1e3:.3g} ms"
+    )
     return Finding(_SUBJECTS[level], Level.OK, said, details=lines)
 
 

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which node or link is slow: pairs of ranks exchange messages, in rounds of a tournament."""
 
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.doctor.check import Answers, Check
@@ -14,7 +16,7 @@ from deepspeed_ext.doctor.rounds import Pair, between, inside, tournament
 MOST_ROUNDS = 16  # of each kind; see Note [Rounds]
 SIZES = (2**20, 2**24, 2**26)  # bytes each way, the next one if the last took less than ENOUGH
 ENOUGH = 0.02  # seconds
-_REPEATS = 3  # of which the quickest counts: what else a machine does only slows down
+_REPEATS = 3
 _MUCH = 0.5  # of the usual rate: slower than that is wrong, not only worth a look
 _LATE = 1 / 3  # of the usual inverse latency
 _SHOWN = 8  # findings of a kind
@@ -26,8 +28,38 @@ _ADVICE = {
 }
 
 
-def examine(place: Place) -> list[list[float]]:
-    """Return what this rank has measured as the lower one of its pairs: ranks, bytes, seconds, seconds of a ping."""
+@dataclass(frozen=True)
+class Row:
+    """What a pair of ranks has measured.
+
+    Attributes:
+        ping: seconds of a message that carries nothing.
+        seconds: of each repeat, by bytes that were sent each way at the same time.
+    """
+
+    ping: float
+    seconds: Mapping[int, Sequence[float]]
+
+    @property
+    def rate(self) -> float:
+        """Return bytes per second each way, of the largest messages; the median, since ranks may share a link."""
+        size = max(self.seconds)
+        return size / statistics.median(self.seconds[size])
+
+
+def joint_rate(rows: Sequence[Row]) -> float:
+    """Return the bytes per second each way of pairs that were measured at the same time, together.
+
+    Of the largest messages that all of them sent. They share links, not always fairly, so the last one counts in each
+    repeat; and of the repeats the best, since what else a machine does only slows down.
+    """
+    size = max(set.intersection(*(set(row.seconds) for row in rows)))
+    repeats = zip(*(row.seconds[size] for row in rows), strict=True)
+    return len(rows) * size / min(max(seconds) for seconds in repeats)
+
+
+def examine(place: Place) -> list[list[Any]]:
+    """Return what this rank has measured as the lower one of its pairs: both ranks, and the fields of a ``Row``."""
     from deepspeed import comm as dist
 
     teams, found = place.teams(), []
@@ -43,38 +75,45 @@ def examine(place: Place) -> list[list[float]]:
 
 def judge(answers: Answers, place: Place) -> list[Finding]:
     """Return which teams, ranks and pairs are slow, and how many rounds were measured."""
-    rows = {(int(row[0]), int(row[1])): row[2:] for rows in answers.values() for row in rows}
+    rows = {
+        (a, b): Row(ping, {int(size): seconds for size, seconds in by_size.items()})
+        for told in answers.values()
+        for a, b, ping, by_size in told
+    }
     teams = place.teams()
     team_of = {rank: number for number, team in enumerate(teams) for rank in team}
     across = {pair: row for pair, row in rows.items() if team_of[pair[0]] != team_of[pair[1]]}
     within = {pair: row for pair, row in rows.items() if pair not in across}
     found = _between(across, teams, team_of, place) if across else []
     if within:
-        outliers = find({pair: _rate(row) for pair, row in within.items()})
+        outliers = find({pair: row.rate for pair, row in within.items()})
         found += _findings(outliers, "inside nodes", _rank_name(place), "ranks", len(within))
     return found or [Finding("pairs", Level.OK, "one rank: nothing is sent")]
 
 
 def _between(
-    rows: Mapping[Pair, Sequence[float]], teams: list[list[int]], team_of: Mapping[int, int], place: Place
+    rows: Mapping[Pair, Row], teams: list[list[int]], team_of: Mapping[int, int], place: Place
 ) -> list[Finding]:
     """Return what is slow among nodes; among ranks only what their nodes do not explain."""
-    rates: dict[Pair, float] = {}
+    of_nodes: dict[Pair, list[Row]] = {}
     for (a, b), row in rows.items():
         key = (min(team_of[a], team_of[b]), max(team_of[a], team_of[b]))
-        rates[key] = rates.get(key, 0.0) + _rate(row)
+        of_nodes.setdefault(key, []).append(row)
+    rates = {pair: joint_rate(some) for pair, some in of_nodes.items()}
     nodes = find(rates)
     count, most = len(between(teams, MOST_ROUNDS)), len(tournament(len(teams)))
-    rounds = f"{count} of {most} rounds of disjoint pairs, {len(rates)} pairs of nodes"
+    usual = statistics.median(row.ping for row in rows.values())
+    rounds = f"{count} of {most} round(s) of disjoint pairs, {len(rates)} pair(s) of nodes; "
+    rounds += f"an empty message takes {1e6 * usual:.0f} us"
     name = lambda number: place.named(teams[number])  # noqa: E731
     found = [Finding("measured", Level.OK, rounds), *_findings(nodes, "between nodes", name, "nodes", len(rates))]
-    delays = find({pair: 1 / max(row[2], 1e-9) for pair, row in rows.items()}, _LATE)
+    delays = find({pair: 1 / row.ping for pair, row in rows.items()}, _LATE)
     for rank, inverse in list(delays.players.items())[:_SHOWN]:
-        said = f"a message takes {1e6 / inverse:.0f} us, usually {1e6 / delays.usual:.0f} us"
+        said = f"an empty message takes {1e6 / inverse:.0f} us, usually {1e6 / delays.usual:.0f} us"
         found.append(Finding(_rank_name(place)(rank), Level.LOOK, said, _ADVICE["nodes"]))
     explained = set(nodes.players) | {number for pair in nodes.pairs for number in pair} | set(nodes.lower)
     if any(len(team) > 1 for team in teams):
-        rest = {pair: _rate(row) for pair, row in rows.items() if not explained & {team_of[rank] for rank in pair}}
+        rest = {pair: row.rate for pair, row in rows.items() if not explained & {team_of[rank] for rank in pair}}
         slow = find(rest)
         if slow.players or slow.pairs:
             found += _findings(slow, "ranks between nodes", _rank_name(place), "ranks", len(rest))
@@ -99,24 +138,21 @@ def _findings(found: Outliers, what: str, name: Any, kind: str, count: int) -> l
     if lines:
         return lines
     compared = f"no outlier (none below {LEAST:.0%} of the others)" if len(found.rates) > 2 else "too few to compare"
-    return [Finding(what, Level.OK, f"{rate_text(found.usual)} each way, both at once: {compared}, {count} pair(s)")]
+    return [Finding(what, Level.OK, f"{rate_text(found.usual)} each way, both at once; {compared}, {count} pair(s)")]
 
 
-def _measure(partner: int) -> list[float]:
-    """Return bytes, seconds, and seconds of a ping; both partners decide alike when it is enough."""
+def _measure(partner: int) -> list[Any]:
+    """Return the fields of a ``Row``. Both partners decide alike when it is enough."""
     from deepspeed_ext.doctor.wire import buffer, exchange, ping
 
-    latency = ping(partner)
+    delay = ping(partner)
+    seconds: dict[int, list[float]] = {}
     for size in SIZES:
         payload, landing = buffer(size), buffer(size)
-        seconds = min(exchange(partner, payload, landing) for _ in range(_REPEATS))
-        if seconds > ENOUGH:
+        seconds[size] = [exchange(partner, payload, landing) for _ in range(_REPEATS)]
+        if min(seconds[size]) > ENOUGH:
             break
-    return [size, seconds, latency]
-
-
-def _rate(row: Sequence[float]) -> float:
-    return row[0] / max(row[1], 1e-9)
+    return [delay, seconds]
 
 
 def _rank_name(place: Place) -> Any:

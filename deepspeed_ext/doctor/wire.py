@@ -20,7 +20,7 @@ def ping(partner: int) -> float:
         begin = time.perf_counter()
         _round_trip(note, partner)
         found.append((time.perf_counter() - begin) / 2)
-    return min(found[_WARM:])
+    return max(min(found[_WARM:]), 1e-9)
 
 
 def exchange(partner: int, payload: Tensor, landing: Tensor) -> float:
@@ -31,7 +31,7 @@ def exchange(partner: int, payload: Tensor, landing: Tensor) -> float:
     mine = time.perf_counter() - begin
     theirs = _note([0])
     _send_and_receive(_note([round(mine * 1e9)]), theirs, partner)
-    return max(mine, int(theirs.item()) / 1e9)
+    return max(mine, int(theirs.item()) / 1e9, 1e-9)
 
 
 def offset(partner: int, asks: bool) -> float:
