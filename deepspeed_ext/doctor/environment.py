@@ -7,7 +7,7 @@ What they do is from NVIDIA's documentation of NCCL and CUDA, and from torch's.
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed_ext.doctor.check import Answers, Check
@@ -180,7 +180,10 @@ def _threads(answers: Answers, place: Place) -> list[Finding]:
         else:
             continue
         found.append(Finding("OMP_NUM_THREADS", Level.LOOK, said, f"Set OMP_NUM_THREADS={share}."))
-    return found or [Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")]
+    if not found:
+        return [Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")]
+    more = f" (and {len(found) - 1} more host(s) like it)" if len(found) > 1 else ""
+    return [replace(found[0], found=found[0].found + more)]
 
 
 CHECK = Check("environment", examine, judge)
