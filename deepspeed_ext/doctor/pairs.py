@@ -50,12 +50,14 @@ class Row:
 def joint_rate(rows: Sequence[Row]) -> float:
     """Return the bytes per second each way of pairs that were measured at the same time, together.
 
-    Of the largest messages that all of them sent. They share links, not always fairly, so the last one counts in each
-    repeat; and of the repeats the best, since what else a machine does only slows down.
+    Of the largest messages that all of them sent. They share links, not always fairly, and one may be in its second
+    repeat while another one is in its first: so all repeats count, and the pair that took longest. Of a pair by
+    itself the best repeat counts, since what else a machine does only slows down.
     """
     size = max(set.intersection(*(set(row.seconds) for row in rows)))
-    repeats = zip(*(row.seconds[size] for row in rows), strict=True)
-    return len(rows) * size / min(max(seconds) for seconds in repeats)
+    if len(rows) == 1:
+        return size / min(rows[0].seconds[size])
+    return sum(size * len(row.seconds[size]) for row in rows) / max(sum(row.seconds[size]) for row in rows)
 
 
 def examine(place: Place) -> list[list[Any]]:

@@ -97,4 +97,5 @@ def test_a_node_a_link_and_a_rank_are_named() -> None:
 
 def test_the_last_of_ranks_that_share_a_link_counts() -> None:
     rows = [pairs.Row(1e-5, {10: [1.0, 4.0], 20: [9.0, 9.0]}), pairs.Row(1e-5, {10: [2.0, 1.0]})]
-    assert pairs.joint_rate(rows) == 2 * 10 / 2.0
+    assert pairs.joint_rate(rows) == 4 * 10 / 5.0
+    assert pairs.joint_rate(rows[:1]) == 20 / 9.0 and pairs.joint_rate(rows[1:]) == 10 / 1.0

