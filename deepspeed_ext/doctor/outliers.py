@@ -13,6 +13,7 @@ Note [Outliers]
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Outliers:
     Attributes:
         usual: median rate of players.
         players: rates of slow ones.
-        pairs: rates of slow ones, each with what its players do with others.
+        pairs: rates of slow ones, each with what its players do with others, or is usual if they met no others.
         lower: players of the slower kind, if none is an outlier and rates are of two kinds.
         rates: of all players.
     """
@@ -64,9 +65,14 @@ def find(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers:
     short = {pair: math.log2(expected[pair] / rate) for pair, rate in rates.items()}
     limit = _limit(list(short.values()), least)
     pairs = {pair: (rates[pair], expected[pair]) for pair in rates if short[pair] > limit}
+    # Of two that met nobody else, nobody knows which one it is.
+    meetings = Counter(player for pair in rates for player in pair)
+    lone = [pair for pair in rates if all(player in slow and meetings[player] == 1 for player in pair)]
+    pairs |= {pair: (rates[pair], usual) for pair in lone}
+    slow = {player: speed for player, speed in slow.items() if not any(player in pair for pair in lone)}
     fastest, slowest = max(speeds.values()), min(speeds.values())
     split = math.sqrt(fastest * slowest)
-    two_kinds = not slow and fastest > _SPREAD * slowest
+    two_kinds = not slow and not lone and fastest > _SPREAD * slowest
     lower = tuple(player for player in players if speeds[player] < split) if two_kinds else ()
     return Outliers(usual, slow, pairs, lower, speeds)
 

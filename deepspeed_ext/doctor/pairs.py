@@ -129,7 +129,7 @@ def _findings(found: Outliers, what: str, name: Any, kind: str, count: int) -> l
         level = Level.WRONG if rate < _MUCH * found.usual else Level.LOOK
         lines.append(Finding(name(player), level, said, _ADVICE[kind]))
     for (a, b), (rate, expected) in sorted(found.pairs.items(), key=lambda item: item[1][0])[:_SHOWN]:
-        said = f"slow with each other only: {rate_text(rate)}, with others {rate_text(expected)}"
+        said = f"slow with each other: {rate_text(rate)}, otherwise {rate_text(expected)}"
         level = Level.WRONG if rate < _MUCH * expected else Level.LOOK
         lines.append(Finding(f"{name(a)} and {name(b)}", level, said, _ADVICE["pair"]))
     if found.lower:

@@ -48,6 +48,17 @@ def test_several_slow_ones_are_found_and_two_kinds_are_said_to_be_two() -> None:
     assert not find(planted(2, {1: 0.1})).players  # of one pair nobody knows which
 
 
+def test_what_varies_is_no_outlier_and_what_is_far_beyond_is() -> None:
+    varied = {player: 2 ** -(player / 8) for player in range(8)}  # down to 0.55 of the fastest
+    assert not find(planted(8, varied)).players
+    assert set(find(planted(9, varied | {8: 0.05})).players) == {8}
+
+
+def test_of_two_that_met_nobody_else_the_pair_is_named() -> None:
+    found = find({(0, 1): 1.0, (2, 3): 0.2, (4, 5): 1.0, (6, 7): 1.0})
+    assert not found.players and found.pairs == {(2, 3): (0.2, 1.0)} and not found.lower
+
+
 @pytest.mark.parametrize("teams", [2, 3, 4, 7, 64])
 def test_each_pair_meets_once_in_disjoint_rounds(teams: int) -> None:
     rounds = tournament(teams)
@@ -88,8 +99,9 @@ def said(place: Place, slow: dict[frozenset[int], float]) -> dict[str, Level]:
 def test_a_node_a_link_and_a_rank_are_named() -> None:
     place = Place(0, 0, [f"node{rank // 2}" for rank in range(12)])
     assert not said(place, {})
-    of_node = {frozenset({4}): 4.0, frozenset({5}): 4.0}  # also inside it
-    assert said(place, of_node)["node2 (ranks 4-5)"] == Level.WRONG
+    of_node = {frozenset({rank, other}): 4.0 for rank in (4, 5) for other in range(12) if other // 2 != 2}
+    assert said(place, of_node) == {"node2 (ranks 4-5)": Level.WRONG}  # not its ranks as well
+    assert said(place, {frozenset({4, 5}): 4.0}) == {"rank 4 on node2 and rank 5 on node2": Level.WRONG}
     link = said(place, {frozenset({2, 8}): 4.0, frozenset({3, 9}): 4.0})
     assert link == {"node1 (ranks 2-3) and node4 (ranks 8-9)": Level.WRONG}
     assert said(place, {frozenset({7}): 1.6})["node3 (ranks 6-7)"] == Level.LOOK  # what its ranks do together
