@@ -5,6 +5,8 @@
 from deepspeed_ext.cli import main as cli
 from deepspeed_ext.integration import fork, patcher, patches
 
+_EXPECTED = ("applied", "as expected")
+
 
 def report_patches() -> None:
     """Print each symbol of DeepSpeed that we replace or rely on, and its state."""
@@ -22,9 +24,19 @@ def report_patches() -> None:
     print("\nmethods of DeepSpeed's classes that ours override", *(problems or ["all as expected"]), sep="\n  ")
 
 
+def patch_problems() -> list[str]:
+    """Return what of the patches is not as expected; nothing in a DeepSpeed that has these features built in."""
+    if fork.is_installed():
+        return []
+    patcher.import_all()
+    problem = patcher.foreign()
+    states = [f"{patch.path}: {state}" for patch, state in patcher.status() if state not in _EXPECTED]
+    return [*([problem] if problem else []), *states, *patcher.override_problems()]
+
+
 def main() -> None:
     """Run a command; without one, print the report."""
-    cli.main(report_patches)
+    cli.main(report_patches, patch_problems)
 
 
 if __name__ == "__main__":

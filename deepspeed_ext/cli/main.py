@@ -3,15 +3,17 @@
 """The command line.
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, ``plan`` shows what each strategy costs, ``report`` shows where a step's time goes, ``convert`` makes a universal
-checkpoint, and ``zero-order`` puts an ordinary one into ZeRO's order.
+one, ``plan`` shows what each strategy costs, ``report`` shows where a step's time goes, ``doctor`` examines the nodes of
+a launch, ``convert`` makes a universal checkpoint, and ``zero-order`` puts an ordinary one into ZeRO's order.
 """
 
 import argparse
 import os
 import platform
+import sys
 from collections.abc import Callable
 
+from deepspeed_ext.cli import doctor as examining
 from deepspeed_ext.cli import plan as planning
 from deepspeed_ext.cli import report as reporting
 from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
@@ -95,11 +97,12 @@ def _run(arguments: argparse.Namespace) -> None:
     leaf_command.run(arguments)
 
 
-def main(report_patches: Callable[[], None] = lambda: None) -> None:
+def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Callable[[], list[str]] = list) -> None:
     """Run a command, or print the report.
 
     Args:
         report_patches: prints which of DeepSpeed's symbols are patched; a fork patches none.
+        patch_problems: returns what of that is not as expected.
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
     # Their names must differ from those of all commands' arguments, since defaults of those would replace these.
@@ -116,11 +119,14 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
     )
     planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
     reporting.add_arguments(commands.add_parser("report", help="run a script, and show where its steps' time goes"))
+    examining.add_arguments(commands.add_parser("doctor", help="what is wrong with the nodes of a launch"))
     arguments = parser.parse_args()
     given = arguments.report_ranks, arguments.report_group_size
     if arguments.command:
         if given != (None, None):
             parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes after it.")
+        if arguments.command == "doctor":
+            sys.exit(examining.run(arguments, patch_problems))
         try:
             _run(arguments)
         except ValueError as error:

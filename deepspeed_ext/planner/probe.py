@@ -68,20 +68,28 @@ def flops(dtype: torch.dtype) -> float:
     return 2 * size**3 / _seconds(run)
 
 
-def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
-    """Measure one hop, with messages that grow until they take long enough."""
+def samples(hop: Hop, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """Measure one hop, with messages that grow until they take long enough. Collective over all ranks.
+
+    Returns:
+        (bytes that a rank receives, seconds), the same on all ranks; nothing for a hop over one rank.
+    """
     if hop.size == 1:
-        return FREE
-    samples: list[tuple[float, float]] = []
+        return []
+    found: list[tuple[float, float]] = []
     for size in SIZES:
         share = max(1, round(size / (hop.size - 1) / dtype.itemsize))
         run = _runner(hop, share, dtype)
         run()  # opens connections
         seconds = _seconds(run)
-        samples.append((float(share * (hop.size - 1) * dtype.itemsize), seconds))
-        if seconds > LONG and len(samples) > 2:
+        found.append((float(share * (hop.size - 1) * dtype.itemsize), seconds))
+        if seconds > LONG and len(found) > 2:
             break
-    return fit(samples)
+    return found
+
+
+def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
+    return fit(samples(hop, dtype)) if hop.size > 1 else FREE
 
 
 def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:

@@ -3,6 +3,7 @@
 """Run a script on a cluster that this machine emulates: nodes with links of a limited rate between them.
 
     scripts/cluster --nodes 2 --ranks-per-node 2 --rate 100 script.py arguments...
+    scripts/cluster --nodes 2 --ranks-per-node 2 --rate 100 --module deepspeed_ext doctor
 
 Each node is a network namespace (see ``network.py``). In it, the launcher is started as on a node of a real cluster:
 ``torchrun``, or what the ``deepspeed`` runner starts on each of its hosts. Ranks of one node communicate through its
@@ -205,7 +206,8 @@ def _run_logged(network: Network, jobs: list[NodeJob], log: Path, timeout: float
 
 def run(args: argparse.Namespace) -> int:
     """Start the launchers, wait for them, and print what was sent; return the exit status."""
-    jobs = launcher_jobs(args.launcher, args.nodes, args.ranks_per_node, [args.script, *args.arguments])
+    kind = [] if not args.module else ["--module" if args.launcher == "deepspeed" else "-m"]
+    jobs = launcher_jobs(args.launcher, args.nodes, args.ranks_per_node, [*kind, args.script, *args.arguments])
     with _output_of_others(args.log) as output, Network(args.nodes, args.rate) as network:
         with Processes(network) as processes:
             for job in jobs:
@@ -260,6 +262,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="that runs in each node; none: the ranks are started without one, with the same environment",
     )
     parser.add_argument("--log", type=Path, help="file for what nodes other than the first print")
+    parser.add_argument("--module", action="store_true", help="the script is a module, as of python -m")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     args = parser.parse_args(arguments)
@@ -267,7 +270,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"--nodes must be 1 to {MAX_NODES}, not {args.nodes}")
     if args.ranks_per_node < 1:
         parser.error(f"--ranks-per-node must be at least 1, not {args.ranks_per_node}")
-    if not Path(args.script).is_file():
+    if not args.module and not Path(args.script).is_file():
         parser.error(f"there is no script {args.script}")
     if args.log is not None and not args.log.absolute().parent.is_dir():
         parser.error(f"there is no folder for --log {args.log}")

@@ -1,0 +1,182 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What is made of ranks' answers: one planted fault each, and nothing where there is none."""
+
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.doctor import clocks, compiler, environment, groups, links, memory, pinned, versions
+from deepspeed_ext.doctor.check import Check
+from deepspeed_ext.doctor.findings import Finding, Level, ranks_text
+from deepspeed_ext.doctor.place import Options, Place
+
+pytestmark = pytest.mark.quick
+
+HOSTS = ["a", "a", "b", "b"]
+
+
+def place(hosts: list[str] = HOSTS, **options: Any) -> Place:
+    return Place(0, 0, hosts, Options(**options))
+
+
+def bad(check: Check, answers: list[Any], where: Place) -> dict[str, Finding]:
+    """Findings that are not ok, by subject."""
+    found = check.judge(dict(enumerate(answers)), where)
+    assert found
+    return {one.subject: one for one in found if one.level > Level.OK}
+
+
+def test_ranks_of_a_host_that_are_not_consecutive() -> None:
+    told = [{"per_node": 2}] * 4
+    assert not bad(groups.CHECK, told, place())
+    found = bad(groups.CHECK, told, place(["a", "b", "a", "b"]))
+    assert found["order of ranks"].level == found["groups"].level == Level.WRONG
+    assert "a has ranks 0, 2, b has ranks 1, 3" in found["order of ranks"].found
+    assert "ranks 0-1 on a, b" in found["groups"].found and "--distribution=block" in found["groups"].advice
+
+
+def test_groups_across_hosts_of_one_rank_and_of_uneven_hosts() -> None:
+    told = [{"per_node": 2}] * 4
+    larger = bad(groups.CHECK, told, place(group_size=4))
+    assert larger["groups"].level == Level.LOOK and "1 span hosts" in larger["groups"].found
+    assert "ZeRO-1" in bad(groups.CHECK, told, place(group_size=1))["groups"].found
+    assert "one of [1, 2, 4]" in bad(groups.CHECK, told, place(group_size=3))["groups"].found
+    uneven = [{"per_node": 3}] * 3 + [{"per_node": 1}]
+    found = bad(groups.CHECK, uneven, place(["a", "a", "a", "b"]))
+    assert "b has rank 3" in found["hosts"].found and found["groups"].level == Level.WRONG
+    assert "3 on ranks 0-2; 1 on rank 3" in found["groups"].found
+    nothing = bad(groups.CHECK, [{"per_node": None}] * 4, place())
+    assert "nothing on ranks 0-3" in nothing["groups"].found
+
+
+def variables(**of_last: str) -> list[dict[str, Any]]:
+    usual = {"cores": 4, "threads": 2, "on_host": False}
+    return [{"variables": {"NCCL_DEBUG": "WARN"}, **usual}] * 3 + [
+        {"variables": {"NCCL_DEBUG": "WARN", **of_last}, **usual}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "8"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "0"),
+        ("NCCL_BLOCKING_WAIT", "1", "0"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "0"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", ""),
+        ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "INFO"),
+        ("NCCL_P2P_DISABLE", "1", "0"),
+        ("NCCL_P2P_LEVEL", "LOC", "SYS"),
+        ("NCCL_SHM_DISABLE", "1", "0"),
+        ("NCCL_IB_DISABLE", "1", "0"),
+        ("NCCL_NET", "Socket", "IB"),
+        ("NCCL_NET_GDR_LEVEL", "LOC", "SYS"),
+        ("NCCL_ALGO", "Ring", ""),
+        ("NCCL_PROTO", "Simple", ""),
+        ("NCCL_SOCKET_IFNAME", "lo", "eth0"),
+        ("GLOO_SOCKET_IFNAME", "lo", "eth0"),
+        ("DEEPSPEED_EXT_DISABLE", "1", "0"),
+    ],
+)
+def test_a_bad_variable(name: str, value: str, harmless: str) -> None:
+    found = environment.judge(dict(enumerate(variables(**{name: value}))), place())
+    assert any(one.subject == name and f"{value} on rank 3: " in one.found and one.advice for one in found)
+    for one in environment.judge(dict(enumerate(variables(**{name: harmless}))), place()):
+        assert one.subject != name or one.found.startswith("differs: "), one
+
+
+def test_every_row_of_variables_is_tested() -> None:
+    (tested,) = (mark.args[1] for mark in test_a_bad_variable.pytestmark if mark.name == "parametrize")  # type: ignore[attr-defined]
+    assert {row.name for row in environment.ROWS} == {name for name, *_ in tested}
+
+
+def test_variables_that_differ_and_threads() -> None:
+    found = bad(environment.CHECK, variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3"), place())
+    assert "unset on ranks 0-2; 1 on rank 3" in found["NCCL_BUFFSIZE"].found and len(found) == 1
+    many = [{"variables": {}, "cores": 4, "threads": 8, "on_host": True}] * 4
+    assert (
+        "16 threads of 2 rank(s) on 4 core(s) of a" in bad(environment.CHECK, many, place())["OMP_NUM_THREADS"].found
+    )
+    few = [{"variables": {}, "cores": 64, "threads": 1, "on_host": False}] * 4
+    assert not bad(environment.CHECK, few, place())
+    found = bad(environment.CHECK, few, place(offload_optimizer=True))
+    assert found["OMP_NUM_THREADS"].advice == "Set OMP_NUM_THREADS=32."
+
+
+def test_a_missing_compiler() -> None:
+    good = {"tools": {"c++": "/bin/c++", "ninja": "/bin/ninja", "nvcc": "/n"}, "built": False, "nvcc": "13.0"}
+    good["torch"] = "13.1"
+    assert not bad(compiler.CHECK, [good] * 4, place())
+    lacking = {**good, "tools": {**good["tools"], "c++": "", "nvcc": ""}, "nvcc": ""}
+    found = bad(compiler.CHECK, [good, good, good, lacking], place())
+    assert set(found) == {"c++", "nvcc"} and "rank 3 (b)" in found["c++"].found and "CXX" in found["c++"].advice
+    assert "12.4 on rank 0" in bad(compiler.CHECK, [{**good, "nvcc": "12.4"}], place(["a"]))["version of nvcc"].found
+
+
+def free(**changed: Any) -> dict[str, Any]:
+    usual = {"device": 20 * 10**9, "host": 10**11, "shm": 10**10, "locked": -1, "build": "/b", "writable": True}
+    return {**usual, "disk": 10**11, **changed}
+
+
+def test_too_little_memory() -> None:
+    """NIG of 1 B parameters on 4 ranks, groups of 2: 2 + 2/2 + 12/4 bytes each, and what a step holds."""
+    need, on_host = memory.needs(Options(params=10**9), groups.GroupSizes(4, 2))
+    assert 6e9 < need < 12e9 and on_host == 0
+    asked = place(params=10**9)
+    assert not bad(memory.CHECK, [free()] * 4, asked)
+    found = bad(memory.CHECK, [free()] * 3 + [free(device=5 * 10**9)], asked)["for model states"]
+    assert found.level == Level.WRONG
+    assert f"NIG of 1 B parameters needs {need / 1e9:.1f} GB a rank; free: 5.0 GB (rank 3)" in found.found
+    tight = bad(memory.CHECK, [free(device=int(1.05 * need))] * 4, asked)["for model states"]
+    assert tight.level == Level.LOOK
+    less, on_host = memory.needs(Options(params=10**9, offload_optimizer=True), groups.GroupSizes(4, 2))
+    assert 3e9 <= less <= need - 3e9 and on_host == pytest.approx(3e9, rel=0.01)
+    found = bad(memory.CHECK, [free(host=5 * 10**9)] * 4, place(params=10**9, offload_optimizer=True))["host memory"]
+    assert "a has 5.0 GB free, and its 2 rank(s) need 6.0 GB" in found.found
+
+
+def test_ranks_on_a_host_share_its_memory() -> None:
+    found = bad(memory.CHECK, [free(device=None, host=12 * 10**9)] * 4, place(params=10**9))
+    assert "free: 6.0 GB (ranks 0-3)" in found["for model states"].found
+
+
+def test_other_resources() -> None:
+    found = bad(memory.CHECK, [free()] * 3 + [free(shm=2**26, locked=2**16, disk=2**26)], place())
+    assert "b has 64 MiB free" in found["/dev/shm"].found
+    assert "RLIMIT_MEMLOCK is 64 KiB on rank 3" in found["locked memory"].found
+    assert found["build folder"].level == Level.WRONG and "(rank 3)" in found["build folder"].found
+    closed = bad(memory.CHECK, [free(), free(writable=False)], place(["a", "a"]))["build folder"]
+    assert "rank 1 may not write to /b" in closed.found
+
+
+def test_versions_that_differ_and_patches() -> None:
+    one: dict[str, Any] = {"versions": {"torch": "2.13", "driver": "580"}, "patches": []}
+    assert not bad(versions.CHECK, [one] * 4, place())
+    other = {"versions": {"torch": "2.12", "driver": "570"}, "patches": ["x.y: not applied"]}
+    found = bad(versions.CHECK, [one] * 3 + [other], place())
+    assert found["torch"].found == "2.13: ranks 0-2; 2.12: rank 3" and found["torch"].level == Level.WRONG
+    assert found["driver"].level == Level.LOOK
+    assert found["patches"].level == Level.WRONG and "rank 3: x.y: not applied" in found["patches"].found
+
+
+def test_clocks_and_copies() -> None:
+    assert not bad(clocks.CHECK, [{"2": 0.2}, None], place())
+    found = bad(clocks.CHECK, [{"2": -3.5}, None], place())["clocks"]
+    assert found.level == Level.LOOK and "b (rank 2) -3.5 s" in found.found
+    ways = [{"to the device": 2e10}] * 3 + [{"to the device": 3e9}]
+    found = bad(pinned.CHECK, ways, place())["to the device"]
+    assert "rank 3 copy at 3 GB/s, the median is 20 GB/s" in found.found
+    assert not bad(pinned.CHECK, [None] * 4, place())
+
+
+def test_links_are_plotted() -> None:
+    samples = [[2.0**16, 0.002], [2.0**20, 0.01], [2.0**22, 0.04]]
+    one, two, compared = links.judge({0: {"intra": samples, "inter": samples}, 1: None}, place())
+    assert one.subject == "inside groups" and two.subject == "between groups" and len(one.details) == 3
+    assert one.details[0].startswith("  64 KiB ####") and one.details[2].count("#") == 30
+    assert "105 MB/s" in one.found and "64 KiB take 2 ms" in one.found and "1 times" in compared.found
+
+
+def test_ranks_are_listed_shortly() -> None:
+    assert ranks_text([3]) == "rank 3" and ranks_text([8, 0, 1, 2, 9]) == "ranks 0-2, 8-9"

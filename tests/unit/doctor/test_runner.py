@@ -1,0 +1,162 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""A check that raises or hangs on one rank is a finding, and holds up nobody; ranks that do not come are named."""
+
+import time
+from typing import Any
+
+import pytest
+
+QUICK = 2.0  # seconds of a limit
+
+
+def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
+    first, second, third = ranks(3).run(failing_case)
+    findings = {title: [(subject, level, found) for subject, level, found in some] for title, some in first[0]}
+    assert findings["good"] == [("good", "ok", "0, 1, 2")]
+    ((subject, level, found), (_, _, judged)) = findings["raises"]
+    assert (subject.split(" on ")[0], level) == ("rank 1", "wrong") and judged == "0, 2"
+    assert found == "the check itself failed: OSError: no such disk"
+    assert "it did not end within 2 s" in findings["hangs"][0][2] and findings["hangs"][1][2] == "0, 1"
+    assert findings["bad judge"] == [(findings["bad judge"][0][0], "wrong", "the check itself failed: KeyError: 7")]
+    assert findings["together"][-1] == ("together", "ok", "0, 1, 2")
+    assert "rank 0" in findings["fails together"][0][0]
+    assert findings["left out"] == [("left out", "look", "fails together failed")]
+    assert not second[0] and not third[0]
+    assert [one[1] for one in (first, second, third)] == [False, False, True]  # what hangs is left behind
+
+
+def failing_case() -> tuple[list[Any], bool]:
+    """What the first rank has found, and whether something still runs on this one."""
+    from deepspeed import comm as dist
+    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from deepspeed_ext.doctor.check import Check
+    from deepspeed_ext.doctor.findings import Finding, Level
+    from deepspeed_ext.doctor.meeting import Meeting
+    from deepspeed_ext.doctor.place import Options, Place
+    from deepspeed_ext.doctor.process_group import check_of
+    from deepspeed_ext.doctor.runner import Runner
+
+    class Short(Check):
+        def seconds(self, place: Place) -> float:
+            return QUICK
+
+    rank = dist.get_rank()
+    store = PrefixStore("doctor", _get_default_store())
+
+    def judge_of(title: str) -> Any:
+        return lambda answers, place: [Finding(title, Level.OK, ", ".join(map(str, sorted(answers))))]
+
+    def raises(place: Place) -> None:
+        if place.rank == 1:
+            raise OSError("no such disk")
+
+    def fails(place: Place) -> None:
+        if place.rank == 0:
+            raise RuntimeError("a link is down")
+
+    def make(title: str, examine: Any, together: bool = False, judge: Any = None) -> Check:
+        return Check(title, examine, judge or judge_of(title), together)
+
+    checks = [
+        make("good", lambda place: place.rank),
+        make("raises", raises),
+        Short("hangs", lambda place: time.sleep(60 if place.rank == 2 else 0), judge_of("hangs")),
+        make("bad judge", lambda place: None, judge=lambda answers, place: {}[7]),
+        check_of(store),
+        make("together", lambda place: dist.barrier(), together=True),
+        make("fails together", fails, together=True),
+        make("left out", lambda place: dist.barrier(), together=True),
+    ]
+    place = Place(rank, rank, ["a", "a", "b"], Options(timeout=60, group_size=1))
+    report = Runner(Meeting(store, rank, ["a", "a", "b"]), place).run(checks)
+    plain = [
+        (section.title, [(one.subject, one.level.word, one.found) for one in section.findings])
+        for section in report.sections
+    ]
+    return plain, report.abandoned
+
+
+def test_nodes_are_measured_over_process_groups(ranks: Any) -> None:
+    """Two groups of two ranks on one host, through all that communicates, and the clocks."""
+    first, *_ = ranks(4).run(measuring_case)
+    levels = {title: level for title, level, _ in first}
+    levels.pop("nodes and links")  # messages are tiny here, so that times are noise
+    assert levels == dict.fromkeys(("process groups", "links", "clocks"), "ok")
+    text = " ".join(found for *_, found in first)
+    assert "1 of 1 round(s) of disjoint pairs, 1 pair(s) of nodes" in text and "of 2 node(s)" in text
+
+
+def measuring_case() -> list[tuple[str, str, str]]:
+    """Title, worst level and findings of each check."""
+    from unittest import mock
+
+    from deepspeed import comm as dist
+    from torch.distributed import PrefixStore
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from deepspeed_ext.doctor import pairs
+    from deepspeed_ext.doctor.checks import TOGETHER
+    from deepspeed_ext.doctor.findings import worst
+    from deepspeed_ext.doctor.meeting import Meeting
+    from deepspeed_ext.doctor.place import Options, Place
+    from deepspeed_ext.doctor.process_group import check_of
+    from deepspeed_ext.doctor.runner import Runner
+    from deepspeed_ext.planner import probe
+
+    store, hosts = PrefixStore("doctor", _get_default_store()), ["a"] * 4
+    place = Place(dist.get_rank(), dist.get_rank(), hosts, Options(timeout=60, group_size=2))
+    with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(pairs, "SIZES", (2**12, 2**14)):
+        report = Runner(Meeting(store, place.rank, hosts), place).run([check_of(store), *TOGETHER])
+    return [
+        (one.title, worst([one]).word, " ".join(finding.found for finding in one.findings)) for one in report.sections
+    ]
+
+
+def test_ranks_that_do_not_come_are_named(ranks: Any) -> None:
+    """With the address, and those that came; and what to do where nobody listens, or no launcher has set anything."""
+    missing, nobody, unset, alone = ranks(1).run(meeting_case)[0]
+    assert "ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:" in missing
+    assert ": rank 0. Check that the launcher runs on every node" in missing
+    assert "rank 1 on " in nobody and "did not get to 127.0.0.1:9 (MASTER_ADDR:MASTER_PORT) within 1 s" in nobody
+    assert "of which RANK, MASTER_PORT are not set: start it with torchrun or deepspeed" in unset
+    assert alone == "met 1"
+
+
+def meeting_case() -> list[str]:
+    """What is said where others are missing, where nobody listens, without a launcher's variables, and alone."""
+    import socket
+
+    from deepspeed_ext.doctor.meeting import CannotMeet, meet
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    found = []
+    for environment in (
+        {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
+        {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"},
+        {},
+    ):
+        try:
+            found.append(f"met {len(meet(environment, 1.0).hosts)}")
+        except CannotMeet as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.quick
+def test_the_report_is_aligned_and_colored_on_a_terminal_only() -> None:
+    from deepspeed_ext.doctor.findings import Finding, Level, Section
+    from deepspeed_ext.doctor.printer import text
+
+    findings = (Finding("one", Level.OK, "fine"), Finding("longer", Level.WRONG, "word " * 30, "Do it.", ("plot",)))
+    sections = [Section("title", findings, {})]
+    plain = text(sections, width=80).splitlines()
+    assert plain[:2] == ["title", "  ok     one     fine"] and plain[2].startswith("  wrong  longer  word word")
+    assert plain[-4:-2] == [" " * 17 + "plot", " " * 17 + "-> Do it."]
+    assert plain[-1] == "wrong: 1 ok, 0 look, 1 wrong" and all(len(line) <= 80 for line in plain)
+    assert "\033" not in "\n".join(plain) and "\033[31mwrong" in text(sections, color=True)
