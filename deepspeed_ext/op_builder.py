@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+from deepspeed.utils import logger
 
 # The stable ABI of the oldest torch that we support, so that a build with a newer torch runs with all releases since.
 _STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
@@ -71,7 +72,12 @@ class LocoBuilder(CUDAOpBuilder):
 
         from deepspeed_ext.build_lock import built_once
 
-        with built_once(Path(_get_build_directory(self.name, verbose=False)), "the kernels of LoCo"):
+        folder = Path(_get_build_directory(self.name, verbose=False))
+        with built_once(folder, "the kernels of LoCo"):
+            if not (folder / f"{self.name}.so").exists():  # else it is loaded, and compiled only if sources are newer
+                logger.warning(
+                    f"deepspeed_ext: compiling the kernels of LoCo in {folder}, which takes a minute or two, once"
+                )
             return self.jit_load(verbose)
 
 
