@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
-from deepspeed.utils import logger
 
 # The stable ABI of the oldest torch that we support, so that a build with a newer torch runs with all releases since.
 _STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
@@ -68,6 +67,7 @@ class LocoBuilder(CUDAOpBuilder):
         """Import the kernels if they were built ahead of time; otherwise build them now."""
         if self.is_built():
             return importlib.import_module(self.absolute_name())
+        from deepspeed.utils import logger
         from torch.utils.cpp_extension import _get_build_directory  # where ``jit_load`` will build
 
         from deepspeed_ext.build_lock import built_once

@@ -75,8 +75,8 @@ def converted(load_dir: str, tag: str, why: str) -> str:
         run_on_all_or_raise(lambda: _find(staging), f"{staging} is not seen by all ranks", CheckpointError)
         if first:
             logger.warning(
-                f"deepspeed_ext: {folder} cannot be loaded as it is, so it is converted into {target} first, which may "
-                f"take minutes"
+                f"deepspeed_ext: {folder} cannot be loaded as it is. It is converted into {target} first, which may "
+                f"take minutes."
             )
         problem = _convert(folder, target, staging) if first else _wait(folder, staging)
         run_on_all_or_raise(lambda: _raise(problem, folder, why), f"{folder} cannot be converted", CheckpointError)
