@@ -67,11 +67,17 @@ class LocoBuilder(CUDAOpBuilder):
         """Import the kernels if they were built ahead of time; otherwise build them now."""
         if self.is_built():
             return importlib.import_module(self.absolute_name())
+        from deepspeed.utils import logger
         from torch.utils.cpp_extension import _get_build_directory  # where ``jit_load`` will build
 
         from deepspeed_ext.build_lock import built_once
 
-        with built_once(Path(_get_build_directory(self.name, verbose=False)), "the kernels of LoCo"):
+        folder = Path(_get_build_directory(self.name, verbose=False))
+        with built_once(folder, "the kernels of LoCo"):
+            if not (folder / f"{self.name}.so").exists():  # else it is loaded, and compiled only if sources are newer
+                logger.warning(
+                    f"deepspeed_ext: compiling the kernels of LoCo in {folder}, which takes a minute or two, once"
+                )
             return self.jit_load(verbose)
 
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed import comm as dist
+from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, put_in_place
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
@@ -72,6 +73,11 @@ def converted(load_dir: str, tag: str, why: str) -> str:
         run_on_all_or_raise(lambda: begin(staging) if first else None, f"{staging} cannot be written", CheckpointError)
         dist.barrier()
         run_on_all_or_raise(lambda: _find(staging), f"{staging} is not seen by all ranks", CheckpointError)
+        if first:
+            logger.warning(
+                f"deepspeed_ext: {folder} cannot be loaded as it is. It is converted into {target} first, which may "
+                f"take minutes."
+            )
         problem = _convert(folder, target, staging) if first else _wait(folder, staging)
         run_on_all_or_raise(lambda: _raise(problem, folder, why), f"{folder} cannot be converted", CheckpointError)
         if first:

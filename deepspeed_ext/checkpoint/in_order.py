@@ -34,6 +34,7 @@ from deepspeed_ext.checkpoint.files import HEADER, checked
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, sync
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
+from deepspeed_ext.progress import followed
 from deepspeed_ext.zero.flat.saved import OWN_ORDER, OWN_PARTITIONS, Place, State, under_deepspeeds_names
 
 _OPTIMIZER = re.compile(r"(?P<before>(?:bf16_)?zero_pp_rank_)\d+_(?P<model>mp_rank_.+)_optim_states\.pt")
@@ -251,7 +252,7 @@ def put_in_zeros_order(folder: str | os.PathLike[str]) -> str:
     shards = Shards({file: content[OPTIMIZER_STATE_DICT] for file, content in contents.items()})
     try:
         checkpoint.prepare()
-        for file, content in contents.items():
+        for file, content in followed(contents.items(), "putting in order", "file"):
             _write(checkpoint.staging, file, content, shards)
         checkpoint.publish(keeps_all=True)
     except BaseException as error:

@@ -32,7 +32,9 @@ import argparse
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -56,6 +58,7 @@ from deepspeed_ext.checkpoint.converting import STAGING, begin, is_universal
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL, put_in_place, replace_text
+from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
@@ -117,9 +120,11 @@ def _make(arguments: argparse.Namespace) -> None:
         extract_zero_shards_stage3=extract_partitioned,
         _consolidate_zero3_autoep_expert_states=consolidate_experts,
         _save_optimizer_state=save_rest,
+        tqdm=SimpleNamespace(tqdm=partial(followed, what="converting", unit="part")),  # theirs fills logs, too
     ):
         ds_to_universal.main(arguments)
-    for path in Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"):
+    moments = sorted(Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"))
+    for path in followed(moments, "looking for momentum", "parameter"):
         if _is_mark(tensor_of(inspect(path))):
             path.with_name(f"{_SHOWN_AS}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
             path.unlink()

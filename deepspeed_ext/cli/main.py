@@ -3,16 +3,18 @@
 """The command line.
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, ``plan`` shows what each strategy costs, ``report`` shows where a step's time goes, ``doctor`` examines the nodes of
-a launch, ``convert`` makes a universal checkpoint, and ``zero-order`` puts an ordinary one into ZeRO's order.
+one, ``plan`` what each strategy costs, ``report`` where a step's time goes, and ``doctor`` what is wrong with nodes.
+``compare`` runs a script under several configurations, ``convert`` makes a universal checkpoint, and ``zero-order``
+puts an ordinary one into ZeRO's order.
 """
 
 import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from deepspeed_ext.cli import compare as comparing
 from deepspeed_ext.cli import doctor as examining
 from deepspeed_ext.cli import plan as planning
 from deepspeed_ext.cli import report as reporting
@@ -71,18 +73,21 @@ def add_zero_order_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", required=True, help="the checkpoint, D/TAG, which no run saves to meanwhile")
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
+    """Run a command; return the exit status."""
+    if arguments.command == comparing.NAME:
+        return comparing.run_command(arguments, script)
     if arguments.command == "plan":
         planning.run(arguments)
-        return
-    if arguments.command == "report":
-        reporting.run(arguments, arguments.local_rank)
-        return
+        return 0
+    if arguments.command == reporting.NAME:
+        reporting.run(arguments, script, arguments.local_rank)
+        return 0
     if arguments.command == "convert":
         from deepspeed_ext.checkpoint.to_universal import convert
 
         convert(arguments)
-        return
+        return 0
     if arguments.command == "zero-order":
         from deepspeed_ext.checkpoint.folder import CheckpointError
         from deepspeed_ext.checkpoint.in_order import put_in_zeros_order
@@ -91,10 +96,19 @@ def _run(arguments: argparse.Namespace) -> None:
             print(put_in_zeros_order(arguments.folder))
         except CheckpointError as error:
             raise ValueError(str(error)) from error
-        return
+        return 0
     from deepspeed_ext.cli import leaf as leaf_command
 
     leaf_command.run(arguments)
+    return 0
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return our arguments, and those after ``--``, which are a script's: argparse would look for options there."""
+    if not {comparing.NAME, reporting.NAME} & set(words) or comparing.SEPARATOR not in words:
+        return words, ()
+    where = words.index(comparing.SEPARATOR)
+    return words[:where], words[where + 1 :]
 
 
 def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Callable[[], list[str]] = list) -> None:
@@ -118,9 +132,15 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
         commands.add_parser("zero-order", help="put a checkpoint's optimizer states into ZeRO's order")
     )
     planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
-    reporting.add_arguments(commands.add_parser("report", help="run a script, and show where its steps' time goes"))
+    reporting.add_arguments(
+        commands.add_parser(reporting.NAME, help="run a script, and show where its steps' time goes")
+    )
     examining.add_arguments(commands.add_parser("doctor", help="what is wrong with the nodes of a launch"))
-    arguments = parser.parse_args()
+    comparing.add_arguments(
+        commands.add_parser(comparing.NAME, help="run a script under several configurations in turns: which is faster")
+    )
+    ours, script = _split(sys.argv[1:])
+    arguments = parser.parse_args(ours)
     given = arguments.report_ranks, arguments.report_group_size
     if arguments.command:
         if given != (None, None):
@@ -128,9 +148,11 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
         if arguments.command == "doctor":
             sys.exit(examining.run(arguments, patch_problems))
         try:
-            _run(arguments)
+            status = _run(arguments, script)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
+        if status:
+            parser.exit(status)
         return
     report_versions()
     report_patches()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deepspeed_ext.config.report import VARIABLE, ReportSettings
 
+NAME = "report"
 _USUAL = ReportSettings()
 
 
@@ -20,20 +21,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", type=int, default=_USUAL.after, help="steps of warm-up (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=_USUAL.steps, help="that are recorded (default: %(default)s)")
     parser.add_argument("--no-probe", dest="probe", action="store_false", help="measure no links, and predict nothing")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="-- script.py, and its arguments")
+    parser.epilog = "The script, with its arguments, comes after --."
 
 
-def run(arguments: argparse.Namespace, local_rank: str | None) -> None:
+def run(arguments: argparse.Namespace, command: Sequence[str], local_rank: str | None) -> None:
     """Run the script in this process, which a launcher has started as one of the ranks.
 
     Args:
-        arguments: of the command.
+        arguments: of ``report``.
+        command: the script, with its arguments.
         local_rank: what the ``deepspeed`` launcher has given us, which is for the script.
 
     Raises:
         ValueError: there is no script, or a setting is not valid.
     """
-    command: Sequence[str] = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
     if not command or not Path(command[0]).is_file():
         given = command[0] if command else "nothing"
         raise ValueError(

@@ -22,6 +22,7 @@ from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.transfer_queue import Started
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
+from deepspeed_ext.progress import followed
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
@@ -53,9 +54,11 @@ def measure(
         pinned: whether parameters in host memory are pinned; None if there are none, whose copies are not measured.
     """
     groups = {"intra": topology.intra, "inter": topology.inter}
-    gathers = {level: _rate(GatherHop(group, level), dtype) for level, group in groups.items()}
-    reductions = {level: _rate(make_reduce(group, level, reduce_scatter), dtype) for level, group in groups.items()}
-    return Rates(HopRates(**gathers), HopRates(**reductions), _memory(), _host(pinned))
+    gathers = [GatherHop(group, level) for level, group in groups.items()]
+    reductions = [make_reduce(group, level, reduce_scatter) for level, group in groups.items()]
+    rates = [_rate(hop, dtype) for hop in followed([*gathers, *reductions], "measuring links", "hop")]
+    of_gathers, of_reductions = (dict(zip(groups, some, strict=True)) for some in (rates[:2], rates[2:]))
+    return Rates(HopRates(**of_gathers), HopRates(**of_reductions), _memory(), _host(pinned))
 
 
 def flops(dtype: torch.dtype) -> float:

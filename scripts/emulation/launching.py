@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,14 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from deepspeed_ext.compare.launching import RunFailed, free_port, tail
+from deepspeed_ext.compare.launching import exit_on_signals as exit_on_signals
 from deepspeed_ext.strategy import GroupSizes
 from scripts import ROOT
 
 _BAR = re.compile(rb"\w+: +\d+%\|.*\]")  # what tqdm draws
-
-
-class RunFailed(Exception):
-    """A launch ended with an error or did not end in time."""
 
 
 def add_options(parser: argparse.ArgumentParser, log: str, timeout: float) -> None:
@@ -51,16 +48,6 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def exit_on_signals(numbers: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> None:
-    """Turn signals that would end Python at once, and leave the ranks running, into an exception.
-
-    Signals that ``nohup`` has made ignored stay ignored.
-    """
-    for number in numbers:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-
-
 def environment() -> dict[str, str]:
     """Return the caller's environment, adapted to several CPU ranks on one machine."""
     env = dict(os.environ)
@@ -74,13 +61,6 @@ def environment() -> dict[str, str]:
     # Ranks are started in any folder, and import modules of scripts and tests by their names.
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     return env
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago, so that two runs at the same time do not meet."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 def launch(module: str, arguments: Sequence[str], ranks: int, log: Path, timeout: float) -> None:
@@ -173,13 +153,12 @@ def _run(command: list[str], log_path: Path, timeout: float) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode == 0:
         return
-    tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-40:])
     why = f"exit status {process.returncode}"
     if expired.is_set():
         locks = [str(path) for path in Path(env["TORCH_EXTENSIONS_DIR"]).rglob("lock")]
         why = f"not finished after {timeout:.0f} s"
         why += f"; a build that was cut off may have left {', '.join(locks)}: delete it" if locks else ""
-    raise RunFailed(f"{tail}\n\nrun failed: {why}\ncommand: {' '.join(command)}\nwhole log: {log_path}")
+    raise RunFailed(f"{tail(log_path)}\n\nrun failed: {why}\ncommand: {' '.join(command)}\nwhole log: {log_path}")
 
 
 def _remove_shared_memory(port: int) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_ext.report.memory import held, storage_bytes
+from deepspeed_ext.model_bytes import held, storage_bytes
 
 
 def whole_weights(model: nn.Module) -> Tensor:

@@ -1,0 +1,242 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m deepspeed_ext compare``: what it launches, prints and refuses."""
+
+import json
+import math
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepspeed_ext import __main__
+from deepspeed_ext.cli import compare as command
+from scripts.emulation.launching import environment, free_port
+
+SCRIPT = """
+import argparse, json
+import deepspeed, torch
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+parser = argparse.ArgumentParser()
+parser.add_argument("--config")
+path = parser.parse_args().config
+torch.manual_seed(json.load(open(path))["seed"])
+model = torch.nn.Linear(64, 64)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=path)
+data = torch.Generator().manual_seed(engine.global_rank)
+while True:
+    batch = torch.randn(8, 64, generator=data)
+    loss = (engine(batch) - batch).square().mean()
+    engine.backward(loss)
+    engine.step()
+"""
+# Ranks that share one import of DeepSpeed, which takes most of the time of a turn.
+LAUNCHER = """
+import os, runpy, sys
+import deepspeed
+ranks = []
+for rank in range(2):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
+"""
+PLAIN: dict[str, Any] = {
+    "seed": 0,
+    "train_micro_batch_size_per_gpu": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "zero_optimization": {"stage": 2},
+}
+NIG = {"zero_optimization": {"paro_strategy": "NIG", "paro_group_size": 1}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to be in, with configurations and a script; the command sets no handlers of signals."""
+    for name, more in {"a": {}, "nig": NIG, "seed": {"seed": 1}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**PLAIN, **more}))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "exit_on_signals", lambda: None)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path
+
+
+def compare(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Return the exit status of the command."""
+    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "compare", *words])
+    try:
+        __main__.main()
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
+    return 0
+
+
+def test_a_script_under_three_configurations(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The same losses under a strategy, others with another seed."""
+    (folder / "launch.py").write_text(LAUNCHER)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    options = ["--rounds", "1", "--steps", "3", "--warm-up", "1", "--launch", f"{sys.executable} launch.py"]
+    options += ["--json", "all.json", "--", "train.py", "--config", "{config}"]
+    assert compare(monkeypatch, "a.json", "nig.json", "seed.json", *options) == 1
+    said = capfd.readouterr()
+    head, _, titles, a, b, c, _, of_b, of_c = said.out.splitlines()
+    assert head.startswith("2 rank(s) of cpu, float32, DeepSpeed ") and "s per step" in titles
+    assert [row.split()[:3] for row in (a, b, c)] == [
+        ["A", "a.json", "ZeRO-2"],
+        ["B", "nig.json", "NIG"],
+        ["C", "seed.json", "ZeRO-2"],
+    ]
+    assert "losses agree (largest difference " in of_b and "but losses do not agree" in of_c
+    written = json.loads((folder / "all.json").read_text())
+    assert [one["problem"] == "" for one in written["comparisons"]] == [True, False] and not written["losses_agree"]
+    assert written["comparisons"][0]["loss_difference"] < 1e-6 < 1e-2 < written["comparisons"][1]["loss_difference"]
+    assert [len(turn["seconds"]) for one in written["configs"] for turn in one["turns"]] == [3, 3, 3]
+    kept = {path.name for path in (folder / "deepspeed_compare").iterdir()}
+    assert kept == {f"1-{letter}{kind}" for letter in "ABC" for kind in (".json", f"-{platform.node()}.log")}
+    assert said.err == ""  # no bar where stderr is no terminal
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_stock_launchers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    script = SCRIPT.replace(
+        'add_argument("--config")', 'add_argument("--local_rank"); parser.add_argument("--config")'
+    )
+    (folder / "train.py").write_text(script)  # DeepSpeed's passes that
+    options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--launcher", launcher, "--ranks", "2"]
+    assert compare(monkeypatch, "a.json", "nig.json", *options, "--", "train.py", "--config", "{config}") == 0
+    assert "losses agree (largest difference " in capfd.readouterr().out
+
+
+def test_a_configuration_that_deepspeed_refuses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {**PLAIN, "zero_optimization": {"paro_strategy": "NIX"}}
+    (folder / "wrong.json").write_text(json.dumps(wrong))
+    (folder / "parse.py").write_text(
+        "import sys\nfrom deepspeed.runtime.config import DeepSpeedConfig\nDeepSpeedConfig(sys.argv[1])\n"
+    )
+    options = ["--launch", f"{sys.executable}", "--", "parse.py", "{config}"]
+    assert compare(monkeypatch, "wrong.json", "a.json", *options) == 1
+    said = capsys.readouterr().err
+    assert "NIX" in said and "exit status 1" in said and said.endswith("A (wrong.json) failed in round 1.\n")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("print('Good' + 'bye'); raise SystemExit(3)", "Goodbye\n\nexit status 3"),
+        ("print('Good' + 'bye')", "Goodbye\n\nthe script ended without a report in "),
+        (
+            "import json, os, base64\n"
+            "turn = json.loads(base64.urlsafe_b64decode(os.environ['DEEPSPEED_EXT_COMPARE']))\n"
+            "open(turn['report'], 'w').write('{\"unfinished\": 5}')",
+            "the script ended after 5 optimizer steps, expected --warm-up + --steps = 13.",
+        ),
+    ],
+)
+def test_a_script_that_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: str, expected: str
+) -> None:
+    (folder / "fails.py").write_text(script)
+    assert compare(monkeypatch, "a.json", "nig.json", "--launch", sys.executable, "--", "fails.py") == 1
+    said = capsys.readouterr().err
+    assert expected in said and said.endswith("A (a.json) failed in round 1.\n")
+
+
+@pytest.mark.quick
+def test_turns_replaced_keys_and_orders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each launch is told, without one."""
+    loss = 1.0
+    turns: list[tuple[str, dict[str, Any] | None]] = []
+
+    def taken(launch: list[str], env: dict[str, str], log: Path, seconds: float) -> None:
+        turn = command.Turn.decode(env[command.VARIABLE])
+        turns.append((log.stem, turn.config))
+        report = {"strategy": "ZeRO-2", "ranks": 2, "device": "cpu", "dtype": "float32", "samples": 8}
+        memory = dict.fromkeys(("peak_bytes", "parameter_bytes", "optimizer_bytes"), 1)
+        rest = {"seconds": [1.0] * turn.steps, "losses": [loss] * 13, "versions": {"deepspeed": "0"}, **memory}
+        Path(turn.report).write_text(json.dumps({**report, **rest}))
+
+    monkeypatch.setattr(command, "run", taken)
+    assert compare(monkeypatch, "a.json", "nig.json", "--rounds", "2", "--", "train.py") == 0
+    assert [name for name, _ in turns] == ["1-A", "1-B", "2-A", "2-B"]
+    assert [config for _, config in turns[:2]] == [PLAIN, {**PLAIN, **NIG}]
+    turns.clear()
+    shuffled = ["a.json", "nig.json", "--rounds", "9", "--order", "random", "--", "train.py", "{config}"]
+    assert compare(monkeypatch, *shuffled) == 0
+    first, names = [name for name, _ in turns], {name for name, _ in turns}
+    assert {config for _, config in turns} == {None}
+    assert names == {f"{number}-{letter}" for number in range(1, 10) for letter in "AB"}
+    assert [name[0] for name in first] == sorted(name[0] for name in names)  # within rounds
+    assert {name[2] for name in first[::2]} == {"A", "B"}
+    turns.clear()
+    assert compare(monkeypatch, *shuffled) == 0
+    assert [name for name, _ in turns] == first  # the same on all nodes
+    loss = math.nan
+    assert compare(monkeypatch, "a.json", "nig.json", "--json", "all.json", "--", "train.py") == 1
+    written = json.loads((folder / "all.json").read_text(), parse_constant=pytest.fail)
+    assert written["configs"][0]["turns"][0]["losses"] == [None] * 13
+    assert compare(monkeypatch, "a.json", "nig.json", "--ignore-losses", "--", "train.py") == 0
+    turns.clear()
+    assert compare(monkeypatch, "a.json", "nig.json", "--rounds", "1", "--launch", "srun", "--", "train.py") == 1
+    assert [name for name, _ in turns] == [f"1-{letter}-{platform.node()}" for letter in "AB"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a.json", "--", "train.py"], "expected two configurations or more, got 1"),
+        (["a.json", "nig.json"], "expected the script after --, such as -- train.py"),
+        (["a.json", "nig.json", "--", "-m"], "expected the script after --"),
+        (["a.json", "nig.json", "--", "none.py"], "there is no script none.py"),
+        (["a.json", "none.json", "--", "train.py"], "the configuration none.json cannot be read: No such file"),
+        (["a.json", "train.py", "--", "train.py"], "the configuration train.py is no JSON: "),
+        (["a.json", "list.json", "--", "train.py"], "list.json must be a dictionary, got list"),
+        (["a.json", "auto.json", "--", "train.py"], 'auto.json has a value "auto", which a framework replaces'),
+        (["a.json", "early.json", "--", "train.py"], "early.json has tensor_parallel, which DeepSpeed reads before"),
+        (["a.json", "nig.json", "--hostfile", "none", "--", "train.py"], "there is no --hostfile none"),
+        (
+            ["a.json", "nig.json", "--launch", "srun", "--ranks", "2", "--", "train.py"],
+            "--launch is the whole prefix; leave out --ranks.",
+        ),
+        (
+            ["a.json", "nig.json", "--launcher", "torchrun", "--hostfile", "a.json", "--", "train.py"],
+            "with torchrun use --launch on each node",
+        ),
+        (["a.json", "nig.json", "--steps", "0", "--", "train.py"], "must be above 0, got 0"),
+        (["a.json", "nig.json", "--folder", "a.json", "--", "train.py"], "cannot be made"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    (folder / "list.json").write_text("[]")
+    (folder / "auto.json").write_text('{"optimizer": {"type": "auto"}}')
+    (folder / "early.json").write_text('{"tensor_parallel": {"autotp_size": 2}}')
+    monkeypatch.setattr(command, "run", None)  # nothing is launched
+    assert compare(monkeypatch, *words) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_what_follows_the_dashes_is_the_scripts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(command, "run_command", lambda arguments, script: seen.append(list(script)) or 0)
+    compare(monkeypatch, "a.json", "nig.json", "--steps", "4", "--", "train.py", "--steps", "9", "--", "--json", "x")
+    assert seen == [["train.py", "--steps", "9", "--", "--json", "x"]]

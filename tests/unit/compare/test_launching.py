@@ -1,0 +1,109 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Commands of launchers, what reaches their ranks, and that none of them is left."""
+
+import os
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deepspeed_ext.compare.launching import Launcher, RunFailed, environment, run
+from deepspeed_ext.compare.turn import VARIABLE, Turn
+
+TURN = Turn(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
+CONFIG = Path("/configs/a.json")
+SCRIPT = ["train.py", "--deepspeed_config={config}", "--epochs", "1"]
+MODULE = ["-m", "package.train", "--config", "{config}"]
+
+
+def parsed(launcher: Launcher, script: list[str]) -> dict[str, Any]:
+    """Return what the stock launcher reads of our command."""
+    python, minus_m, module, *words = launcher.command(script, CONFIG)
+    assert (python, minus_m) == (sys.executable, "-m")
+    if module == "torch.distributed.run":
+        from torch.distributed.run import parse_args
+    else:
+        assert module == "deepspeed.launcher.runner"
+        from deepspeed.launcher.runner import parse_args
+    return vars(parse_args(words))
+
+
+def parse_case() -> list[dict[str, Any]]:
+    launchers = [Launcher("deepspeed", 2), Launcher("deepspeed", None, "hosts"), Launcher("torchrun", 2)]
+    found = [parsed(one, script) for one in launchers for script in (SCRIPT, MODULE)]
+    names = ("user_script", "user_args", "training_script", "training_script_args", "module", "hostfile")
+    names += ("num_gpus", "master_port", "nproc_per_node", "standalone")
+    return [{name: row[name] for name in names if name in row} for row in found]
+
+
+def test_stock_launchers_read_our_commands(ranks: Any) -> None:
+    (rows,) = ranks(1).run(parse_case)
+    for number, row in enumerate(rows):
+        module = number % 2 == 1
+        script, *arguments = [word.replace("{config}", str(CONFIG)) for word in (MODULE[1:] if module else SCRIPT)]
+        assert row.get("user_script", row.get("training_script")) == script
+        assert row.get("user_args", row.get("training_script_args")) == arguments
+        assert row["module"] is module
+    here, hosts, torchrun = rows[::2]
+    assert here["num_gpus"] == 2 and here["master_port"] != 29500
+    assert hosts["hostfile"] == "hosts" and hosts["num_gpus"] == -1
+    assert torchrun["nproc_per_node"] == "2" and torchrun["standalone"]
+
+
+@pytest.mark.quick
+def test_a_prefix_of_ones_own() -> None:
+    command = Launcher(prefix='srun --export="ALL" python').command(SCRIPT, CONFIG)
+    assert command == ["srun", "--export=ALL", "python", "train.py", "--deepspeed_config=/configs/a.json", *SCRIPT[2:]]
+
+
+@pytest.mark.quick
+def test_variables_reach_other_nodes_beside_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\n\n")
+    (tmp_path / "here" / ".deepspeed_env").write_text("LD_PRELOAD=/lib/a=b.so")
+    file = tmp_path / "environment"
+    found = environment(TURN, file)
+    lines = dict(line.split("=", 1) for line in file.read_text().splitlines())  # as DeepSpeed's runner reads it
+    assert lines == {"NCCL_DEBUG": "INFO", "LD_PRELOAD": "/lib/a=b.so", VARIABLE: TURN.encode()}
+    assert Turn.decode(found[VARIABLE]) == TURN and found["PATH"] == os.environ["PATH"]
+    assert os.path.join(tmp_path, found["DS_ENV_FILE"]) == str(file)  # an absolute name, in any folder
+    assert not re.search(r"[^\w@%+=:,./-]", lines[VARIABLE])  # which it would quote
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process has not been killed yet; a zombie has, and nobody has asked for its status."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.quick
+def test_a_launch_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(RunFailed, match=r"last words\n\nnot finished after 1 s\ncommand: sh -c .*\nwhole log: "):
+        run(["sh", "-c", "sleep 600 & echo $!; echo last words; sleep 600"], os.environ, log, 1)
+    child = int(log.read_text().split()[0])
+    until = time.monotonic() + 60
+    while is_running(child):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.quick
+def test_a_launch_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    lines = "; ".join(f"echo line {number}" for number in range(100))
+    with pytest.raises(RunFailed) as failed:
+        run(["sh", "-c", f"{lines}; exit 7"], os.environ, tmp_path / "log", 60)
+    said = str(failed.value)
+    assert "line 99\n\nexit status 7" in said and "\nline 59\n" not in said
+    with pytest.raises(RunFailed, match="no_such_launcher cannot be run"):
+        run(shlex.split("no_such_launcher x"), os.environ, tmp_path / "log", 60)

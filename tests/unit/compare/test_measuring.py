@@ -1,0 +1,213 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison measures inside the ranks of a script that knows nothing of it."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deepspeed_ext.compare.turn import UNFINISHED, VARIABLE, Turn, current
+
+STEPS, WARM_UP = 3, 2
+
+
+@contextlib.contextmanager
+def launched(turn: Turn) -> Iterator[None]:
+    """Be a process that the command has launched, which ends within this context; what atexit would do is done."""
+    from deepspeed_ext.compare import measuring
+
+    with (
+        mock.patch.dict(os.environ, {VARIABLE: turn.encode()}),
+        mock.patch.object(measuring, "_measurement", None),
+        mock.patch.object(measuring.atexit, "register") as register,
+    ):
+        try:
+            yield
+        finally:
+            for call in register.call_args_list:
+                call.args[0]()
+
+
+def train_case(report: str, zero: dict[str, Any], steps: int = 10, **job: Any) -> tuple[list[float], Any]:
+    """Return the losses of this rank's micro-batches, and the status with which the script was ended."""
+    from tests.harness import training
+    from tests.harness.training import Job
+
+    losses: list[float] = []
+    micro_step = training.micro_step
+
+    def noted(*args: Any) -> float:
+        losses.append(micro_step(*args))
+        return losses[-1]
+
+    with launched(Turn(STEPS, WARM_UP, report)), mock.patch.object(training, "micro_step", noted):
+        try:
+            training.train(Job(steps=steps, **job), zero)
+        except SystemExit as ended:
+            return losses, ended.code
+    return losses, None
+
+
+def pipeline_case(report: str) -> Any:
+    from tests.harness.pipelines import Pipe, train_pipeline
+
+    with launched(Turn(STEPS, WARM_UP, report)), pytest.raises(SystemExit) as ended:
+        train_pipeline(Pipe(steps=10), {"stage": 1})
+    return ended.value.code
+
+
+def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the configuration as the script has it after the engine is made, and the engine's strategy."""
+    import deepspeed
+
+    from deepspeed_ext.config.section import active_strategy
+    from tests.harness.training import Job, configuration, make_engine
+
+    mine = configuration(Job(), {"stage": 3})
+    with launched(Turn(STEPS, WARM_UP, report, config)), mock.patch(f"{make_engine.__module__}.configuration") as made:
+        made.return_value = mine
+        engine, _ = make_engine(Job(), {})
+    found = active_strategy(engine._config)
+    engine.destroy()
+    assert deepspeed.comm.get_world_size() == 2
+    return {key: mine[key] for key in ("zero_optimization", "train_micro_batch_size_per_gpu")}, found and found.name
+
+
+def two_engines_case(report: str) -> int:
+    """Return how many steps the second engine has taken when the first has taken all that are measured."""
+    from tests.harness.training import Job, batches, make_engine, micro_step
+
+    with launched(Turn(STEPS, WARM_UP, report)):
+        one, other = (make_engine(Job(), {"stage": 1})[0] for _ in range(2))
+        data = batches(Job())
+        for _ in range(2):
+            micro_step(other, Job(), 0, *next(data))  # of the one that steps later
+        with contextlib.suppress(SystemExit):
+            while True:
+                for engine in (one, other):
+                    micro_step(engine, Job(), 0, *next(data))
+                    engine.step()
+    return int(other.global_steps)
+
+
+def untouched_case() -> list[str]:
+    from tests.harness.training import Job, make_engine
+
+    engine, _ = make_engine(Job(), {"stage": 2})
+    return [name for name in ("step", "backward", "train_batch") if name in vars(engine)]
+
+
+@pytest.mark.parametrize(
+    ("zero", "name"), [({"stage": 3}, "ZeRO-3"), ({"paro_strategy": "NIG", "paro_group_size": 1}, "NIG")]
+)
+def test_steps_losses_and_memory_of_a_script(ranks: Any, tmp_path: Path, zero: dict[str, Any], name: str) -> None:
+    path = tmp_path / "report.json"
+    (first, status), (second, other_status) = ranks(2).run(train_case, str(path), zero, accumulation=2, empty=False)
+    assert (status, other_status) == (0, 0)  # of exit, on all ranks
+    assert len(first) == len(second) == 2 * (STEPS + WARM_UP)  # nothing after the last step
+    report = json.loads(path.read_text())
+    assert (report["strategy"], report["ranks"], report["micro_batches"]) == (name, 2, 2)
+    assert len(report["seconds"]) == STEPS and min(report["seconds"]) > 0
+    pairs = [(first[at : at + 2], second[at : at + 2]) for at in range(0, len(first), 2)]
+    assert report["losses"] == pytest.approx([sum(a + b) / 4 for a, b in pairs], rel=1e-12)
+    assert report["losses_of_rank_0"] == pytest.approx([sum(a) / 2 for a, _ in pairs], rel=1e-12)
+    assert report["dtype"] == "float32" and report["optimizer_bytes"] > 0 and report["parameter_bytes"] > 0
+    assert report["peak_bytes_of_run"] >= report["peak_bytes"] > 1e6
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_pipeline(ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert ranks(2).run(pipeline_case, str(path)) == [0, 0]
+    report = json.loads(path.read_text())
+    assert len(report["seconds"]) == STEPS and len(report["losses"]) == STEPS + WARM_UP
+    assert report["losses"] == report["losses_of_rank_0"] and None not in report["losses"]
+
+
+def test_losses_that_the_engine_is_not_given(ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    ranks(2).run(train_case, str(path), {"stage": 2}, backward="loss")
+    report = json.loads(path.read_text())
+    assert report["losses"] == report["losses_of_rank_0"] == [None] * (STEPS + WARM_UP)
+
+
+def test_a_script_that_ends_too_early(ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert ranks(2).run(train_case, str(path), {"stage": 2}, steps=4)[0][1] is None
+    assert json.loads(path.read_text()) == {UNFINISHED: 4}
+
+
+def test_nodes_without_the_folder_write_nothing(ranks: Any, tmp_path: Path) -> None:
+    (_, status), _ = ranks(2).run(train_case, str(tmp_path / "elsewhere" / "report.json"), {"stage": 2})
+    assert status == 0 and not list(tmp_path.iterdir())
+
+
+def test_a_configuration_in_code_is_replaced_key_by_key(ranks: Any, tmp_path: Path) -> None:
+    config = {"zero_optimization": {"paro_strategy": "NIG", "paro_group_size": 1}, "train_batch_size": "auto"}
+    found, strategy = ranks(2).run(configured_case, str(tmp_path / "report.json"), config)[0]
+    assert strategy == "NIG" and found["zero_optimization"]["paro_strategy"] == "NIG"
+    assert found["zero_optimization"].get("stage") != 3 and isinstance(found["train_micro_batch_size_per_gpu"], int)
+
+
+def test_the_first_engine_that_ends_a_step_is_measured(ranks: Any, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    assert ranks(2).run(two_engines_case, str(path)) == [STEPS + WARM_UP - 1] * 2
+    assert len(json.loads(path.read_text())["losses"]) == STEPS + WARM_UP
+
+
+def test_without_the_variable_nothing_is_touched(ranks: Any) -> None:
+    assert ranks(1).run(untouched_case) == [[]]
+
+
+@pytest.mark.quick
+def test_a_turn_survives_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = Turn(10, 3, "/some where/1-A.json", {"zero_optimization": {"stage": 3}, "x": 'ü"$('})
+    assert Turn.decode(turn.encode()) == turn
+    assert set(turn.encode()) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ValueError, match=f"{VARIABLE} is set by python -m deepspeed_ext compare .* Unset it"):
+        current()
+    monkeypatch.delenv(VARIABLE)
+    assert current() is None
+
+
+class Event:
+    """An event of a device that takes 50 ms a step, whatever the host does."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.made += 1
+        self.milliseconds = 50.0 * Event.made
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.milliseconds - self.milliseconds
+
+
+def clock_case() -> tuple[bool, list[float], bool]:
+    """Return whether the device was waited for after four steps, their seconds, and whether it was for these."""
+    from deepspeed_ext.compare import clock
+
+    device = mock.Mock(Event=Event)
+    device.is_synchronized_device.return_value = False
+    with mock.patch.object(clock, "get_accelerator", lambda: device):
+        times = clock.Clock()
+        for _ in range(4):
+            times.note()
+        early = device.synchronize.called
+        return early, times.seconds(), device.synchronize.called
+
+
+def test_on_a_device_nothing_waits_before_the_end(ranks: Any) -> None:
+    [(early, seconds, at_the_end)] = ranks(1).run(clock_case)
+    assert not early and at_the_end
+    assert seconds == pytest.approx([0.05] * 3)

@@ -1,0 +1,104 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the command says of reports."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.compare.verdict import Comparison, Contestant, compare, table
+
+pytestmark = pytest.mark.quick
+
+LOSSES = [1.0, 0.5, 0.25]
+
+
+def report(seconds: float, losses: list[Any] = LOSSES, **others: Any) -> dict[str, Any]:
+    fields = {"strategy": "ZeRO-3", "dtype": "float32", "samples": 32, "seconds": [seconds, 1.1 * seconds]}
+    memory = {"peak_bytes": 2e9, "parameter_bytes": 1e9, "optimizer_bytes": 3e8}
+    return {**fields, **memory, "losses": losses, **others}
+
+
+def found(
+    *others: dict[str, Any], bound: float | None = None, first: list[dict[str, Any]] | None = None
+) -> Comparison:
+    """Compare reports of rounds with as many of the first configuration."""
+    first = first or [report(1.0) for _ in others]
+    return compare(Contestant("A", "a.json", first), Contestant("B", "b.json", others), bound)
+
+
+def test_faster_with_the_same_losses() -> None:
+    fast = report(0.5, strategy="NIG")
+    one = found(fast, fast)
+    assert one.problem == "" and one.loss == 0
+    assert one.sentence == (
+        "B (b.json, NIG) is 2 times as fast as A (a.json, ZeRO-3): 0.525 s instead of 1.05 s per step, 95% interval "
+        "1.86 to 2.15; losses agree (largest difference 0, bound 1e-05)."
+    )
+
+
+def test_slower() -> None:
+    slow = report(4.0)
+    one = found(slow, slow)
+    low, high = 1 / one.speed.high, 1 / one.speed.low
+    assert low < 4 < high
+    assert one.sentence.startswith(
+        "B (b.json, ZeRO-3) takes 4 times as long as A (a.json, ZeRO-3): 4.2 s instead of 1.05 s per step, "
+        f"95% interval {low:.3g} to {high:.3g}; losses agree"
+    )
+
+
+def test_as_fast() -> None:
+    same = report(1.0)
+    assert found(same, same).sentence.startswith("No difference in speed is shown between B (b.json")
+
+
+def test_losses_that_differ_are_a_problem() -> None:
+    other = report(1.0, [1.0, 0.5, 0.26])
+    one = found(other, other)
+    assert "the largest relative difference is 3.8e-02, the bound 1e-05" in one.problem
+    assert "but losses do not agree" in one.sentence and "losses agree" not in one.sentence
+    assert not found(other, other, bound=0.05).problem
+
+
+def test_the_bound_is_that_of_the_coarser_dtype() -> None:
+    other = report(1.0, [1.0, 0.501, 0.25], dtype="bfloat16")
+    assert found(other).bound == 2e-2 and not found(other).problem
+    assert found(report(1.0, dtype="float64")).bound == 2e-2  # as of a dtype that is not known
+
+
+def test_a_script_without_a_seed_is_named() -> None:
+    rounds = [report(1.0), report(1.0, [0.9, 0.4, 0.3])]
+    assert found(report(1.0), report(1.0), first=rounds).problem.endswith(
+        "two runs of A differ by 2.0e-01: set the same seed in each run"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        (report(1.0, [None, None, None]), "B gave none to engine.backward"),
+        (report(1.0, samples=64), "a step of A has 32 samples, one of B 64"),
+        (report(1.0, [1.0, math.nan, 0.25]), "the largest relative difference is inf"),
+    ],
+)
+def test_losses_that_cannot_be_compared_do_not_agree(other: dict[str, Any], problem: str) -> None:
+    one = found(other)
+    assert one.problem.startswith(problem)
+    json.dumps(one.as_dict(), allow_nan=False)
+
+
+def test_more_samples_in_a_step_count() -> None:
+    one = found(report(1.0, samples=64))
+    assert one.speed.value == pytest.approx(2) and "s per sample" in one.sentence
+
+
+def test_the_table_has_a_row_each_in_columns() -> None:
+    contestants = [Contestant("A", "a.json", [report(1.0)]), Contestant("B", "b.json", [report(0.5, strategy="NIG")])]
+    titles, *rows = table(contestants, [compare(*contestants)]).splitlines()
+    assert [row.split()[:4] for row in rows] == [["A", "a.json", "ZeRO-3", "1.05"], ["B", "b.json", "NIG", "0.525"]]
+    for title, value in (("times", "2 ("), ("peak GB", "2  "), ("optimizer", "0.3")):
+        assert rows[1][titles.index(title) :].startswith(value), title
+    assert "0.5..0.55" in rows[1]

@@ -1,0 +1,161 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Bars of progress: on a terminal, by the first rank, and nowhere else."""
+
+import contextlib
+import fcntl
+import io
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from scripts import ROOT
+
+PROGRAM = """
+from deepspeed_ext.progress import bar, followed
+print(sum(followed([1, 2, 3], "adding", "number")))
+with bar(2, "waiting", "turn") as shown:
+    shown.update()
+    shown.update()
+"""
+
+
+def run(stderr: int, rank: str | None = None) -> subprocess.CompletedProcess[bytes]:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"PYTHONPATH": str(ROOT)}
+    environment |= {} if rank is None else {"RANK": rank}
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=stderr, check=True, timeout=120)
+
+
+def on_a_terminal(rank: str | None) -> str:
+    """Return what a program writes to its stderr, if that is a terminal."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))  # a bar needs room
+    try:
+        assert run(theirs, rank).stdout == b"6\n"
+    finally:
+        os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # Linux's end of a terminal that nobody writes to any more
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    os.close(ours)
+    return shown.decode()
+
+
+@pytest.mark.quick
+def test_a_log_gets_none() -> None:
+    done = run(subprocess.PIPE)
+    assert done.stdout == b"6\n" and b"adding" not in done.stderr and b"it/s" not in done.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_a_terminal_shows_counts(rank: str | None) -> None:
+    shown = on_a_terminal(rank)
+    assert "adding: 100%" in shown and "3/3" in shown and "waiting: 100%" in shown and "2/2" in shown
+
+
+@pytest.mark.quick
+def test_other_ranks_show_none() -> None:
+    assert "adding" not in on_a_terminal("1")
+
+
+class Terminal(io.StringIO):
+    """What says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_by(work: Callable[[], object]) -> tuple[str, str]:
+    """Return what is written to stderr by work that takes long: to a log, and to a terminal."""
+    log, terminal = io.StringIO(), Terminal()
+    for stderr in (log, terminal):
+        with contextlib.redirect_stderr(stderr):
+            work()
+    return log.getvalue(), terminal.getvalue()
+
+
+def converter_case() -> tuple[str, str]:
+    """DeepSpeed's converter has a bar of its own, which ours takes the place of."""
+    import argparse
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    from deepspeed_ext.checkpoint import to_universal
+
+    def main(arguments: argparse.Namespace) -> None:
+        assert ds_to_universal._do_parallel_work(str, [1, 2, 3], 1) == ["1", "2", "3"]
+
+    with mock.patch.object(ds_to_universal, "main", main):
+        found = shown_by(lambda: to_universal._make(argparse.Namespace(output_folder="none")))
+    log, terminal = shown_by(lambda: main(argparse.Namespace()))
+    assert "3/3" in log and "3/3" in terminal  # theirs is back
+    return found
+
+
+def links_case() -> tuple[str, str]:
+    from deepspeed_ext.comm.process_groups import get_topology
+    from deepspeed_ext.planner import probe
+    from deepspeed_ext.planner.rates import Rate
+
+    topology = get_topology(None, 1)
+    with (
+        mock.patch.object(probe, "_rate", lambda hop, dtype: Rate(0.0, 1.0)),
+        mock.patch.object(probe, "_memory", lambda: 1.0),
+    ):
+        return shown_by(lambda: probe.measure(topology))
+
+
+def test_a_conversion_has_one_bar(ranks: Any) -> None:
+    [(log, terminal)] = ranks(1).run(converter_case)
+    assert log == "" and terminal.count("converting: 100%") == 1 and terminal.count("3/3") == 1
+
+
+def test_links_are_counted_on_the_first_rank(ranks: Any) -> None:
+    (log, terminal), others = ranks(2).run(links_case)
+    assert log == "" and "measuring links: 100%" in terminal and "4/4" in terminal
+    assert others == ("", "")
+
+
+def kernels_case(folder: str) -> list[list[str]]:
+    """Return what the builder of kernels says where they are not built yet, and where they are."""
+    from torch.utils import cpp_extension
+
+    from deepspeed_ext.op_builder import LocoBuilder
+    from tests.harness.logs import logged
+
+    said = []
+    for _ in range(2):
+        with (
+            mock.patch.object(cpp_extension, "_get_build_directory", lambda *_, **__: folder),
+            mock.patch.object(LocoBuilder, "is_built", lambda self: False),
+            mock.patch.object(LocoBuilder, "jit_load", lambda self, verbose: Path(folder, "loco.so").touch()),
+            logged() as lines,
+        ):
+            LocoBuilder().load()
+        said.append([line for _, line in lines])
+    return said
+
+
+def test_compiling_is_announced_once(ranks: Any, tmp_path: Path) -> None:
+    [(first, again)] = ranks(1).run(kernels_case, str(tmp_path))
+    assert len(first) == 1 and f"compiling the kernels of LoCo in {tmp_path}, which takes a minute" in first[0]
+    assert again == []
+
+
+@pytest.mark.quick
+def test_the_package_has_no_bar_elsewhere() -> None:
+    """One place decides where bars are shown."""
+    files = (ROOT / "deepspeed_ext").rglob("*.py")
+    assert [path for path in files if "import tqdm" in path.read_text()] == [Path(ROOT, "deepspeed_ext/progress.py")]
