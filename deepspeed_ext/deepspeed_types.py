@@ -107,6 +107,9 @@ class Engine(Protocol):
     pipeline_parallelism: bool
     is_first_weights_partition_group: Callable[[], bool]
     _reduce_autoep_folding_tp_replicated_gradients: Callable[[], None]
+    _backward_prologue: Callable[[], Any]
+    _backward_epilogue: Callable[[], Any]
+    _INSTRUCTION_MAP: Mapping[type, Callable[..., Any]]  # of a pipeline
     zero_grad: Callable[[], None]
     seq_data_parallel_group: ProcessGroup
     seq_dp_world_size: int

@@ -3,8 +3,8 @@
 """The command line.
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, ``plan`` shows what each strategy costs, ``convert`` makes a universal checkpoint, and ``zero-order`` puts an
-ordinary one into ZeRO's order.
+one, ``plan`` shows what each strategy costs, ``report`` shows where a step's time goes, ``convert`` makes a universal
+checkpoint, and ``zero-order`` puts an ordinary one into ZeRO's order.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import platform
 from collections.abc import Callable
 
 from deepspeed_ext.cli import plan as planning
+from deepspeed_ext.cli import report as reporting
 from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
 from deepspeed_ext.config.keys import LEAF_BYTES, THRESHOLD
 from deepspeed_ext.strategy import GroupSizes
@@ -72,6 +73,9 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.command == "plan":
         planning.run(arguments)
         return
+    if arguments.command == "report":
+        reporting.run(arguments, arguments.local_rank)
+        return
     if arguments.command == "convert":
         from deepspeed_ext.checkpoint.to_universal import convert
 
@@ -111,6 +115,7 @@ def main(report_patches: Callable[[], None] = lambda: None) -> None:
         commands.add_parser("zero-order", help="put a checkpoint's optimizer states into ZeRO's order")
     )
     planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
+    reporting.add_arguments(commands.add_parser("report", help="run a script, and show where its steps' time goes"))
     arguments = parser.parse_args()
     given = arguments.report_ranks, arguments.report_group_size
     if arguments.command:

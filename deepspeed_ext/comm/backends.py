@@ -59,7 +59,9 @@ class NativeReduce(ReduceHop):
             flat = joined(flat.split(list(splits)), lengths)
         if len(set(lengths)) == 1:
             part = flat.new_empty(lengths[0])
-            yield self.collectives.start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
+            yield self.collectives.start(
+                "reduce_scatter", flat.nbytes - part.nbytes, dist.reduce_scatter_tensor, part, flat
+            )
             return part[:mine]
         parts = flat.split(lengths)
         yield self.collectives.reduce_each(parts)
@@ -72,7 +74,8 @@ class NativeReduce(ReduceHop):
 
 def _all_reduce(hop: ReduceHop, flat: Tensor) -> Transfer:
     if hop.size > 1 and flat.numel():
-        yield hop.collectives.start("all_reduce", dist.all_reduce, flat)
+        received = 2 * flat.nbytes * (hop.size - 1) / hop.size
+        yield hop.collectives.start("all_reduce", received, dist.all_reduce, flat)
     return flat
 
 

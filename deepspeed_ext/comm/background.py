@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from deepspeed_ext.comm import watching
 from deepspeed_ext.comm.pairwise import tagged
 
 # Ranks make their queues in one order, so those of a world have the same numbers on all ranks.
@@ -56,7 +57,9 @@ class Job:
 
     def wait(self) -> None:
         """Wait until it is done; raises what it has raised."""
-        self._over.wait()
+        if not self.over:
+            with watching.waiting():
+                self._over.wait()
         if self._failure is not None:
             self._background.failure_told()
             raise self._failure

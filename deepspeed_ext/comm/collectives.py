@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.profiler import record_function
 
+from deepspeed_ext.comm import watching
 from deepspeed_ext.comm.packing import WIDEST_LOAD
 from deepspeed_ext.comm.pairwise import Handles, pairwise_all_to_all
 
@@ -64,13 +65,19 @@ class Collectives:
     def labeled(self, operation: str) -> Iterator[str]:
         """Label what runs in this context in a profiler's trace; gives the name for the comms logger's records."""
         name = f"{self.name}_{operation}"
-        with record_function(f"paro::{name}"):
+        with record_function(f"paro::{name}"), watching.ours():
             yield name
 
-    def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
-        """Start a function of ``deepspeed.comm`` over the group."""
+    def start(self, operation: str, nbytes: float, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a function of ``deepspeed.comm`` over the group, by which this rank receives so many bytes."""
+        return self._watched(operation, nbytes, self._start(operation, collective, *arguments))
+
+    def _start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
         with self.labeled(operation) as log_name:
             return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
+
+    def _watched(self, operation: str, nbytes: float, handle: Any) -> Any:
+        return watching.started(f"{self.name}_{operation}", self.group, nbytes, handle)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:
         """Start an all-gather.
@@ -80,10 +87,12 @@ class Collectives:
             shard: 1D, contiguous; may be this rank's part of ``gathered``.
             operation: what it is for.
         """
+        nbytes = (self.size - 1) * shard.nbytes
         if not self.pairwise:
-            return self.start(operation, dist.all_gather_into_tensor, gathered, shard)
+            return self.start(operation, nbytes, dist.all_gather_into_tensor, gathered, shard)
         with self.labeled(operation) as name:
-            return pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
+            handle = pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
+        return self._watched(operation, nbytes, handle)
 
     def all_to_all(
         self,
@@ -103,10 +112,12 @@ class Collectives:
             received_splits: lengths of the parts of ``received``; by default all ranks have the same ``splits``.
         """
         theirs = [splits[self.rank]] * self.size if received_splits is None else list(received_splits)
+        nbytes = (sum(theirs) - theirs[self.rank]) * received.element_size()
         if not self.pairwise:
-            return self.start(operation, dist.all_to_all_single, received, sent, theirs, list(splits))
+            return self.start(operation, nbytes, dist.all_to_all_single, received, sent, theirs, list(splits))
         with self.labeled(operation) as name:
-            return pairwise_all_to_all(self.group, received.split(theirs), sent.split(list(splits)), name)
+            handle = pairwise_all_to_all(self.group, received.split(theirs), sent.split(list(splits)), name)
+        return self._watched(operation, nbytes, handle)
 
     def reduce_each(self, parts: Sequence[Tensor]) -> Any:
         """Start a rooted reduce of each part to the rank of its number.
@@ -117,11 +128,12 @@ class Collectives:
         ranks = get_process_group_ranks(self.group)  # of which get_global_rank would look for each
         with get_coalescing_manager(self.group, parts[0].device, [], True) if together else nullcontext() as launch:
             handles = [
-                self.start("reduce_scatter", dist.reduce, part, ranks[owner])
+                self._start("reduce_scatter", dist.reduce, part, ranks[owner])
                 for owner, part in enumerate(parts)
                 if part.numel()
             ]
-        return launch if together else Handles(handles)
+        nbytes = sum(part.nbytes for part in parts) * (self.size - 1) / self.size  # each goes through all ranks
+        return self._watched("reduce_scatter", nbytes, launch if together else Handles(handles))
 
 
 def _launches_together(group: ProcessGroup, device: torch.device) -> bool:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, keys_of_strategies, our_keys
 from deepspeed_ext.config.normalize import normalized
 from deepspeed_ext.config.validate import check_section
 
@@ -48,12 +48,12 @@ def imply_stage_of_raw(section: Any) -> None:
     Raises:
         ValueError: the section is not valid, or asks for the fastest strategy, whose stage is not known yet.
     """
-    if not isinstance(section, dict) or not our_keys(section):
+    if not isinstance(section, dict) or not keys_of_strategies(section):
         return
     if section.get("stage") is not None and (not is_implied(section) or section.get(STRATEGY) == FASTEST):
         return  # it is its user's, or was decided
     ours = normalized(as_written(section))
-    if not our_keys(ours):
+    if not keys_of_strategies(ours):
         return
     strategy = check_section(ours)
     if strategy is None:

@@ -20,7 +20,8 @@ DECISION_FILE = "paro_decision.json"
 MICRO_STEP = "paro_micro_step_seconds"
 OF_FASTEST = (MEMORY, DECISION, MICRO_STEP)
 LEAF_BYTES = "stage3_leaf_bytes"
-OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES)
+REPORT = "paro_report"  # the only one that is for plain stages, too
+OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES, REPORT)
 
 # DeepSpeed's own until 0.19.6; since then it refuses them, and they are ours.
 MICS_SIZE = "mics_shard_size"
@@ -43,6 +44,11 @@ def our_keys(section: Any) -> list[str]:
     if not isinstance(section, Mapping):
         return []
     return [key for key in section if str(key).lower().startswith(_PREFIXES) or key in REMOVED]
+
+
+def keys_of_strategies(section: Any) -> list[str]:
+    """Return those of ``our_keys`` that need a strategy, or imply one."""
+    return [key for key in our_keys(section) if key != REPORT]
 
 
 def asked_by(section: Mapping[str, Any]) -> str:

@@ -12,8 +12,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import PrivateAttr
 
 from deepspeed_ext.config.implied_stage import as_written, imply_stage
-from deepspeed_ext.config.keys import DECISION_FILE, FASTEST, SECTION, asked_by, our_keys
+from deepspeed_ext.config.keys import DECISION_FILE, FASTEST, REPORT, SECTION, asked_by, keys_of_strategies
 from deepspeed_ext.config.normalize import normalized
+from deepspeed_ext.config.report import ReportSettings
 from deepspeed_ext.config.validate import check_section
 from deepspeed_ext.strategy import Strategy
 
@@ -21,7 +22,16 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
 
-class ParoZeroConfig(DeepSpeedZeroConfig):
+class ReportedZeroConfig(DeepSpeedZeroConfig):
+    """``zero_optimization`` of any engine whose steps may be recorded."""
+
+    paro_report: dict[str, Any] | None = None
+    """
+    Some steps are recorded, and a report of where their time goes is written: see ``config.report``.
+    """
+
+
+class ParoZeroConfig(ReportedZeroConfig):
     """``zero_optimization`` with PaRO."""
 
     paro_strategy: str
@@ -133,8 +143,10 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
         ValueError: see ``check_section``; pydantic's for DeepSpeed's own keys.
     """
     ours = normalized(as_written(section))
-    if not our_keys(ours):
-        return DeepSpeedZeroConfig(**ours)
+    if REPORT in ours:
+        ReportSettings.parse(ours[REPORT])
+    if not keys_of_strategies(ours):
+        return (ReportedZeroConfig if REPORT in ours else DeepSpeedZeroConfig)(**ours)
     strategy = check_section(ours)
     if ours.get("stage") == 0:
         from deepspeed.utils import log_dist

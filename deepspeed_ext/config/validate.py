@@ -20,6 +20,7 @@ from deepspeed_ext.config.keys import (
     SECTION,
     STRATEGY,
     is_count,
+    keys_of_strategies,
     our_keys,
 )
 from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
@@ -77,7 +78,7 @@ def _check_names(section: Mapping[str, Any]) -> None:
         if key not in (*OURS, LOCO):
             raise no_key(SECTION, key, (*OURS, *REMOVED), "the keys of deepspeed_ext")
     if STRATEGY not in section:
-        alone = next(key for key in OURS if key in section)
+        alone = keys_of_strategies(section)[0]
         raise ValueError(
             f"{SECTION}.{alone} is set ({section[alone]!r}) without {SECTION}.{STRATEGY}: "
             f"add a strategy, one of {', '.join(STRATEGIES)}, or remove {alone}."

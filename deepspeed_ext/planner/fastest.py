@@ -6,7 +6,7 @@ The decision is kept in a file, together with its inputs. A run with the same in
 so a resumed run has the strategy that its checkpoint was saved with.
 """
 
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.comm.agreement import all_reduced, broadcast_text
+from deepspeed_ext.comm.agreement import broadcast_text
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
@@ -30,20 +30,17 @@ from deepspeed_ext.config.keys import (
     SECTION,
     STRATEGY,
 )
-from deepspeed_ext.config.section import offloads
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
-from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Experts, Model
 from deepspeed_ext.planner.decisions import Decisions, say
-from deepspeed_ext.planner.host import HostParameters
-from deepspeed_ext.planner.models import describe, micro_step_flops, orthogonalizing_flops
-from deepspeed_ext.strategy import STRATEGIES, ModelStates, Placement, Strategy
+from deepspeed_ext.planner.described import described, reduced, same_everywhere
+from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
+from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
 
@@ -65,7 +62,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
         groups.mpu = engine.mpu  # as the engine does a moment later
     topology = get_topology(groups._get_sequence_data_parallel_group(), config.zero_config.paro_group_size)
     allowed = _allowed(engine, model)
-    described = _same_everywhere(_described(engine, model))
+    described = same_everywhere(described(engine, model))
     flops = _flops(config, model)
     inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
@@ -117,44 +114,10 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
     return sharded if reasons else possible
 
 
-def _described(engine: Engine, model: nn.Module) -> Model:
-    """Return the planner's description of the model: its bytes as they are moved, and as the device holds them."""
-    config = engine._config
-    zero = config.zero_config
-    model_dtype, _ = engine.get_data_types()
-    wire = engine.communication_data_type.itemsize
-    width = 2 if model_dtype.itemsize == 2 else None
-    accumulation = config.gradient_accumulation_steps
-    found = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
-    elements = sum(map(numel_of, model.parameters()))
-    kept = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
-    return replace(
-        found,
-        held=on_device(engine, dense(model)),
-        experts=tuple(
-            replace(one, held=on_device(engine, some))
-            for one, some in zip(found.experts, experts_of_sizes(model).values(), strict=True)
-        ),
-        regathered=not kept,
-        streams=not get_accelerator().is_synchronized_device(),
-        overlap=config._param_dict[SECTION].get("overlap_comm"),
-        overlap_updates=zero.paro_overlap_updates,
-        host=_host_parameters(config),
-    )
-
-
-def _host_parameters(config: Config) -> HostParameters | None:
-    """Return how parameters are in host memory; None if they are not."""
-    zero = config.zero_config
-    if zero.offload_param is None or not offloads(zero.offload_param):
-        return None
-    return HostParameters(zero.offload_param.pin_memory, float(zero.paro_parameter_cache_bytes))
-
-
 def _flops(config: Config, model: nn.Module) -> float:
     """Return the FLOPs of a micro-step on the rank with the most."""
     samples = micro_step_flops(model, config.train_micro_batch_size_per_gpu)
-    (most,) = _reduced([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
+    (most,) = reduced([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
     return most
 
 
@@ -178,37 +141,6 @@ def _orthogonalizing(config: Config, model: nn.Module) -> float:
 
     method = (config.optimizer_params or {}).get("ns_method", "gram")
     return orthogonalizing_flops(model, method) / probe.flops(ns_compute_dtype(method))
-
-
-def _same_everywhere(model: Model) -> Model:
-    """Return the maximum over all ranks, since with tensor parallelism they may hold different models."""
-    pairs = [(model.states, model.held), *((one.states, one.held) for one in model.experts)]
-    held = [states for pair in pairs for states in pair if states is not None]
-    numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
-    numbers += [one.matrices for one in model.experts]
-    found = _reduced([*numbers, *(number for states in held for number in astuple(states))], dist.ReduceOp.MAX)
-    largest, fetches, regathered, matrices, *rest = found
-    of_experts, rest = rest[: len(model.experts)], rest[len(model.experts) :]
-    alike = [ModelStates(*rest[start : start + 4]) for start in range(0, len(rest), 4)]
-    return replace(
-        model,
-        states=alike[0],
-        held=alike[1],
-        largest_layer=largest,
-        fetches=int(fetches),
-        regathered=bool(regathered),
-        matrices=matrices,
-        experts=tuple(
-            replace(one, states=alike[2 * number], held=alike[2 * number + 1], matrices=of_experts[number - 1])
-            for number, one in enumerate(model.experts, 1)
-        ),
-    )
-
-
-def _reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
-    """Reduce integers over all ranks, and return the result."""
-    found = all_reduced(torch.tensor([int(number) for number in numbers]), op)
-    return [float(number) for number in found.tolist()]
 
 
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
@@ -235,7 +167,7 @@ def _budget(config: Config, model: nn.Module) -> float:
         free /= ranks_per_node() or 1
     here = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # they are model states already
     free += sum(p.nbytes for p in here if p.device.type == kind)
-    (least,) = _reduced([STATES_SHARE * free], dist.ReduceOp.MIN)
+    (least,) = reduced([STATES_SHARE * free], dist.ReduceOp.MIN)
     return least
 
 

@@ -55,6 +55,7 @@ class Options:
             backward are on their way.
         saving: whether a checkpoint is saved and loaded after each step.
         aside: whether one is saved beside the training after each step.
+        reported: whether steps are recorded, and reported on.
         pipe: a pipeline instead of the job.
     """
 
@@ -64,6 +65,7 @@ class Options:
     gathering: bool = True
     saving: bool = False
     aside: bool = False
+    reported: bool = False
     pipe: pipelines.Pipe | None = None
 
 
@@ -146,6 +148,7 @@ OPTIONS = {
     "outer, offload": Options(("NII", "III"), {**_OUTER, **_OFFLOAD}, replace(_ADAM, steps=3)),
     "saves aside": Options(ALL, {**_OVERLAP, **_AHEAD, "zeropp_loco_param": {}}, _ASIDE, aside=True),
     "saves aside, offload": Options(("NIG", "NNI", "IIG"), {**_OVERLAP, **_OFFLOAD}, _ASIDE, aside=True),
+    "reported": Options(("NIG", "IIG"), {**_OVERLAP, **_AHEAD}, replace(_JOB, steps=9), False, reported=True),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),
@@ -230,6 +233,8 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
         return
     job = job_of(options, name, steps)
     zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
+    if given.reported:
+        more["paro_report"] = {"folder": f"{folder}/{name}", "after": 2, "steps": 1, "probe": False}
     engine, model = training.make_engine(job, placed(name, **zero, **more))
     data = training.batches(job)
     batches = [next(data) for _ in range(job.steps * job.accumulation)]

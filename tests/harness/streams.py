@@ -6,6 +6,7 @@ A call of theirs that is left out (``Order.left_out``) orders nothing, but data 
 """
 
 import abc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -93,9 +94,11 @@ class Event:
     def __init__(self, order: Device, **_: Any) -> None:
         self.order = order
         self.clock: Clock = {}
+        self.at = 0.0  # seconds of the host, which runs everything here
 
     def record(self, stream: Stream | None = None) -> None:
         """Move the event after everything that is on the stream now."""
+        self.at = time.perf_counter()
         stream = stream or self.order.current
         stream.see(self.order.host)
         self.clock = {} if self.order.left_out() else dict(stream.clock)
@@ -107,6 +110,10 @@ class Event:
     def synchronize(self) -> None:
         """Make the host wait."""
         self.order.synchronize("event", self.clock)
+
+    def elapsed_time(self, later: "Event") -> float:
+        """Return the milliseconds from this event to a later one."""
+        return 1e3 * (later.at - self.at)
 
     def query(self) -> bool:
         """See ``Stream.query``."""

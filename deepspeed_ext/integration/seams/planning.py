@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""When a strategy is decided on."""
+"""What happens when an engine knows its model: a strategy is decided on, and a report of its steps begins."""
 
 import functools
 from collections.abc import Callable
@@ -22,5 +22,12 @@ def decide_on_a_strategy(configure: Callable[..., None]) -> Callable[..., None]:
 
             decide_for(self, model)
         configure(self, model)
+        from deepspeed_ext.config.report import ReportSettings
+
+        settings = ReportSettings.asked_for(self._config.zero_config)
+        if settings is not None:
+            from deepspeed_ext.report.reporter import report_on
+
+            report_on(self, settings)
 
     return _configure_distributed_model

@@ -171,6 +171,10 @@ class FlatGradients:
         self._boundary.clear()
         self.slices.clear()
 
+    def tensors(self) -> list[Tensor]:
+        """Return what is held of gradients now, beside the optimizer's shards."""
+        return list(self.slices.values())
+
     def to(self, device: str) -> None:
         """Move the slices to a device."""
         self.slices = {buffer: held.to(device) for buffer, held in self.slices.items()}

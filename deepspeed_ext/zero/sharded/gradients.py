@@ -142,6 +142,10 @@ class ShardedGradients:
         self.begun = False  # whether ``held`` has something of this accumulation ...
         self._finished = False  # ... which is complete in the placement of os
 
+    def tensors(self) -> list[Tensor]:
+        """Return what is held of gradients now."""
+        return [self.held, *self._whole.values()]
+
     def place(self, held: Tensor) -> dict[int, Tensor]:
         """Hold gradients in this tensor, 1D of ``rows * numel`` elements.
 

@@ -157,7 +157,7 @@ def _count(
     parameters: Iterable[Any], gradients: Iterable[Any], optimizer: torch.optim.Optimizer, masters: Iterable[Any] = ()
 ) -> StateBytes:
     """Return the bytes of storages; what serves as two states counts as the first of them."""
-    seen: set[int] = set()
+    seen: set[tuple[str, int]] = set()
     moments = [*masters, *(value for state in optimizer.state.values() for value in state.values())]
     states = ([t.to_local() if isinstance(t, DTensor) else t for t in s] for s in (parameters, gradients, moments))
     return StateBytes(*(storage_bytes(state, seen) for state in states))

@@ -1,0 +1,51 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``report``: runs a script, of which some steps are recorded."""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed_ext.config.report import VARIABLE, ReportSettings
+
+_USUAL = ReportSettings()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``, without importing DeepSpeed yet."""
+    parser.add_argument("--folder", default=_USUAL.folder, help="where the report goes (default: %(default)s)")
+    parser.add_argument("--after", type=int, default=_USUAL.after, help="steps of warm-up (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=_USUAL.steps, help="that are recorded (default: %(default)s)")
+    parser.add_argument(
+        "--no-probe", dest="probe", action="store_false", help="measure no links, and predict nothing"
+    )
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="-- script.py, and its arguments")
+
+
+def run(arguments: argparse.Namespace, local_rank: str | None) -> None:
+    """Run the script in this process, which a launcher has started as one of the ranks.
+
+    Args:
+        arguments: of the command.
+        local_rank: what the ``deepspeed`` launcher has given us, which is for the script.
+
+    Raises:
+        ValueError: there is no script, or a setting is not valid.
+    """
+    command: Sequence[str] = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script
+    if not command or not Path(command[0]).is_file():
+        given = command[0] if command else "nothing"
+        raise ValueError(
+            f"report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got "
+            f"{given!r}, which is no file."
+        )
+    names = ("folder", "after", "steps", "probe")
+    settings = ReportSettings.parse({name: getattr(arguments, name) for name in names}, "report")
+    os.environ[VARIABLE] = settings.as_variable()
+    passed_on = [] if local_rank is None else [f"--local_rank={local_rank}"]
+    sys.argv = [command[0], *passed_on, *command[1:]]
+    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    runpy.run_path(command[0], run_name="__main__")

@@ -1,0 +1,78 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Who is told of communications, and of waits for them, while steps are recorded. At other times nobody is.
+
+A recorder also hears of what is started by ``deepspeed.comm``, from DeepSpeed itself: ``is_ours`` tells the two apart.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch.distributed import ProcessGroup
+
+
+class Watcher(Protocol):
+    """Is told what communicates, and what waits."""
+
+    def started(self, name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
+        """Return a handle that takes the place of the one of a communication that has just been started.
+
+        Args:
+            name: of the hop, with what it does.
+            group: over which it is.
+            nbytes: that this rank receives.
+            handle: has a method ``wait``.
+        """
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread waits for another one's communications."""
+
+
+_watcher: Watcher | None = None
+_ours: ContextVar[bool] = ContextVar("whether what is started is one of our communications", default=False)
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Tell somebody, within this context.
+
+    Raises:
+        RuntimeError: somebody else is told.
+    """
+    global _watcher
+    if _watcher is not None:
+        raise RuntimeError(
+            "communications are watched already: only one engine of a process can be recorded at a time"
+        )
+    _watcher = watcher
+    try:
+        yield
+    finally:
+        _watcher = None
+
+
+@contextmanager
+def ours() -> Iterator[None]:
+    """Mark what this thread starts in this context as one of our communications."""
+    token = _ours.set(True)
+    try:
+        yield
+    finally:
+        _ours.reset(token)
+
+
+def is_ours() -> bool:
+    """Whether this thread is starting one of our communications."""
+    return _ours.get()
+
+
+def started(name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
+    """Return the handle of a communication that has just been started; see ``Watcher.started``."""
+    return handle if _watcher is None else _watcher.started(name, group, nbytes, handle)
+
+
+def waiting() -> AbstractContextManager[None]:
+    """Return a context in which this thread waits for another one; see ``Watcher.waiting``."""
+    return nullcontext() if _watcher is None else _watcher.waiting()

@@ -1,0 +1,136 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps of an engine are recorded: it counts them, and does nothing else until their turn comes.
+
+Note [Recorded steps]
+    After a warm-up come steps that are only timed, then those that are recorded, then as many again that are only
+    timed: the difference is what recording costs. Then all ranks make the report together, at the end of a step, where
+    they all are. From then on the engine is as it was.
+"""
+
+import atexit
+import functools
+import itertools
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from deepspeed import comm as dist
+from deepspeed.utils import log_dist, logger
+from torch.distributed import ProcessGroup, get_process_group_ranks
+
+from deepspeed_ext.comm.process_groups import ranks_per_node
+from deepspeed_ext.config.report import AROUND, KEY, ReportSettings
+from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.report.clocks import Clock, make_clock
+from deepspeed_ext.report.hooks import looked_at, recorded_by
+from deepspeed_ext.report.made import make, write
+from deepspeed_ext.report.memory import held
+from deepspeed_ext.report.recorder import Recorder
+from deepspeed_ext.report.recording import BETWEEN, WITHIN
+from deepspeed_ext.strategy import StateBytes
+
+_first: "weakref.ref[Any] | None" = None  # the engine of this process that is reported on
+
+
+def report_on(engine: Engine, settings: ReportSettings) -> None:
+    """Record steps of an engine, and report on them. Of several engines in a process it is the first one.
+
+    Args:
+        engine: whose steps are counted from now on.
+        settings: which are recorded.
+    """
+    global _first
+    if _first is not None and _first() is not None:
+        log_dist("deepspeed_ext: only the first engine of this process is reported on", ranks=[0])
+        return
+    _first = weakref.ref(engine)
+    _Reporter(engine, settings)
+
+
+class _Reporter:
+    """Counts the steps of one engine; see Note [Recorded steps]."""
+
+    def __init__(self, engine: Engine, settings: ReportSettings) -> None:
+        self._engine, self._settings = weakref.proxy(engine), settings
+        self._counted = "train_batch" if engine.pipeline_parallelism else "step"
+        self._taken, self._known = 0, engine.global_steps
+        self._clock: Clock | None = None
+        self._ends: list[Any] = []  # of the steps that are timed or recorded
+        self._recorder: Recorder | None = None
+        self._looking, self._recording = ExitStack(), ExitStack()
+        self._held = StateBytes(0, 0, 0)
+        method = getattr(engine, self._counted)
+
+        @functools.wraps(method)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if engine.global_steps != self._known:
+                self._known = engine.global_steps
+                self._after_step()
+            return result
+
+        setattr(engine, self._counted, counted)
+        atexit.register(self._tell)
+
+    def _after_step(self) -> None:
+        settings = self._settings
+        self._taken += 1
+        if self._taken == settings.after - 1:  # the last step that is not timed
+            self._looking.enter_context(looked_at(self._engine, self._look))
+        if self._taken < settings.after:
+            return
+        self._looking.close()
+        if self._clock is None:
+            self._clock = make_clock()
+        self._ends.append(self._clock.mark())
+        if self._taken == settings.first:
+            self._begin(self._clock)
+        elif self._recorder is not None and self._taken <= settings.first + settings.steps:
+            self._recorder.step_ends(self._engine.global_steps)
+            if self._taken == settings.first + settings.steps:
+                self._recording.close()
+        if self._taken > settings.last:
+            self._report()
+
+    def _begin(self, clock: Clock) -> None:
+        self._recorder = Recorder(clock, functools.cache(self._hop_of))
+        self._recording.enter_context(recorded_by(self._recorder, self._engine))
+        self._recorder.step_ends(self._engine.global_steps)
+
+    def _look(self) -> None:
+        """Called before each forward and each update of a step; keeps the moment at which most is held."""
+        self._held = max(self._held, held(self._engine), key=lambda states: states.total)
+
+    def _hop_of(self, group: ProcessGroup | None) -> str:
+        """Return which hop a process group is: it is within a group if all of its ranks are in one."""
+        ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)
+        if len(ranks) == 1:
+            return ""
+        topology = getattr(self._engine.optimizer, "topology", None)
+        size = ranks_per_node() or dist.get_world_size()
+        if topology is not None and topology.sizes.ranks == dist.get_world_size():
+            size = topology.sizes.group_size
+        return WITHIN if len({rank // size for rank in ranks}) == 1 else BETWEEN
+
+    def _report(self) -> None:
+        engine, recorder, clock = self._engine, self._recorder, self._clock
+        assert recorder is not None and clock is not None
+        delattr(engine, self._counted)
+        atexit.unregister(self._tell)
+        steps = recorder.steps()
+        lasted = [later - one for one, later in itertools.pairwise(clock.seconds(end) for end in self._ends)]
+        undisturbed = lasted[:AROUND] + lasted[AROUND + self._settings.steps :]
+        report = make(engine, steps, undisturbed, self._held, self._settings.probe)
+        if report is not None:
+            write(report, Path(self._settings.folder))
+
+    def _tell(self) -> None:
+        """Called at the end of a process in which no report was made."""
+        if dist.is_initialized() and dist.get_rank() == 0:
+            logger.warning(
+                f"deepspeed_ext: there is no report: the training ended after {self._taken} optimizer steps, and the "
+                f"report needs {self._settings.last + 1} ({KEY}.after {self._settings.after}, and "
+                f"{2 * AROUND + self._settings.steps} around and with those that are recorded)."
+            )

@@ -1,0 +1,111 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Which parts a recorded step has, and what its waits are charged to."""
+
+import pytest
+
+from deepspeed_ext.report import measures
+from deepspeed_ext.report.recording import (
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    HANDLING,
+    UPDATE,
+    WITHIN,
+    Communication,
+    Phase,
+    Step,
+    Wait,
+    common,
+    length,
+    union,
+    without,
+)
+
+pytestmark = pytest.mark.quick
+
+REDUCE = Communication("inter_reduce_scatter", BETWEEN, 1000.0, 1.0, 3.0)
+GATHER = Communication("intra_all_gather", WITHIN, 500.0, 2.0, 2.5)
+
+
+def test_intervals_are_united_intersected_and_subtracted() -> None:
+    some = union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.0), (2.0, 2.5)])
+    assert some == [(0.0, 2.5), (3.0, 4.0)]
+    assert length(some) == 3.5
+    assert common(some, [(1.0, 3.5)]) == [(1.0, 2.5), (3.0, 3.5)]
+    assert without(some, [(0.5, 1.0), (2.0, 3.5)]) == [(0.0, 0.5), (1.0, 2.0), (3.5, 4.0)]
+    assert without(some, []) == some and common(some, []) == []
+
+
+def test_a_wait_for_a_handle_is_charged_to_its_hop_operation_and_module() -> None:
+    step = Step(1, 0.0, 10.0, waits=(Wait(2.0, 3.0, True, REDUCE, "layer"), Wait(4.0, 4.5, True, GATHER)))
+    found = measures.exposed(step)
+    assert dict(found.by_hop) == {BETWEEN: 1.0, WITHIN: 0.5}
+    assert dict(found.by_operation) == {("inter_reduce_scatter", BETWEEN): 1.0, ("intra_all_gather", WITHIN): 0.5}
+    assert dict(found.by_module) == {"layer": 1.0}
+
+
+def test_a_wait_for_another_thread_is_charged_to_what_that_one_waits_for() -> None:
+    waits = (Wait(1.0, 4.0, True), Wait(1.5, 2.5, False, GATHER), Wait(2.5, 3.0, False, REDUCE))
+    # Both are on the wire throughout, and what the other thread waits for comes first.
+    wire = (Communication("inter_reduce_scatter", BETWEEN, 1.0, 0.0, 3.5), GATHER)
+    found = measures.exposed(Step(1, 0.0, 10.0, waits=waits, communications=wire))
+    assert found.by_hop[WITHIN] == pytest.approx(1.0)
+    assert found.by_hop[BETWEEN] == pytest.approx(1.5)  # 2.5 to 3.0; and by the wire 1.0 to 1.5, 3.0 to 3.5
+
+
+def test_of_two_hops_on_the_wire_the_one_between_groups_is_charged() -> None:
+    step = Step(1, 0.0, 10.0, waits=(Wait(0.0, 4.0, True),), communications=(GATHER, REDUCE))
+    found = measures.exposed(step)
+    assert dict(found.by_hop) == {BETWEEN: 2.0}  # of 0 to 1 and 3 to 4 nothing is known
+
+
+def test_parts_add_up_to_the_step() -> None:
+    phases = (
+        Phase(FORWARD, 0.5, 2.0),
+        Phase(BACKWARD, 2.0, 6.0),
+        Phase(HANDLING, 3.0, 4.0),
+        Phase(UPDATE, 6.0, 7.0),
+    )
+    waits = (Wait(3.5, 4.5, True, REDUCE), Wait(6.5, 7.0, True, GATHER), Wait(0.0, 9.0, False, REDUCE))
+    found = measures.parts(Step(1, 0.0, 8.0, phases, waits))
+    assert found == pytest.approx(
+        {"compute": 1.5 + 4.0 - 1.5, "within": 0.5, "between": 1.0, "update": 0.5, "other": 2.0}
+    )
+    assert sum(found.values()) == pytest.approx(8.0)
+
+
+def test_a_summary_has_means_of_steps_and_counts_of_hops() -> None:
+    late = Communication("inter_reduce_scatter", BETWEEN, 3000.0, 11.0, 12.0)
+    steps = [
+        Step(1, 0.0, 10.0, waits=(Wait(2.0, 3.0, True, REDUCE, "a"),), communications=(REDUCE, GATHER)),
+        Step(2, 10.0, 14.0, waits=(Wait(11.0, 12.0, True, late, "b"),), communications=(late,)),
+    ]
+    found = measures.summary(steps)
+    assert found["seconds"] == [10.0, 4.0] and found["waiting"] == pytest.approx(1.0)
+    between, within = ({row["hop"]: row for row in found["hops"]}[hop] for hop in (BETWEEN, WITHIN))
+    assert between == {"hop": BETWEEN, "bytes": 2000.0, "busy": 1.5, "exposed": 1.0, "rate": pytest.approx(2000 / 1.5)}
+    assert within["exposed"] == 0.0 and within["bytes"] == 250.0
+    assert [(row["name"], row["count"]) for row in found["operations"]] == [
+        ("inter_reduce_scatter", 1.0),
+        ("intra_all_gather", 0.5),
+    ]
+    assert found["modules"] == [{"module": "a", "exposed": 0.5}, {"module": "b", "exposed": 0.5}]
+
+
+def test_a_timeline_begins_with_its_step() -> None:
+    step = Step(
+        7,
+        100.0,
+        110.0,
+        (Phase(FORWARD, 101.0, 104.0),),
+        (Wait(102.0, 103.0, True, Communication("all_gather", BETWEEN, 8.0, 101.5, 103.0), "layer"),),
+        (Communication("all_gather", BETWEEN, 8.0, 101.5, 103.0),),
+    )
+    training, between = measures.timeline(step)
+    assert training["lane"] == "training" and between["lane"] == BETWEEN
+    assert training["spans"] == [
+        [1.0, 4.0, "forward", "forward", None, None],
+        [2.0, 3.0, "wait for all_gather", "wait", None, "layer"],
+    ]
+    assert between["spans"] == [[1.5, 3.0, "all_gather", "gather", 8.0, None]]
