@@ -19,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", default=_USUAL.folder, help="where the report goes (default: %(default)s)")
     parser.add_argument("--after", type=int, default=_USUAL.after, help="steps of warm-up (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=_USUAL.steps, help="that are recorded (default: %(default)s)")
-    parser.add_argument(
-        "--no-probe", dest="probe", action="store_false", help="measure no links, and predict nothing"
-    )
+    parser.add_argument("--no-probe", dest="probe", action="store_false", help="measure no links, and predict nothing")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="-- script.py, and its arguments")
 
 

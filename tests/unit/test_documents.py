@@ -135,6 +135,10 @@ def check_command(name: str, words: list[str]) -> None:
     program, rest = words[0], words[1:]
     if program == "python":
         assert rest[0] == "-m", (name, words)
+        if "--" in rest:  # what follows is another command, of a script
+            at = rest.index("--")
+            check_command(name, rest[at + 1 :])
+            rest = rest[:at]
         check_options(name, module_sources(name, rest[1]), rest[2:])
     elif program in ("deepspeed", "torchrun"):
         at = next((i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m"), len(rest))
