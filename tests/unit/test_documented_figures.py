@@ -375,8 +375,8 @@ def test_predictions_are_what_the_planner_says_today(tmp_path: Path, program: st
     assert not [line for line in lines if line not in said]
 
 
-def test_messages_that_troubleshooting_quotes() -> None:
-    text = page("deepspeed_ext/troubleshooting.md").text
+def test_messages_that_pages_quote() -> None:
+    text = page("deepspeed_ext/troubleshooting.md").text + page("deepspeed_ext/debugging.md").text
     assert f"warns after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in text
     assert "s old, the lock file of a process that builds" in inspect.getsource(build_lock)
     assert f"after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in page("csrc/README.md").text
