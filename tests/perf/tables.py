@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables of benchmarks on emulated clusters and of outer optimizers into README.md, from rows that are kept.
+"""Writes tables into the pages of results, from rows that are kept.
 
 A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
 emulated cluster, or ``all`` for how the planner does in each of them; or one of ``OVERLAP`` or ``OTHERS``.
@@ -25,7 +25,7 @@ from tests.perf.lib import (
 from tests.perf.lib.cluster_rows import KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
 from tests.perf.lib.overlap_rows import OverlapRow
 
-README = Path(__file__).parent / "README.md"
+PAGES = Path(__file__).parent / "results"
 ALL = "all"
 OVERLAP = {
     "overlap-bounds": overlap_tables.bounds,
@@ -97,8 +97,8 @@ def _figures(some: dict[str, MethodRow]) -> Iterator[str]:
             yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
 
 
-def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]) -> None:
-    """Put the tables where the file wants them."""
+def write(pages: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]) -> None:
+    """Put the tables where the pages of a folder want them."""
 
     def table(match: re.Match[str]) -> str:
         name = match["name"]
@@ -108,16 +108,17 @@ def write(readme: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]
             return match[1] + markdown(*OTHERS[name]())
         return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
 
-    readme.write_text(_TABLE.sub(table, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in sorted(pages.glob("*.md")):
+        page.write_text(_TABLE.sub(table, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, default=KEPT, help="rows of the emulated cluster")
     parser.add_argument("--overlap-csv", type=Path, default=overlap_rows.KEPT, help="rows of overlap")
-    parser.add_argument("--readme", type=Path, default=README, help="what is written")
+    parser.add_argument("--pages", type=Path, default=PAGES, help="the folder whose pages are written")
     args = parser.parse_args()
-    write(args.readme, read(args.csv), overlap_rows.read(args.overlap_csv))
+    write(args.pages, read(args.csv), overlap_rows.read(args.overlap_csv))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page for users of other frameworks and options: each of its rows trains like what it replaces."""
 
+import csv
 import json
 import re
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import ROOT
+from tests.harness.documents import page
 
 PAGE = ROOT / "deepspeed_ext" / "coming_from.md"
 BOUND = 1e-5  # of the largest weight, as the page says
@@ -46,7 +48,27 @@ def test_the_page_has_its_rows() -> None:
         "--num-distributed-optimizer-instances",
     ):
         assert name in before, name
-    assert len(rows()) == 15
+    assert len(rows()) == 16
+
+
+def test_the_figures_are_those_of_the_readme_and_of_the_rows() -> None:
+    with (ROOT / "tests/perf/results/emulated_cluster.csv").open(newline="", encoding="utf-8") as kept:
+        found = {
+            row["method"]: row
+            for row in csv.DictReader(kept)
+            if (row["setting"], row["link_mbit"]) == ("2x2-large-4", "100")
+        }
+    ours, theirs = found["IIG"], found["HSDP"]
+
+    def held(row: dict[str, str]) -> float:
+        return sum(float(row[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer"))
+
+    ours_s, theirs_s = (f"{float(row['seconds_median']):.2f}" for row in (ours, theirs))
+    less = f"{100 * (1 - held(ours) / held(theirs)):.0f} % less memory"
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"a step takes {ours_s} s and HSDP's {theirs_s} s, in {less}" in text
+    shown = {row[0]: row[1] for row in page("README.md").section("## What was measured").rows("")}
+    assert (shown["IIG"], shown["FSDP2 HSDP"]) == (ours_s, theirs_s)
 
 
 @pytest.mark.parametrize("row", [row for row in rows() if not row[2].startswith("no")], ids=lambda row: row[0][:60])

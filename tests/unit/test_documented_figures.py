@@ -21,7 +21,7 @@ from deepspeed_ext.config.refused import REFUSED
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts import ROOT
-from tests.harness.documents import page, pages
+from tests.harness.documents import Page, page, pages
 
 pytestmark = pytest.mark.quick
 
@@ -31,9 +31,14 @@ SHAPED_AS_KEYS = re.compile(r"`((?:paro|stage3|zeropp?|mics)_\w+)`")
 NO_KEYS = {"zero_to_fp32", "zero_optimization"}
 
 
+def results(program: str) -> Page:
+    """The page of a benchmark's results."""
+    return page(f"tests/perf/results/{program}.md")
+
+
 def rows_of(file: str) -> list[dict[str, str]]:
-    with (RESULTS / file).open(newline="", encoding="utf-8") as results:
-        return list(csv.DictReader(results))
+    with (RESULTS / file).open(newline="", encoding="utf-8") as kept:
+        return list(csv.DictReader(kept))
 
 
 def defaults_case() -> dict[str, Any]:
@@ -164,7 +169,7 @@ def test_measurements_of_pipelines_and_leaf_modules_have_their_rows() -> None:
 
 
 def test_what_is_said_of_a_small_models_updates_has_its_rows() -> None:
-    text = " ".join(page("tests/perf/README.md").section("## Overlap: what hides under compute").text.split())
+    text = " ".join(results("overlap").text.split())
     whole, windows = rows_of("first_module.csv")
     for what, between in (("waited", " s, median of 5 turns"), ("longer", " s")):
         for row, unit in ((whole, between), (windows, " s")):
@@ -206,7 +211,7 @@ def test_what_is_said_of_steps_with_an_outer_optimizer_has_its_rows() -> None:
     def own(method: str, link: str) -> float:
         return seconds[method, link] / seconds[method, "unlimited"]
 
-    section = page("tests/perf/README.md").section("## An outer optimizer between two emulated nodes")
+    section = results("outer_cluster")
     text = " ".join(section.text.split())
     assert {f"{ratio(method, '20'):.0f}" for method in ("DDP", "HSDP")} == {"75"}
     for said in (
@@ -245,7 +250,7 @@ def test_what_is_said_of_a_mixture_has_its_rows() -> None:
         return sum(float(rows[method][column]) for column in columns) / 1e6
 
     held = [f"{state}_bytes" for state in ("parameter", "gradient", "optimizer")]
-    section = page("tests/perf/README.md").section("## A mixture of experts between two emulated nodes")
+    section = results("mixture_cluster")
     text = " ".join(section.text.split())
     ours, both = "AutoEP, NIG", "AutoEP, NIG + LoCo + updates"
     for said in (
@@ -271,7 +276,7 @@ def test_what_is_said_of_parameters_in_host_memory_has_its_rows() -> None:
     def ratio(setting: str, method: str, other: str = "ZeRO-3", what: str = "median") -> float:
         return float(rows[setting, other][f"seconds_{what}"]) / float(rows[setting, method][f"seconds_{what}"])
 
-    section = page("tests/perf/README.md").section("## Parameters in host memory, beside ZeRO-3")
+    section = results("host_parameters")
     text = " ".join(section.text.split())
     for said in (
         f"ING is {ratio('full-100', 'ING'):.1f} times as fast as ZeRO-3, IIG {ratio('full-100', 'IIG'):.1f} times.",
@@ -292,7 +297,7 @@ def test_what_is_said_of_parameters_in_host_memory_has_its_rows() -> None:
 
 def test_the_table_of_kernels_is_that_of_the_rows() -> None:
     rows = {row["case"]: row for row in rows_of("loco_kernels.csv") if "compress" not in row["case"]}
-    shown = page("tests/perf/README.md").section("## Kernels of differences").rows("kernel")
+    shown = results("loco_kernels").rows("kernel")
     assert [name for name, *_ in shown] == list(rows)
     for name, *figures in shown:
         seconds, copy, share, times = (
@@ -303,9 +308,8 @@ def test_the_table_of_kernels_is_that_of_the_rows() -> None:
 
 
 def test_what_is_said_of_updates_has_its_rows() -> None:
-    perf = page("tests/perf/README.md")
     trained = {(row["optimizer"], row["method"]): row for row in rows_of("updates_convergence.csv")}
-    section = perf.section("## Updates in few bits: where training ends")
+    section = results("updates_convergence")
     shown = [("AdamW", *cells) for cells in section.rows("method")]
     shown += [("Muon", *cells) for cells in section.rows("with Muon")]
     assert {(optimizer, name) for optimizer, name, *_ in shown} == set(trained)
@@ -317,7 +321,9 @@ def test_what_is_said_of_updates_has_its_rows() -> None:
         assert sent == f"{float(row['inter_bytes']) / 1e3:.1f}", name
     columns = ("changed", "entropy", "nibble", "pairs", "bitmap", "gaps")
     coded = [row for row in rows_of("lossless_updates.csv") if row["weights"].startswith("all")]
-    for cells, row, worst in zip(perf.rows("learning rate"), coded[::2], coded[1::2], strict=True):
+    for cells, row, worst in zip(
+        results("lossless_updates").rows("learning rate"), coded[::2], coded[1::2], strict=True
+    ):
         tuning = ", tuning" if row["tuning"] == "True" else ""
         assert cells[0] == row["learning_rate"] + tuning and row["weights"] == "all" != worst["weights"]
         numbers = [*(row[column] for column in columns), worst["pairs"]]
@@ -330,7 +336,7 @@ def test_what_grows_has_its_rows() -> None:
         at = row["ranks"], row["method"].replace("1", "ZeRO-1").replace("2", "ZeRO-2").replace("3", "ZeRO-3")
         made_only = float(row["seconds_step"]) == 0 and at in found
         found[at] = {**found[at], "seconds_creation": row["seconds_creation"]} if made_only else row
-    section = page("tests/perf/README.md").section("## What grows with the number of ranks")
+    section = results("growth")
     assert len(section.rows("")) == 12
     for name, *cells in section.rows(""):
         small, large = found["64", name], found["16384", name]
@@ -349,15 +355,8 @@ def test_what_grows_has_its_rows() -> None:
         assert int(cells[1]) in messages and len(messages - {0}) == 1, name
 
 
-@pytest.mark.parametrize(
-    "program, section",
-    [
-        ("at_scale", "## At scale: predictions, not measurements"),
-        ("predicted_clusters", "## Clusters: predictions, not measurements"),
-        ("predicted_host_parameters", "## Parameters in host memory: predictions, not measurements"),
-    ],
-)
-def test_predictions_are_what_the_planner_says_today(tmp_path: Path, program: str, section: str) -> None:
+@pytest.mark.parametrize("program", ["at_scale", "predicted_clusters", "predicted_host_parameters"])
+def test_predictions_are_what_the_planner_says_today(tmp_path: Path, program: str) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError('only pictures need it')\n", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -370,15 +369,14 @@ def test_predictions_are_what_the_planner_says_today(tmp_path: Path, program: st
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    shown = page("tests/perf/README.md").section(section).text
-    tables = shown.split("(The script prints the other regimes")[0]
+    tables = results(program).text.split("(The script prints the other regimes")[0]
     lines = [line for line in tables.splitlines() if line.startswith(("| ", "**"))]
     assert len(lines) > 20
     assert not [line for line in lines if line not in said]
 
 
-def test_messages_that_troubleshooting_quotes() -> None:
-    text = page("deepspeed_ext/troubleshooting.md").text
+def test_messages_that_pages_quote() -> None:
+    text = page("deepspeed_ext/troubleshooting.md").text + page("deepspeed_ext/debugging.md").text
     assert f"warns after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in text
     assert "s old, the lock file of a process that builds" in inspect.getsource(build_lock)
     assert f"after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in page("csrc/README.md").text

@@ -106,8 +106,11 @@ def test_tables_of_some_strategies_say_nothing_of_the_order() -> None:
     assert line.endswith("| 1.000 |  | 1.000 |  |"), line
 
 
-def test_the_readme_has_the_rows_that_are_kept(tmp_path: Path) -> None:
-    copy = tmp_path / "README.md"
-    copy.write_text(tables.README.read_text())
-    tables.write(copy, cluster_rows.read(), overlap_rows.read())
-    assert copy.read_text() == tables.README.read_text()
+def test_the_pages_have_the_rows_that_are_kept(tmp_path: Path) -> None:
+    kept = {path.name: path.read_text(encoding="utf-8") for path in tables.PAGES.glob("*.md")}
+    wanted = {name for text in kept.values() for name in re.findall("<!-- table: tables.py (.*) -->", text)}
+    assert wanted == {tables.ALL, "2x2-large-4", "2x2-large-4-muon", *tables.OVERLAP, *tables.OTHERS}
+    for name, text in kept.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    tables.write(tmp_path, cluster_rows.read(), overlap_rows.read())
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == kept
