@@ -133,12 +133,13 @@ def test_commands_exist_and_have_these_options(name: str) -> None:
 def check_command(name: str, words: list[str]) -> None:
     """Look a command up: its program, its script or module, and its options in the sources of these."""
     program, rest = words[0], words[1:]
+    if "--" in rest:  # what follows is another command, of a script; a bare name is the reader's own
+        at = rest.index("--")
+        if "/" in rest[at + 1]:
+            check_command(name, rest[at + 1 :])
+        rest = rest[:at]
     if program == "python":
         assert rest[0] == "-m", (name, words)
-        if "--" in rest:  # what follows is another command, of a script
-            at = rest.index("--")
-            check_command(name, rest[at + 1 :])
-            rest = rest[:at]
         check_options(name, module_sources(name, rest[1]), rest[2:])
     elif program in ("deepspeed", "torchrun"):
         at = next((i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m"), len(rest))
