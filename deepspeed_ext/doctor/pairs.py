@@ -3,6 +3,7 @@
 """Which node or link is slow: pairs of ranks exchange messages, in rounds of a tournament."""
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,12 @@ class Row:
     Attributes:
         ping: seconds of a message that carries nothing.
         seconds: of each repeat, by bytes that were sent each way at the same time.
+        whole: from the first repeat to the last one, likewise: with what the pair waits for between them.
     """
 
     ping: float
     seconds: Mapping[int, Sequence[float]]
+    whole: Mapping[int, float]
 
     @property
     def rate(self) -> float:
@@ -50,14 +53,14 @@ class Row:
 def joint_rate(rows: Sequence[Row]) -> float:
     """Return the bytes per second each way of pairs that were measured at the same time, together.
 
-    Of the largest messages that all of them sent. They share links, not always fairly, and one may be in its second
-    repeat while another one is in its first: so all repeats count, and the pair that took longest. Of a pair by
-    itself the best repeat counts, since what else a machine does only slows down.
+    Of the largest messages that all of them sent. They share links, not always fairly, and one pair waits between its
+    repeats while another one sends: so what counts is how long all repeats took, of the pair that took longest. Of a
+    pair by itself the best repeat counts, since what else a machine does only slows down.
     """
     size = max(set.intersection(*(set(row.seconds) for row in rows)))
     if len(rows) == 1:
         return size / min(rows[0].seconds[size])
-    return sum(size * len(row.seconds[size]) for row in rows) / max(sum(row.seconds[size]) for row in rows)
+    return sum(size * len(row.seconds[size]) for row in rows) / max(row.whole[size] for row in rows)
 
 
 def examine(place: Place) -> list[list[Any]]:
@@ -78,9 +81,9 @@ def examine(place: Place) -> list[list[Any]]:
 def judge(answers: Answers, place: Place) -> list[Finding]:
     """Return which teams, ranks and pairs are slow, and how many rounds were measured."""
     rows = {
-        (a, b): Row(ping, {int(size): seconds for size, seconds in by_size.items()})
+        (a, b): Row(ping, *({int(size): times for size, times in by_size.items()} for by_size in (seconds, whole)))
         for told in answers.values()
-        for a, b, ping, by_size in told
+        for a, b, ping, seconds, whole in told
     }
     teams = place.teams()
     team_of = {rank: number for number, team in enumerate(teams) for rank in team}
@@ -149,12 +152,15 @@ def _measure(partner: int) -> list[Any]:
 
     delay = ping(partner)
     seconds: dict[int, list[float]] = {}
+    whole: dict[int, float] = {}
     for size in SIZES:
         payload, landing = buffer(size), buffer(size)
+        begin = time.perf_counter()
         seconds[size] = [exchange(partner, payload, landing) for _ in range(_REPEATS)]
+        whole[size] = time.perf_counter() - begin
         if min(seconds[size]) > ENOUGH:
             break
-    return [delay, seconds]
+    return [delay, seconds, whole]
 
 
 def _rank_name(place: Place) -> Any:

@@ -87,7 +87,7 @@ def measured(place: Place, seconds: float, slow: dict[frozenset[int], float]) ->
     for rounds in (inside(teams, pairs.MOST_ROUNDS), between(teams, pairs.MOST_ROUNDS)):
         for a, b in (pair for some_pairs in rounds for pair in some_pairs):
             factor = max([1.0, *(times for who, times in slow.items() if who & {a, b} == who or who == {a, b} & who)])
-            answers[a].append([a, b, 1e-5, {str(2**20): [seconds * factor] * 3}])
+            answers[a].append([a, b, 1e-5, {str(2**20): [seconds * factor] * 3}, {str(2**20): 3 * seconds * factor}])
     return answers
 
 
@@ -108,6 +108,7 @@ def test_a_node_a_link_and_a_rank_are_named() -> None:
 
 
 def test_the_last_of_ranks_that_share_a_link_counts() -> None:
-    rows = [pairs.Row(1e-5, {10: [1.0, 4.0], 20: [9.0, 9.0]}), pairs.Row(1e-5, {10: [2.0, 1.0]})]
-    assert pairs.joint_rate(rows) == 4 * 10 / 5.0
-    assert pairs.joint_rate(rows[:1]) == 20 / 9.0 and pairs.joint_rate(rows[1:]) == 10 / 1.0
+    first = pairs.Row(1e-5, {10: [1.0, 4.0], 20: [9.0, 9.0]}, {10: 5.5, 20: 18.0})
+    second = pairs.Row(1e-5, {10: [2.0, 1.0]}, {10: 6.0})
+    assert pairs.joint_rate([first, second]) == 4 * 10 / 6.0  # of the size that both sent
+    assert pairs.joint_rate([first]) == 20 / 9.0 and pairs.joint_rate([second]) == 10 / 1.0
