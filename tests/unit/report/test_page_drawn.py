@@ -34,6 +34,16 @@ LOOK = """(window, document) => {
     findings: all("#findings li", (one) => one.textContent), heads: all("#hops thead th", (one) => one.textContent),
     images: document.querySelectorAll("img").length, scripts: document.scripts.length, range: [], said: [],
   };
+  const spans = [[0, 4, "a"], [1, 3, "b"], [3.5, 5, "c"], [4, 6, "d"]];
+  const named = (rows) => rows.map((row) => row.map((span) => span[2]).join(""));
+  found.rows = [named(window.nestedRows(spans)), named(window.sideBySide(spans))];
+  const near = (time, tolerance) => window.spanAt([[0, 1, "a"], [2, 3, "b"]], time, tolerance)?.[2] ?? null;
+  found.near = [near(0.5, 0), near(1.5, 0.1), near(1.95, 0.1), near(1.05, 0.1), near(2, 0)];
+  found.numbers = [[0.0004], [0.25], [1.5, 60]].map((values) => {
+    const scale = window.scaleOf(values, [["s", 0.1, 1], ["ms", 0, 1e-3]]);
+    return values.map((value) => `${window.scaled(value, scale)} ${scale.unit}`).join(", ");
+  });
+  found.keys = ["GGG + LoCo + updates", "ZeRO-2", "DDP", "XYZ", "NIG + magic"].map((name) => window.keysOf(name));
   const [canvas] = document.querySelectorAll(".timeline canvas");
   if (!canvas) return found;
   canvas.scrollIntoView();
@@ -148,6 +158,19 @@ def test_timelines_zoom_move_and_tell(looked: tuple[dict[str, Any], list[str]]) 
     assert first.startswith("forward · ") and "blocks" not in first and "module blocks.0" in second
     assert chosen != whole
     assert loco == '{"zero_optimization": {"paro_strategy": "NIG", "zeropp_loco_param": {}}}'
+
+
+def test_rows_numbers_and_keys(looked: tuple[dict[str, Any], list[str]]) -> None:
+    page = looked[0]["empty-1280"]
+    assert page["rows"] == [["a", "bc", "d"], ["ad", "bc"]]  # c ends after a, and so does what begins in c
+    assert page["near"] == ["a", None, "b", "a", "b"]
+    assert page["numbers"] == ["0.400 ms", "0.250 s", "1.50 s, 60.00 s"]
+    zero: list[dict[str, Any] | None] = [
+        {"paro_strategy": "GGG", "zeropp_loco_param": {}, "paro_quantized_updates": {}},
+        {"stage": 2},
+        {"stage": 0},
+    ]
+    assert page["keys"] == [*({"zero_optimization": one} for one in zero), None, None]
 
 
 def test_names_of_a_report_run_nothing(looked: tuple[dict[str, Any], list[str]]) -> None:

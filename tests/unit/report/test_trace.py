@@ -56,6 +56,7 @@ def test_events_of_a_thread_nest_and_those_of_a_link_do_not_overlap() -> None:
     trace = chrome_trace(reports.report("IIG"))
     threads = names(trace, "thread_name")
     assert "within groups (2)" in threads.values()  # else nothing has been distributed
+    assert "training (2)" not in threads.values()  # what nests stays on one thread
     for place, events in complete(trace).items():
         ends: list[int] = []
         assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
