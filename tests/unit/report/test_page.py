@@ -70,6 +70,7 @@ def test_the_page_is_whole_and_carries_the_report(made: tuple[dict[str, Any], st
     parsed = Parsed(text)
     data, _ = parsed.texts["script"]
     assert json.loads(data) == json.loads(json.dumps(report))
+    assert not set(data) & set("<>&")  # whatever a parser would make of them
     assert parsed.texts["h1"] == [report["training"]["called"]]
     assert report["paragraph"] in parsed.texts["p"]
 
