@@ -4,10 +4,12 @@
 
 import argparse
 import json
+import math
+import platform
 import random
 import string
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +175,9 @@ def _take_turn(
         RunFailed: it failed, or took too few steps.
     """
     stem = f"{round_}-{string.ascii_uppercase[index]}"
-    report, log = folder / f"{stem}.json", folder / f"{stem}.log"
+    # With a prefix, there is a command on each node, maybe with one folder for all.
+    node = "" if arguments.launch is None else f"-{platform.node()}"
+    report, log = folder / f"{stem}.json", folder / f"{stem}{node}.log"
     report.unlink(missing_ok=True)  # of an earlier comparison
     replaced = None if any(PLACEHOLDER in word for word in script) else content
     turn = Turn(arguments.steps, arguments.warm_up, str(report), replaced)
@@ -214,7 +218,8 @@ def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]
     )
     print(table(contestants, comparisons), "", *(found.sentence for found in comparisons), sep="\n")
     if arguments.json:
-        arguments.json.write_text(json.dumps(_document(arguments, contestants, comparisons), indent=2) + "\n")
+        document = _document(arguments, contestants, comparisons)
+        arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     return int(any(found.problem for found in comparisons) and not arguments.ignore_losses)
 
 
@@ -224,7 +229,20 @@ def _document(
     options = {name: getattr(arguments, name) for name in ("rounds", "steps", "warm_up", "order", "seed")}
     return {
         **options,
-        "configs": [{"letter": one.letter, "file": one.file, "turns": one.reports} for one in contestants],
+        "configs": [
+            {"letter": one.letter, "file": one.file, "turns": [_finite(report) for report in one.reports]}
+            for one in contestants
+        ],
         "comparisons": [one.as_dict() for one in comparisons],
         "losses_agree": not any(one.problem for one in comparisons),
     }
+
+
+def _finite(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report with None for losses that are not finite, which JSON does not have."""
+    losses = {
+        name: [None if one is None or not math.isfinite(one) else one for one in values]
+        for name, values in report.items()
+        if name.startswith("losses")
+    }
+    return {**report, **losses}

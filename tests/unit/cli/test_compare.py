@@ -3,6 +3,8 @@
 """``python -m deepspeed_ext compare``: what it launches, prints and refuses."""
 
 import json
+import math
+import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from deepspeed_ext import __main__
 from deepspeed_ext.cli import compare as command
-from scripts.emulation.launching import environment
+from scripts.emulation.launching import environment, free_port
 
 SCRIPT = """
 import argparse, json
@@ -29,6 +31,20 @@ while True:
     loss = (engine(batch) - batch).square().mean()
     engine.backward(loss)
     engine.step()
+"""
+# Ranks that share one import of DeepSpeed, which takes most of the time of a turn.
+LAUNCHER = """
+import os, runpy, sys
+import deepspeed
+ranks = []
+for rank in range(2):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
 """
 PLAIN: dict[str, Any] = {
     "seed": 0,
@@ -68,7 +84,9 @@ def test_a_script_under_three_configurations(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The same losses under a strategy, others with another seed."""
-    options = ["--rounds", "1", "--steps", "3", "--warm-up", "1", "--launcher", "torchrun", "--ranks", "2"]
+    (folder / "launch.py").write_text(LAUNCHER)
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    options = ["--rounds", "1", "--steps", "3", "--warm-up", "1", "--launch", f"{sys.executable} launch.py"]
     options += ["--json", "all.json", "--", "train.py", "--config", "{config}"]
     assert compare(monkeypatch, "a.json", "nig.json", "seed.json", *options) == 1
     said = capfd.readouterr()
@@ -84,9 +102,23 @@ def test_a_script_under_three_configurations(
     assert [one["problem"] == "" for one in written["comparisons"]] == [True, False] and not written["losses_agree"]
     assert written["comparisons"][0]["loss_difference"] < 1e-6 < 1e-2 < written["comparisons"][1]["loss_difference"]
     assert [len(turn["seconds"]) for one in written["configs"] for turn in one["turns"]] == [3, 3, 3]
-    logs = sorted(path.name for path in (folder / "deepspeed_compare").iterdir())
-    assert logs == [f"1-{letter}.{kind}" for letter in "ABC" for kind in ("json", "log")]
+    kept = {path.name for path in (folder / "deepspeed_compare").iterdir()}
+    assert kept == {f"1-{letter}{kind}" for letter in "ABC" for kind in (".json", f"-{platform.node()}.log")}
     assert said.err == ""  # no bar where stderr is no terminal
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_stock_launchers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], launcher: str
+) -> None:
+    script = SCRIPT.replace(
+        'add_argument("--config")', 'add_argument("--local_rank"); parser.add_argument("--config")'
+    )
+    (folder / "train.py").write_text(script)  # DeepSpeed's passes that
+    options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--launcher", launcher, "--ranks", "2"]
+    assert compare(monkeypatch, "a.json", "nig.json", *options, "--", "train.py", "--config", "{config}") == 0
+    assert "losses agree (largest difference " in capfd.readouterr().out
 
 
 def test_a_configuration_that_deepspeed_refuses(
@@ -129,6 +161,7 @@ def test_a_script_that_fails(
 @pytest.mark.quick
 def test_turns_replaced_keys_and_orders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each launch is told, without one."""
+    loss = 1.0
     turns: list[tuple[str, dict[str, Any] | None]] = []
 
     def taken(launch: list[str], env: dict[str, str], log: Path, seconds: float) -> None:
@@ -136,7 +169,7 @@ def test_turns_replaced_keys_and_orders(folder: Path, monkeypatch: pytest.Monkey
         turns.append((log.stem, turn.config))
         report = {"strategy": "ZeRO-2", "ranks": 2, "device": "cpu", "dtype": "float32", "samples": 8}
         memory = dict.fromkeys(("peak_bytes", "parameter_bytes", "optimizer_bytes"), 1)
-        rest = {"seconds": [1.0] * turn.steps, "losses": [1.0] * 13, "versions": {"deepspeed": "0"}, **memory}
+        rest = {"seconds": [1.0] * turn.steps, "losses": [loss] * 13, "versions": {"deepspeed": "0"}, **memory}
         Path(turn.report).write_text(json.dumps({**report, **rest}))
 
     monkeypatch.setattr(command, "run", taken)
@@ -154,6 +187,14 @@ def test_turns_replaced_keys_and_orders(folder: Path, monkeypatch: pytest.Monkey
     turns.clear()
     assert compare(monkeypatch, *shuffled) == 0
     assert [name for name, _ in turns] == first  # the same on all nodes
+    loss = math.nan
+    assert compare(monkeypatch, "a.json", "nig.json", "--json", "all.json", "--", "train.py") == 1
+    written = json.loads((folder / "all.json").read_text(), parse_constant=pytest.fail)
+    assert written["configs"][0]["turns"][0]["losses"] == [None] * 13
+    assert compare(monkeypatch, "a.json", "nig.json", "--ignore-losses", "--", "train.py") == 0
+    turns.clear()
+    assert compare(monkeypatch, "a.json", "nig.json", "--rounds", "1", "--launch", "srun", "--", "train.py") == 1
+    assert [name for name, _ in turns] == [f"1-{letter}-{platform.node()}" for letter in "AB"]
 
 
 @pytest.mark.quick
