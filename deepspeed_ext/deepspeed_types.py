@@ -111,6 +111,7 @@ class Engine(Protocol):
     _backward_epilogue: Callable[[], Any]
     _INSTRUCTION_MAP: Mapping[type, Callable[..., Any]]  # of a pipeline
     zero_grad: Callable[[], None]
+    destroy: Callable[..., None]
     seq_data_parallel_group: ProcessGroup
     seq_dp_world_size: int
     mp_world_size: int

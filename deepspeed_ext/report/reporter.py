@@ -16,7 +16,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from deepspeed import comm as dist
 from deepspeed.utils import log_dist, logger
@@ -33,22 +32,21 @@ from deepspeed_ext.report.recorder import Recorder
 from deepspeed_ext.report.recording import BETWEEN, WITHIN
 from deepspeed_ext.strategy import StateBytes
 
-_first: "weakref.ref[Any] | None" = None  # the engine of this process that is reported on
+_reporter: "_Reporter | None" = None  # of the engine of this process that is reported on
 
 
 def report_on(engine: Engine, settings: ReportSettings) -> None:
-    """Record steps of an engine, and report on them. Of several engines in a process it is the first one.
+    """Record steps of an engine, and report on them. Of several engines at a time it is the first one.
 
     Args:
         engine: whose steps are counted from now on.
         settings: which are recorded.
     """
-    global _first
-    if _first is not None and _first() is not None:
+    global _reporter
+    if _reporter is not None:
         log_dist("deepspeed_ext: only the first engine of this process is reported on", ranks=[0])
         return
-    _first = weakref.ref(engine)
-    _Reporter(engine, settings)
+    _reporter = _Reporter(engine, settings)
 
 
 class _Reporter:
@@ -63,7 +61,12 @@ class _Reporter:
         self._recorder: Recorder | None = None
         self._looking, self._recording = ExitStack(), ExitStack()
         self._held = StateBytes(0, 0, 0)
-        method = getattr(engine, self._counted)
+        setattr(engine, self._counted, self._counting(engine, getattr(engine, self._counted)))
+        engine.destroy = self._destroying(engine.destroy)
+        atexit.register(self._tell)
+
+    def _counting(self, engine: Engine, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes steps, such that they are counted."""
 
         @functools.wraps(method)
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -73,8 +76,28 @@ class _Reporter:
                 self._after_step()
             return result
 
-        setattr(engine, self._counted, counted)
-        atexit.register(self._tell)
+        return counted
+
+    def _destroying(self, destroy: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what destroys the engine, such that nothing is recorded from then on."""
+
+        @functools.wraps(destroy)
+        def destroyed(*args: Any, **kwargs: Any) -> Any:
+            self._end()
+            self._tell()
+            return destroy(*args, **kwargs)
+
+        return destroyed
+
+    def _end(self) -> None:
+        """Leave the engine as it was."""
+        global _reporter
+        _reporter = None
+        self._looking.close()
+        self._recording.close()
+        for name in (self._counted, "destroy"):
+            delattr(self._engine, name)
+        atexit.unregister(self._tell)
 
     def _after_step(self) -> None:
         settings = self._settings
@@ -99,18 +122,7 @@ class _Reporter:
     def _begin(self, clock: Clock) -> None:
         self._recorder = Recorder(clock, functools.cache(self._hop_of))
         self._recording.enter_context(recorded_by(self._recorder, self._engine))
-        self._recording.enter_context(mock.patch.object(self._engine, "destroy", self._destroy(self._engine.destroy)))
         self._recorder.step_ends(self._engine.global_steps)
-
-    def _destroy(self, destroy: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what destroys the engine, such that nothing is recorded from then on."""
-
-        @functools.wraps(destroy)
-        def recorded_no_more(*args: Any, **kwargs: Any) -> Any:
-            self._recording.close()
-            return destroy(*args, **kwargs)
-
-        return recorded_no_more
 
     def _look(self) -> None:
         """Called before each forward and each update of a step; keeps the moment at which most is held."""
@@ -130,8 +142,7 @@ class _Reporter:
     def _report(self) -> None:
         engine, recorder, clock = self._engine, self._recorder, self._clock
         assert recorder is not None and clock is not None
-        delattr(engine, self._counted)
-        atexit.unregister(self._tell)
+        self._end()
         steps = recorder.steps()
         lasted = [later - one for one, later in itertools.pairwise(clock.seconds(end) for end in self._ends)]
         undisturbed = lasted[:AROUND] + lasted[AROUND + self._settings.steps :]
@@ -140,7 +151,7 @@ class _Reporter:
             write(report, Path(self._settings.folder))
 
     def _tell(self) -> None:
-        """Called at the end of a process in which no report was made."""
+        """Called at the end of an engine, or of a process, for which no report was made."""
         if dist.is_initialized() and dist.get_rank() == 0:
             logger.warning(
                 f"deepspeed_ext: there is no report: the training ended after {self._taken} optimizer steps, and the "

