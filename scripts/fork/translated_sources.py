@@ -51,8 +51,10 @@ _STYLE = "{based_on_style: pep8, column_limit: 119, split_penalty_after_opening_
 def sources() -> list[str]:
     """Return all that a fork has of ours, relative to the repository."""
     modules = [path.relative_to(ROOT).as_posix() for path in (ROOT / "deepspeed_ext").rglob("*.py")]
-    kernels = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc" / "loco").iterdir()]
-    return sorted([name for name in modules if name not in STAYS] + kernels)
+    data = [*(ROOT / "csrc" / "loco").iterdir(), *(ROOT / "deepspeed_ext" / "report" / "assets").iterdir()]
+    return sorted(
+        [name for name in modules if name not in STAYS] + [path.relative_to(ROOT).as_posix() for path in data]
+    )
 
 
 def target(source: str) -> str:
