@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from packaging.version import Version
 
 TABLE = Path(__file__).parents[2] / "unit" / "frameworks" / "README.md"
 _HEAD = """\
@@ -56,19 +55,6 @@ def needs(*names: str) -> pytest.MarkDecorator:
     """Skip the tests of a module where one of these packages is not installed. None is imported."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
-
-
-def since(**versions: str) -> pytest.MarkDecorator:
-    """Skip a test where a package, named by a keyword, is older than a version. None is imported."""
-    older = [f"{name} {version}" for name, version in versions.items() if _is_older(name, version)]
-    return pytest.mark.skipif(bool(older), reason=f"needs {', '.join(older)}")
-
-
-def _is_older(name: str, version: str) -> bool:
-    try:
-        return Version(importlib.metadata.version(name)) < Version(version)
-    except importlib.metadata.PackageNotFoundError:
-        return True
 
 
 def check(

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.harness.frameworks.configurations import placed, plain, stock
-from tests.harness.frameworks.table import Row, check, needs, since
+from tests.harness.frameworks.table import Row, check, needs
+from tests.harness.installed import since
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
