@@ -103,9 +103,13 @@ def unit_bytes(params: Iterable[Tensor]) -> int:
 
 
 def default_budget(model: nn.Module, most_live: int) -> int:
-    """Return the budget that fits a unit of ``most_live`` trained elements."""
-    sizes = [p.element_size() for p in model.parameters()]
-    return most_live * 3 * max(sizes, default=4)
+    """Return the budget that fits a unit of ``most_live`` trained elements of the model's mean size.
+
+    Their largest size would count a bf16 model twice for one parameter that it keeps in fp32, such as a router.
+    """
+    numel = sum(numel_of(p) for p in model.parameters())
+    nbytes = sum(numel_of(p) * p.element_size() for p in model.parameters())
+    return most_live * 3 * nbytes // numel if numel else most_live * 3 * 4
 
 
 class _Tree:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AutoEP: DeepSpeed distributes the experts of a transformers model over the ranks of a node.
 
-pip install "transformers>=5"
+pip install "transformers>=5.23"
 deepspeed --num_accelerators 4 scripts/examples/autoep.py
 """
 

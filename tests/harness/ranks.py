@@ -38,6 +38,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 from unittest import mock
 
+import pytest
+
 from tests.harness import recorder
 from tests.harness.rank_process import Finished, Place, Raised, serve
 
@@ -46,6 +48,7 @@ from tests.harness.rank_process import Finished, Place, Raised, serve
 _PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.ops.op_builder.all_ops", "pytest")
 _GRACE = 1.0  # seconds that the other ranks get to answer once one rank has failed
 _TAIL_LINES = 30
+_SKIPPED = pytest.skip.Exception.__name__
 
 
 class _Died(NamedTuple):
@@ -130,6 +133,7 @@ class Ranks:
         Raises:
             RankError: a rank raised or died. Its traceback is in the message, and the pool restarts at its next use.
             RankTimeout: a rank did not answer; it was killed with all others.
+            pytest.skip.Exception: all ranks called ``pytest.skip``.
         """
         return [answer.value for answer in self._call(_case(fn, args, kwargs), Finished, timeout)]
 
@@ -174,11 +178,13 @@ class Ranks:
                     answers[index] = rank.receive()
                 elif rank.process.sentinel in ready:
                     answers[index] = rank.death()
-            if not _all_are(wanted, answers.values()):
+            if not (_all_are(wanted, answers.values()) or _all_skip(answers.values())):
                 deadline = min(deadline, time.monotonic() + _GRACE)
         return answers
 
     def _check(self, ranks: list[_Rank], answers: dict[int, _Answer], wanted: type, timeout: float) -> None:
+        if len(answers) == self.world_size and _all_skip(answers.values()):
+            pytest.skip(answers[0].message)  # type: ignore[union-attr]
         if not _all_are(wanted, answers.values()):
             raise RankError(self._describe_failure(ranks, answers, wanted))
         if len(answers) < self.world_size:
@@ -282,6 +288,10 @@ def _case(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _all_are(wanted: type, answers: Iterable[_Answer]) -> bool:
     return all(isinstance(answer, wanted) for answer in answers)
+
+
+def _all_skip(answers: Iterable[_Answer]) -> bool:
+    return all(isinstance(answer, Raised) and answer.type == _SKIPPED for answer in answers)
 
 
 def _free_port() -> int:

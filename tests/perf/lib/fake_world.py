@@ -61,6 +61,9 @@ class FakeWorld:
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             count(name, args, kwargs)
+            if name == "reduce_scatter_tensor":  # torch 2.10 leaves NaNs, for which steps are skipped
+                out, whole = args[:2]
+                out.copy_(whole.flatten()[: out.numel()].view_as(out))
             return original(*args, **kwargs)
 
         return counted

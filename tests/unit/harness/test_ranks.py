@@ -52,6 +52,16 @@ def _refuse() -> None:
     raise TypeError(f"no good on rank {os.environ['RANK']}")
 
 
+def _skip_before(rank: int, version: str) -> None:
+    import torch.distributed
+
+    from tests.harness.installed import skip_before
+
+    if torch.distributed.get_rank() >= rank:
+        skip_before(torch=version)
+    raise ValueError("not skipped")
+
+
 def _miss_the_barrier() -> None:
     import torch.distributed
 
@@ -229,10 +239,19 @@ def test_cases_share_no_state(ranks: RankPool) -> None:
     assert pool.run(_global_state) == before
 
 
+def test_ranks_skip_a_test_where_all_of_them_do(ranks: RankPool) -> None:
+    with pytest.raises(pytest.skip.Exception, match=r"^needs torch 99\.0$"):
+        ranks(2).run(_skip_before, 0, "99.0")
+    with pytest.raises(RankError, match="not skipped"):
+        ranks(2).run(_skip_before, 1, "99.0")
+    with pytest.raises(RankError, match="not skipped"):
+        ranks(2).run(_skip_before, 0, "2.10")
+
+
 def test_function_without_a_name_is_refused(ranks: RankPool) -> None:
     pool = ranks(2)
     pids = pool.run(_pid)
-    with pytest.raises(Exception, match="pickle"):
+    with pytest.raises(Exception, match="local object"):
         pool.run(lambda: None)
     assert pool.run(_pid) == pids
 

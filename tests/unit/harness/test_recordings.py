@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
+from tests.harness.installed import since
 from tests.harness.recordings import changed, store
 from tests.harness.recordings.differences import Hunk, git, hunks, lines_before, tree_of_files
 from tests.harness.recordings.selection import Recorded, Recording
@@ -27,6 +28,7 @@ def pytest_of(*arguments: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
+@since(coverage="7.17")  # the first that reads without writing
 def test_a_recording_names_what_only_ranks_run(tmp_path: Path) -> None:
     file = "tests/unit/harness/test_ranks.py"
     test = f"{file}::test_results_come_in_rank_order"

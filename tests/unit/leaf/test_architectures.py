@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness.architectures import EXPERTS, LATENT, SMALL, WITHOUT_HEADS
+from tests.harness.installed import since
 from tests.harness.tiers import deep
 
 # Name: small configuration; and of the configuration's defaults, which are a published model's, what becomes units.
@@ -111,6 +112,7 @@ def train_case(name: str, keys: dict[str, Any]) -> list[tuple[list[str], list[in
     return rows
 
 
+@since(transformers="5.23")  # classes are those of a release
 def test_what_the_default_budget_takes_of_published_models(tmp_path: Path) -> None:
     (tmp_path / "published.py").write_text(
         "import torch, transformers\n"

@@ -77,6 +77,23 @@ def test_the_threshold_takes_parents_first_and_never_the_root(ranks: Any, thresh
     assert len(result["flagged"]) == sum(counts[name] for name in classes)
 
 
+def test_one_parameter_in_fp32_does_not_double_the_default_budget(ranks: Any) -> None:
+    mixed, single, none = ranks(1).run(budgets_case)[0]
+    assert single == 3 * 4 * LIVE and none == single
+    assert 3 * 2 * LIVE < mixed < 1.01 * 3 * 2 * LIVE
+
+
+def budgets_case() -> list[int]:
+    """The default budget of a bf16 model with a small layer in fp32, of one in fp32, and of one without parameters."""
+    import torch
+    from torch import nn
+
+    from deepspeed_ext.leaf.modules import default_budget
+
+    mixed = nn.Sequential(nn.Linear(100, 100, dtype=torch.bfloat16), nn.Linear(10, 1))
+    return [default_budget(model, LIVE) for model in (mixed, nn.Linear(3, 3), nn.Tanh())]
+
+
 def test_the_cap_is_what_may_be_live(ranks: Any) -> None:
     # A layer has 1936 parameters, its mixture 1696, an expert 413.
     assert ranks(1).run(choose, "Mixtures", None, 10**12, 1936)[0]["classes"] == ["Layer", "Stem"]

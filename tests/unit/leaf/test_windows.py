@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.installed import since
 from tests.harness.tiers import deep
 
 SMALL = {
@@ -117,6 +118,7 @@ def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
     return [one.windows for one in windowed_modules(engine.module)]
 
 
+@since(transformers="5.0")  # the first to pack experts
 @pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss", *deep("Qwen3Moe", "Olmoe")])
 def test_every_architecture_and_implementation(ranks: Any, name: str) -> None:
     for implementation, losses, weights, windows in ranks(2).run(architecture_case, name)[0]:
@@ -288,6 +290,7 @@ def checkpoint_case(folder: str, strategy: str) -> Any:
     return [pair for pair in zip(*losses[:2], strict=True) if pair[0] != pair[1]], *differences[1:]
 
 
+@since(transformers="5.0")
 def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
     for same, off_by, gathered, gradient, copied in ranks(2).run(access_case):
         assert same and off_by <= 1e-6 and gathered and gradient <= 1e-5 and copied

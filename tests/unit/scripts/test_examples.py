@@ -15,6 +15,7 @@ import pytest
 from scripts import ROOT
 from tests.harness import examples
 from tests.harness.frameworks.table import needs
+from tests.harness.installed import since
 
 NODES = 2
 # As ranks of other tests: DeepSpeed has an all-reduce for hosts that takes minutes to compile.
@@ -71,12 +72,13 @@ OTHERS = {
     "autoep.py": (["NIG (p=N,", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 5.5, ("transformers",)),
     "packed_experts.py": (["IIG (p=I, g=I,", "MixtralExperts", "2 windows"], 5.5, ("transformers",)),
 }
+SINCE = {"autoep.py": [since(transformers="5.23")], "packed_experts.py": [since(transformers="5.0")]}
 
 
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(name, marks=[pytest.mark.frameworks, needs(*packages)] if packages else [])
+        pytest.param(name, marks=[pytest.mark.frameworks, needs(*packages), *SINCE.get(name, ())] if packages else [])
         for name, (_, _, packages) in OTHERS.items()
     ],
 )

