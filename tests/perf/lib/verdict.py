@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from deepspeed_ext.planner.choice import best
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib.cluster_rows import BF16, BOTH, LOCO, NATIVE, SETTINGS, MethodRow
+from tests.perf.lib.cluster_rows import BF16, BOTH, LOCO, NATIVE, SETTINGS, WIDE, MethodRow
 
 BYTES_BOUND = 0.05
 PARITY_BOUND = 1e-4  # of the largest weight
@@ -137,9 +137,9 @@ def _print_ratios(rows: Sequence[MethodRow]) -> None:
             if name + suffix in by_name
         ]
         print(f"{name}: " + ", ".join(said))
-    exact = [row for row in rows if row.method in STRATEGIES]
     for peer in (row for row in rows if row.predicted is None and row.formula_bytes is None):
-        rivals = [row for row in exact if row.memory <= 1.02 * peer.memory]
+        exact = STRATEGIES if not peer.method.endswith(WIDE) else {name + WIDE for name in STRATEGIES}
+        rivals = [row for row in rows if row.method in exact and row.memory <= 1.02 * peer.memory]
         if rivals:
             first = min(rivals, key=lambda row: row.median)
             print(
