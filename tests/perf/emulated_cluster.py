@@ -16,7 +16,8 @@ time of compute alone (forward and backward of all micro-batches on all ranks at
 parameters), plus the method's own bytes over the link's rate.
 
 In one setting they train with Muon: DeepSpeed's stages and the strategies, without torch's compiler. (The floor has
-each rank orthogonalize 1/n of the matrices.)
+each rank orthogonalize 1/n of the matrices.) In one they compute in bf16, with fp32 masters: peers, HSDP with
+reductions in bf16 and in fp32, and three strategies.
 
 For the strategies also what the planner predicts, from rates that its probe has measured on the same links.
 
@@ -31,19 +32,35 @@ import statistics
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from deepspeed_ext.planner import probe
 from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import verdict
-from tests.perf.lib.blocks import make_blocks
-from tests.perf.lib.cluster_rows import BOTH, LOCO, MUON, NATIVE, SETTINGS, SIZES, UPDATES, MethodRow, Setting
+from tests.perf.lib.blocks import make_rounded_blocks
+from tests.perf.lib.cluster_rows import (
+    BF16,
+    BOTH,
+    HSDP_REDUCTIONS,
+    LOCO,
+    MUON,
+    NATIVE,
+    SETTINGS,
+    SHIPPED,
+    SIZES,
+    UPDATES,
+    WIDE,
+    MethodRow,
+    Setting,
+)
 from tests.perf.lib.peers import PEERS, Workload
 from tests.perf.lib.settings import add_arguments, require_positive, run
 from tests.perf.lib.side_by_side import LONG, SideBySide
 
 BLOCKS = 4
+IN_BF16 = ("NNG", "NIG", "IIG")
 ENOUGH = 2  # a method whose steps take ``LONG`` has this number of them, whatever --rounds says
 SHORT, MOST = 3.0, 20  # one whose steps take less than this together goes on, up to this number of them
 
@@ -58,11 +75,13 @@ class Worker:
         self._setting, self._args = setting, args
         self._rounds = max(MOST, args.rounds)
         width, hidden = SIZES[setting.size]
+        dtype = torch.bfloat16 if setting.dtype == BF16 else torch.float32
         workload = Workload(
             setting.accumulation,
             setting.ranks_per_node,
-            functools.partial(make_blocks, BLOCKS, width, hidden),
+            functools.partial(make_rounded_blocks, BLOCKS, width, hidden, dtype),
             optimizer=setting.optimizer,
+            dtype=dtype,
         )
         names = [name for name in args.methods if name in methods_of(setting)]
         described = {"streams": False}  # ranks compute and copy on the same cores
@@ -116,13 +135,18 @@ def all_methods() -> list[str]:
         *(name + suffix for name in STRATEGIES for suffix in ("", LOCO)),
         *(name + BOTH for name in UPDATES),
         *(name + NATIVE for name in ("NIG", "IIG")),
+        *(name + WIDE for name in IN_BF16),
     ]
 
 
 def methods_of(setting: Setting) -> list[str]:
-    """Return those that can train with the setting's optimizer; in few bits some strategies are enough with Muon."""
+    """Return those that a setting has: with Muon and in bf16 not all strategies, nor all in few bits."""
+    if setting.dtype == BF16:
+        stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
+        ours = (name + suffix for name in IN_BF16 for suffix in ("", WIDE, LOCO, BOTH))
+        return ["DDP", "FSDP2", *HSDP_REDUCTIONS, *stages, *ours]
     if setting.optimizer != MUON:
-        return all_methods()
+        return [name for name in all_methods() if name not in HSDP_REDUCTIONS and not name.endswith(WIDE)]
     few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
     return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import (
+    equal_speed,
     host_parameter_rows,
     mixture_rows,
     outer_cluster_rows,
@@ -22,7 +23,7 @@ from tests.perf.lib import (
     save_rows,
     verdict,
 )
-from tests.perf.lib.cluster_rows import KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
+from tests.perf.lib.cluster_rows import FP32, KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
 from tests.perf.lib.overlap_rows import OverlapRow
 
 PAGES = Path(__file__).parent / "results"
@@ -38,6 +39,8 @@ OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from t
     "host-parameters": lambda: host_parameter_rows.table(host_parameter_rows.read()),
     "mixture": lambda: mixture_rows.table(mixture_rows.read()),
     "saves": lambda: save_rows.table(save_rows.read()),
+    "equal-speed": lambda: equal_speed.table(read(), "2x2-large-4", 100),
+    "equal-speed-bf16": lambda: equal_speed.table(read(), "2x2-large-4-bf16", 100),
 }
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
@@ -73,12 +76,12 @@ def _seconds(value: float) -> str:
 
 def all_table(rows: Sequence[MethodRow]) -> str:
     """Return NIG against peers and its floor, and the planner's order and choice, in each setting at each rate: with
-    AdamW, which all peers have.
+    AdamW, which all peers have, in fp32.
     """
     header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
     header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
     lines = []
-    for setting in (setting for setting in SETTINGS.values() if setting.optimizer != MUON):
+    for setting in (one for one in SETTINGS.values() if one.optimizer != MUON and one.dtype == FP32):
         for rate in setting.mbit:
             some = {row.method: row for row in rows if (row.setting, row.mbit) == (setting.name, rate)}
             if "NIG" in some:

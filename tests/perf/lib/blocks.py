@@ -121,6 +121,15 @@ def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = Non
     return Blocks(ShortcutBlock(width, hidden, pauses) for _ in range(count))
 
 
+def make_rounded_blocks(count: int, width: int, hidden: int, dtype: torch.dtype) -> Blocks:
+    """Return the same fp32 model on every call and every rank, with weights that this dtype represents exactly.
+
+    DeepSpeed makes its fp32 masters from weights that it has rounded, PyTorch from those that it is given.
+    """
+    blocks: Blocks = make_blocks(count, width, hidden).to(dtype).float()
+    return blocks
+
+
 def make_sleeping_blocks(count: int, width: int, hidden: int, pauses: Pauses, dtype: torch.dtype) -> Blocks:
     """Return the same model on every call and every rank: blocks that sleep in the place of all compute."""
     torch.manual_seed(0)

@@ -25,6 +25,14 @@ UPDATES = ("NNG", "NIG", "NII", "III", "IIG")  # are measured with both
 _Row = TypeVar("_Row", bound="MethodRow")
 UNLIMITED = "unlimited"
 MUON = "Muon"
+FP32, BF16 = "fp32", "bf16"
+WIDE = " (reduces in fp32)"  # after a strategy's name; in bf16 they reduce in bf16
+HSDP_REDUCTIONS = {  # how parameters are from forward to backward, and the dtype of reductions: beside bf16 only
+    f"HSDP{kept} (reduces in {short})": (between, dtype)
+    for kept, between in ((" kept", "whole"), ("", "cut"))
+    for short, dtype in ((FP32, "float32"), (BF16, "bfloat16"))
+}
+SHIPPED = "ZeRO-1 as shipped"  # use_multi_rank_bucket_allreduce true
 
 
 def rate_name(mbit: float | None) -> str:
@@ -52,10 +60,12 @@ class Setting(Launch):
     accumulation: int
     mbit: tuple[float | None, ...] = (100, 500, None)
     optimizer: str = "AdamW"
+    dtype: str = FP32
 
     @property
     def name(self) -> str:
         suffix = "" if self.optimizer == "AdamW" else f"-{self.optimizer.lower()}"
+        suffix += "" if self.dtype == FP32 else f"-{self.dtype}"
         return f"{self.nodes}x{self.ranks_per_node}-{self.size}-{self.accumulation}{suffix}"
 
 
@@ -68,6 +78,7 @@ SETTINGS = {
         Setting(2, 2, "small", 16),
         Setting(4, 2, "small", 4),
         Setting(2, 2, "large", 4, optimizer=MUON),
+        Setting(2, 2, "large", 4, (100,), dtype=BF16),
     )
 }
 

@@ -3,9 +3,10 @@
 """Data-parallel training methods behind one interface, for benchmarks that run them side by side.
 
 Each rank is a process, a group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are
-what is gathered as one. All methods train with the same optimizer in fp32 and take the mean over micro-batches and
-ranks; each is set up as its documentation proposes for gradient accumulation, which ``Method.setup`` tells. The
-optimizer is AdamW; or DeepSpeed's Muon, which methods of PyTorch do not have.
+what is gathered as one. All methods train with the same optimizer and take the mean over micro-batches and ranks;
+each is set up as its documentation proposes for gradient accumulation, which ``Method.setup`` tells. The optimizer is
+AdamW; or DeepSpeed's Muon, which methods of PyTorch do not have. They train in fp32, or compute in bf16 and update
+fp32 masters.
 
 ``PEERS`` has the methods of others by name; ``Ours`` is any section ``zero_optimization`` with a strategy.
 """
@@ -22,8 +23,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter  # what set_custom_reduce_scatter takes
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +34,7 @@ from deepspeed_ext.comm.pairwise import pairwise_all_to_all
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.arrivals import wait_for_updates
 from tests.harness.model_states import held, storage_bytes
-from tests.perf.lib.cluster_rows import MUON
+from tests.perf.lib.cluster_rows import HSDP_REDUCTIONS, MUON, SHIPPED
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
 # Adam's part is for what is no matrix: models here have nothing of that.
@@ -65,6 +67,7 @@ class Workload:
         direct: FSDP2 reduce-scatters by an all-to-all. Gloo's own reduce-scatter is an all-reduce: twice the bytes.
         config: more keys of the configuration, for all of DeepSpeed's.
         whole: returns all parameters of a model, whole, in an order that all methods share, as one 1D tensor.
+        dtype: of what is computed, fp32 or bf16; masters are in fp32.
     """
 
     accumulation: int
@@ -78,6 +81,12 @@ class Workload:
     direct: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
     whole: Callable[[nn.Module], Tensor] = lambda model: torch.cat([part.flatten() for part in gathered(model)])
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def mixed(self) -> bool:
+        """Whether what is computed is in fewer bits than the masters."""
+        return self.dtype != torch.float32
 
     @classmethod
     def overlapping(
@@ -173,6 +182,7 @@ class TorchMethod(Method):
         super().__init__(name, setup)
         self._accumulation, self._whole = workload.accumulation, workload.whole
         self._model: Any = model
+        self._autocast = nullcontext  # FSDP2 casts by itself
         self._optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     @abstractmethod
@@ -185,7 +195,8 @@ class TorchMethod(Method):
 
     def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
         with self._begin(last):
-            loss = self._model(inputs, targets)
+            with self._autocast():
+                loss = self._model(inputs, targets)
             look()
             (loss / self._accumulation).backward()
         look()
@@ -207,7 +218,12 @@ class DDP(TorchMethod):
         model = DistributedDataParallel(
             workload.make_model(), gradient_as_bucket_view=True, bucket_cap_mb=workload.ddp_mib
         )
+        if workload.mixed:
+            setup += "; autocast and bf16_compress_hook"
+            model.register_comm_hook(None, _reduce_in_bf16)
         super().__init__("DDP", setup, workload, model)
+        if workload.mixed:
+            self._autocast = partial(torch.autocast, "cpu", workload.dtype)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else cast(AbstractContextManager[Any], self._model.no_sync())
@@ -222,6 +238,11 @@ class DDP(TorchMethod):
         return _count(parameters, [p.grad for p in parameters], self._optimizer)
 
 
+def _reduce_in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Do as PyTorch's hook does. DDP refuses it by its name where there is no NCCL, but gloo adds up bf16, too."""
+    return bf16_compress_hook(cast(dist.ProcessGroup, group), bucket)
+
+
 class FSDP2(TorchMethod):
     """``fully_shard`` on each block and on the root.
 
@@ -230,16 +251,25 @@ class FSDP2(TorchMethod):
         between: how parameters are from forward to backward: "cut"; cut in the "node"; or "whole", and so are the
             gradients until the last micro-batch.
         apart: each node trains by itself.
+        reduce: the dtype in which gradients are reduced; by default the workload's.
     """
 
     def __init__(
-        self, workload: Workload, name: str, nodes: bool = False, between: str = "cut", apart: bool = False
+        self,
+        workload: Workload,
+        name: str,
+        nodes: bool = False,
+        between: str = "cut",
+        apart: bool = False,
+        reduce: torch.dtype | None = None,
     ) -> None:
         reshard = {"cut": True, "node": workload.group_size, "whole": False}[between]
         model, mesh = workload.make_model(), _mesh(workload.group_size if nodes or apart else None)
         mesh = mesh["ranks"] if apart else mesh
+        reduce = reduce or workload.dtype
+        policy = MixedPrecisionPolicy(workload.dtype, reduce) if workload.mixed else MixedPrecisionPolicy()
         for module in [*cast(nn.ModuleList, model.blocks), model]:
-            unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+            unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
             if workload.direct:
                 unit.set_custom_reduce_scatter(DirectReduceScatter())
         self._kept, self._nodes = between == "whole", nodes
@@ -249,6 +279,7 @@ class FSDP2(TorchMethod):
             setup += ", set_requires_gradient_sync, set_reshard_after_backward"
         setup += ", set_requires_all_reduce False" if nodes and not self._kept else " False"
         setup += "; set_custom_reduce_scatter: all-to-all" if workload.direct else ""
+        setup += f"; param_dtype {workload.dtype}, reduce_dtype {reduce}" if workload.mixed else ""
         super().__init__(name, setup, workload, model)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -367,6 +398,7 @@ class Engine(Method):
                 **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket),
                 **zero,
             },
+            "bf16": {"enabled": workload.mixed},
             **workload.config,
         }
         # By name, for DeepSpeed divides groups with experts.
@@ -454,7 +486,12 @@ PEERS: dict[str, Callable[[Workload], Method]] = {
     "FSDP2 kept": partial(FSDP2, name="FSDP2 kept", between="whole"),
     "HSDP": partial(FSDP2, name="HSDP", nodes=True),
     "HSDP kept": partial(FSDP2, name="HSDP kept", nodes=True, between="whole"),
+    **{
+        name: partial(FSDP2, name=name, nodes=True, between=between, reduce=getattr(torch, dtype))
+        for name, (between, dtype) in HSDP_REDUCTIONS.items()
+    },
     "ZeRO-1": partial(Engine, name="ZeRO-1", zero={"stage": 1, **WHOLE}),
+    SHIPPED: partial(Engine, name=SHIPPED, zero={"stage": 1, **WHOLE, "use_multi_rank_bucket_allreduce": True}),
     "ZeRO-2": partial(Engine, name="ZeRO-2", zero={"stage": 2, **WHOLE}),
     "ZeRO-3": partial(Engine, name="ZeRO-3", zero={"stage": 3}, lean=True),
     "ZeRO-3 defaults": partial(Engine, name="ZeRO-3 defaults", zero={"stage": 3}),

@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.planner.choice import plan
+from deepspeed_ext.planner.compression import AS_IT_IS
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.network import Link
-from tests.perf.lib.cluster_rows import FORMS, MUON, NATIVE, MethodRow
+from tests.perf.lib.cluster_rows import FORMS, FP32, MUON, NATIVE, WIDE, MethodRow
 from tests.perf.lib.peers import ADAMW, MUON_RATE, PEERS, Batch, Method, Ours, Workload
 
 ROWS = 8  # of a micro-batch
@@ -55,11 +56,11 @@ class Compute(Method):
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(COMPUTE, "no communication")
-        self._model, self._accumulation = workload.make_model(), workload.accumulation
+        self._model, self._accumulation = workload.make_model().to(workload.dtype), workload.accumulation
         trainable = [p for p in self._model.parameters() if p.requires_grad]
         mine = trainable[dist.get_rank() :: dist.get_world_size()]
         self._momenta = [(p, torch.zeros_like(p)) for p in mine] if workload.optimizer == MUON else []
-        flat = torch.cat([p.detach().flatten() for p in trainable])
+        flat = torch.cat([p.detach().flatten() for p in trainable]).float()
         self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
         self._share.grad = torch.zeros_like(self._share)
         self._optimizer = torch.optim.AdamW([self._share], **ADAMW)
@@ -99,6 +100,9 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
                 used = {"zeropp_loco_param": sent.loco, "paro_quantized_updates": sent.updates}
                 few_bits = {key: {} for key, settings in used.items() if settings is not None}
                 yield Ours(workload, {**zero, **few_bits}, name + suffix)
+        if name + WIDE in names:
+            wide = {**workload.config, "communication_data_type": FP32}
+            yield Ours(replace(workload, config=wide), zero, name + WIDE)
         if name + NATIVE in names:
             # As on other backends: hops take the backend's own reduce-scatter and all-gather.
             with mock.patch.object(collectives, "backend_of", lambda group: "native"):
@@ -143,11 +147,17 @@ class SideBySide:
         self.topology = get_topology(None, workload.group_size)
         self.link.limit(None)
         dist.barrier()
-        model = workload.make_model()
+        model = workload.make_model().to(workload.dtype)
         if workload.optimizer == MUON:
             mark_matrices(model)
-        found = describe(model, accumulation=workload.accumulation)
-        self._described = replace(found, bucket=workload.bucket, **described)
+        self._described, self._described_wide = (
+            replace(
+                describe(model, gradient_bytes=width, accumulation=workload.accumulation),
+                bucket=workload.bucket,
+                **described,
+            )
+            for width in (None, 4)
+        )
         self.compute = Compute(workload)
         self.methods = {method.name: method for method in methods(names, workload, keys)}
         self._steps: Counter[str] = Counter()
@@ -251,9 +261,10 @@ class SideBySide:
         """Put down what the planner says; ``compute`` is the seconds of a step without communication."""
         (share,) = over_ranks([self.compute.orthogonalizing], dist.ReduceOp.MAX)
         alone, whole = (compute - share) / self._workload.accumulation, share * dist.get_world_size()
-        model: Model = replace(self._described, compute=alone, orthogonalizing=whole)
         sizes = self.topology.sizes
-        for suffix, sent in FORMS.items():
+        forms = [(self._described, suffix, sent) for suffix, sent in FORMS.items()]
+        for described, suffix, sent in [*forms, (self._described_wide, WIDE, AS_IT_IS)]:
+            model: Model = replace(described, compute=alone, orthogonalizing=whole)
             for one in plan(sizes, model, rates, None, [sent]).predictions:
                 row = rows.get(one.strategy + suffix)
                 if row is not None:
@@ -269,7 +280,7 @@ class SideBySide:
         self._steps[method.name] += 1
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
         rows = torch.randn(self._workload.accumulation, 2, ROWS, self._width, generator=generator)
-        return [(inputs, targets) for inputs, targets in rows]
+        return [(inputs, targets) for inputs, targets in rows.to(self._workload.dtype)]
 
     def compare(self) -> dict[str, float]:
         """Return the difference of each method's weights to the first one's, relative to the largest. Collective."""

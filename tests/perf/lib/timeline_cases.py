@@ -64,7 +64,8 @@ def cases() -> tuple[list[Case], Counter[str]]:
 
 
 def _of_clusters() -> Iterator[tuple[MethodRow, Case | None]]:
-    rows = cluster_rows.read()
+    of_fp32 = {name for name, setting in cluster_rows.SETTINGS.items() if setting.dtype == cluster_rows.FP32}
+    rows = [row for row in cluster_rows.read() if row.setting in of_fp32]
     alone = {(row.setting, row.mbit): row.compute for row in rows}
     for row in rows:
         setting = cluster_rows.SETTINGS[row.setting]
