@@ -6,7 +6,10 @@ import importlib.util
 import re
 
 import pytest
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+from deepspeed_ext.integration.patches import DEEPSPEED_VERSIONS
 from scripts import ROOT
 from tests.campaigns import deep
 
@@ -40,6 +43,33 @@ def test_each_part_of_the_deep_tier_runs_at_night_by_its_name() -> None:
     for name, part in deep.PARTS.items():
         module = part.command[2]
         assert part.command[1] == "-m" and importlib.util.find_spec(module) is not None, name
+
+
+def test_both_ends_of_what_is_promised_run_at_night() -> None:
+    workflow, ci = text_of(".github/workflows/versions.yml"), text_of(".github/workflows/ci.yml")
+    rows = dict(re.findall(r'- \{versions: (\w+), python: "(3\.\d+)"\}\n', workflow))
+    assert "- run: scripts/test\n" in workflow and "schedule:" in workflow
+    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text_of("pyproject.toml"))
+    assert (rows["oldest"], rows["newest"]) == (promised[0], promised[-1])
+    assert promised[0] == re.findall(r'requires-python = ">=(3\.\d+)"', text_of("pyproject.toml"))[0]
+    assert {*rows.values(), *re.findall(r'python-version: "(3\.\d+)"', ci)} == set(promised)
+
+
+def test_the_oldest_versions_are_the_lower_bounds() -> None:
+    """And of all that has none, some version is installed."""
+    pinned = {
+        name: dict(re.findall(r"^([\w-]+)==(\S+)$", text_of(f"scripts/{name}.txt"), re.MULTILINE))
+        for name in ("oldest", "development")
+    }
+    assert pinned["oldest"].keys() == pinned["development"].keys()
+    bounds = r'"([\w-]+)>=([\d.]+)"'
+    (extra,) = re.findall(r"^frameworks = \[(.*?)\]", text_of("pyproject.toml"), re.MULTILINE | re.DOTALL)
+    found = dict(re.findall(bounds, extra) + re.findall(bounds, text_of("setup.py")))
+    found["deepspeed"] = next(one.version for one in SpecifierSet(DEEPSPEED_VERSIONS) if one.operator == ">=")
+    assert len(re.findall('"', extra)) == 2 * (len(found) - 2) and "torch" in found, "each framework has a bound"
+    assert {name: Version(pinned["oldest"][name]) for name in found} == {
+        name: Version(bound) for name, bound in found.items()
+    }
 
 
 def test_the_newest_version_is_in_the_changes() -> None:
