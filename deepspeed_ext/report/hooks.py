@@ -23,6 +23,8 @@ _HANDLING = (
     "reduce_ready_partitions_and_remove_grads",
     "overlapping_partition_gradients_reduce_epilogue",
     "reduce_gradients",
+    "reduce_leaf",  # ours, as the next one
+    "reduce_window",
 )
 
 

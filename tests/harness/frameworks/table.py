@@ -21,6 +21,7 @@ Each row is a test of this folder: a framework trains a tiny model with stock De
 ranks in groups of 2. Differences are the largest of all strategies and ranks, relative to the largest loss and the
 largest weight; "resume" says whether a resumed run ended with the bits of the uninterrupted one.
 `python -m pytest tests/unit/frameworks -m "" --write-table` writes this file where all tests pass.
+[Versions](../../versions.md) says which older ones the tests run with, and what needs more than these.
 
 | framework | version | last passed | what ran | strategies | losses | weights | resume |
 |---|---|---|---|---|---|---|---|
