@@ -59,9 +59,8 @@ class NativeReduce(ReduceHop):
             flat = joined(flat.split(list(splits)), lengths)
         if len(set(lengths)) == 1:
             part = flat.new_empty(lengths[0])
-            yield self.collectives.start(
-                "reduce_scatter", flat.nbytes - part.nbytes, dist.reduce_scatter_tensor, part, flat
-            )
+            handle = self.collectives.start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
+            yield self.collectives.watched("reduce_scatter", flat.nbytes - part.nbytes, handle)
             return part[:mine]
         parts = flat.split(lengths)
         yield self.collectives.reduce_each(parts)
@@ -75,7 +74,8 @@ class NativeReduce(ReduceHop):
 def _all_reduce(hop: ReduceHop, flat: Tensor) -> Transfer:
     if hop.size > 1 and flat.numel():
         received = 2 * flat.nbytes * (hop.size - 1) / hop.size
-        yield hop.collectives.start("all_reduce", received, dist.all_reduce, flat)
+        handle = hop.collectives.start("all_reduce", dist.all_reduce, flat)
+        yield hop.collectives.watched("all_reduce", received, handle)
     return flat
 
 

@@ -68,15 +68,14 @@ class Collectives:
         with record_function(f"paro::{name}"), watching.ours():
             yield name
 
-    def start(self, operation: str, nbytes: float, collective: Callable[..., Any], *arguments: Any) -> Any:
-        """Start a function of ``deepspeed.comm`` over the group, by which this rank receives so many bytes."""
-        return self._watched(operation, nbytes, self._start(operation, collective, *arguments))
-
-    def _start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
+    def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a function of ``deepspeed.comm`` over the group."""
         with self.labeled(operation) as log_name:
             return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
 
-    def _watched(self, operation: str, nbytes: float, handle: Any) -> Any:
+    def watched(self, operation: str, nbytes: float, handle: Any) -> Any:
+        """Return the handle of what has been started, by which this rank receives so many bytes: a recorder's, if
+        there is one."""
         return watching.started(f"{self.name}_{operation}", self.group, nbytes, handle)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:
@@ -89,10 +88,11 @@ class Collectives:
         """
         nbytes = (self.size - 1) * shard.nbytes
         if not self.pairwise:
-            return self.start(operation, nbytes, dist.all_gather_into_tensor, gathered, shard)
+            handle = self.start(operation, dist.all_gather_into_tensor, gathered, shard)
+            return self.watched(operation, nbytes, handle)
         with self.labeled(operation) as name:
             handle = pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
-        return self._watched(operation, nbytes, handle)
+        return self.watched(operation, nbytes, handle)
 
     def all_to_all(
         self,
@@ -114,10 +114,11 @@ class Collectives:
         theirs = [splits[self.rank]] * self.size if received_splits is None else list(received_splits)
         nbytes = (sum(theirs) - theirs[self.rank]) * received.element_size()
         if not self.pairwise:
-            return self.start(operation, nbytes, dist.all_to_all_single, received, sent, theirs, list(splits))
+            handle = self.start(operation, dist.all_to_all_single, received, sent, theirs, list(splits))
+            return self.watched(operation, nbytes, handle)
         with self.labeled(operation) as name:
             handle = pairwise_all_to_all(self.group, received.split(theirs), sent.split(list(splits)), name)
-        return self._watched(operation, nbytes, handle)
+        return self.watched(operation, nbytes, handle)
 
     def reduce_each(self, parts: Sequence[Tensor]) -> Any:
         """Start a rooted reduce of each part to the rank of its number.
@@ -128,12 +129,12 @@ class Collectives:
         ranks = get_process_group_ranks(self.group)  # of which get_global_rank would look for each
         with get_coalescing_manager(self.group, parts[0].device, [], True) if together else nullcontext() as launch:
             handles = [
-                self._start("reduce_scatter", dist.reduce, part, ranks[owner])
+                self.start("reduce_scatter", dist.reduce, part, ranks[owner])
                 for owner, part in enumerate(parts)
                 if part.numel()
             ]
         nbytes = sum(part.nbytes for part in parts) * (self.size - 1) / self.size  # each goes through all ranks
-        return self._watched("reduce_scatter", nbytes, launch if together else Handles(handles))
+        return self.watched("reduce_scatter", nbytes, launch if together else Handles(handles))
 
 
 def _launches_together(group: ProcessGroup, device: torch.device) -> bool:

@@ -21,7 +21,7 @@ from deepspeed_ext.planner.models import describe
 from deepspeed_ext.strategy import ModelStates
 
 
-def described(engine: Engine, model: nn.Module) -> Model:
+def describe_engine(engine: Engine, model: nn.Module) -> Model:
     """Return the planner's description of the model: its bytes as they are moved, and as the device holds them."""
     config = engine._config
     zero = config.zero_config

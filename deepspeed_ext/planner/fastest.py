@@ -38,7 +38,7 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Experts, Model
 from deepspeed_ext.planner.decisions import Decisions, say
-from deepspeed_ext.planner.described import described, reduced, same_everywhere
+from deepspeed_ext.planner.described import describe_engine, reduced, same_everywhere
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
@@ -62,7 +62,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
         groups.mpu = engine.mpu  # as the engine does a moment later
     topology = get_topology(groups._get_sequence_data_parallel_group(), config.zero_config.paro_group_size)
     allowed = _allowed(engine, model)
-    described = same_everywhere(described(engine, model))
+    described = same_everywhere(describe_engine(engine, model))
     flops = _flops(config, model)
     inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))

@@ -19,7 +19,7 @@ from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import PLAIN, Prediction
-from deepspeed_ext.planner.described import described, same_everywhere
+from deepspeed_ext.planner.described import describe_engine, same_everywhere
 from deepspeed_ext.planner.rates import HopRates, Rates
 from deepspeed_ext.report.recording import WITHIN
 
@@ -108,7 +108,7 @@ def predict(engine: Engine, compute: float) -> Predicted:
         ValueError: on all ranks; see ``topology_of``.
     """
     config, topology = engine._config, topology_of(engine)
-    model = same_everywhere(described(engine, engine.module))
+    model = same_everywhere(describe_engine(engine, engine.module))
     model = replace(model, compute=compute / model.accumulation)
     dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
     pinned = None if model.host is None else model.host.pinned

@@ -245,7 +245,8 @@ def test_modules_are_translated() -> None:
     for source in translated_sources.sources():
         text = translated_sources.translated(source, formatted=False)
         assert "deepspeed_ext" not in text.replace("deepspeed_ext contributors", ""), source
-        assert "DeepSpeed Team" in text.splitlines()[3], source
+        if not source.endswith((".css", ".html")):
+            assert "DeepSpeed Team" in text.splitlines()[3], source
         if source.endswith(".py"):
             compile(text, source, "exec")
     assert "deepspeed.ops.op_builder.loco import LocoBuilder" in translated_sources.translated(

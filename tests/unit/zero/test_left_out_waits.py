@@ -180,6 +180,25 @@ UNFOUND = {
     "zero/flat/arrivals.py:Arrivals.wait:drain": _BY_READING,
     "zero/arrivals.py:wait_for_updates:wait": _BY_READING,
     "zero/arrivals.py:wait_for_whole_parameters:wait": _BY_READING,
+    **dict.fromkeys(
+        (
+            *(f"compare/clock.py:Clock.{name}" for name in ("note:record", "note:synchronize", "seconds:synchronize")),
+            *(f"doctor/pinned.py:_best:synchronize{number}" for number in ("", " 2")),
+            "doctor/wire.py:_round_trip:synchronize",
+            *(f"doctor/wire.py:_send_and_receive:{name}" for name in ("synchronize", "wait")),
+            "report/clocks.py:DeviceClock.mark:record",
+            "report/clocks.py:DeviceClock.settle:synchronize",
+        ),
+        "it times something",
+    ),
+    **dict.fromkeys(
+        (
+            *(f"compare/launching.py:{name}" for name in ("run:wait", "stop:wait", "stop:wait 2")),
+            *(f"doctor/meeting.py:{name}:wait" for name in ("Meeting.hear", "_there", "meet")),
+        ),
+        "for processes, or for the store",
+    ),
+    "report/recorder.py:WatchedHandle.wait:wait": "the wait of whoever has the handle; tests/unit/report finds it",
 }
 
 
