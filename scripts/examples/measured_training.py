@@ -23,6 +23,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 from tqdm import tqdm
 
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
@@ -87,9 +88,14 @@ def summarize(steps: list[TimedStep], received: dict[str, float | None]) -> dict
 
 def optimizer_bytes(engine: DeepSpeedEngine) -> int:
     """Return the bytes of optimizer states, master weights included, on the rank that holds the most."""
-    from deepspeed_ext.compare import held
-
-    most = torch.tensor(held.optimizer_bytes(engine), device=engine.device)
+    states = engine.optimizer.optimizer.state  # by master weight
+    held = sum(
+        tensor.nbytes
+        for master, state in states.items()
+        for tensor in (master, *state.values())
+        if isinstance(tensor, Tensor) and tensor.dim()  # a count of steps is no state
+    )
+    most = torch.tensor(held, device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most.item())
 
