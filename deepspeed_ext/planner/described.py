@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner is told of an engine's model."""
+"""What the planner is told of an engine: its model, what crosses in few bits, and the links as measured."""
 
 from dataclasses import astuple, replace
 
@@ -10,14 +10,19 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from deepspeed_ext.comm.agreement import all_reduced
-from deepspeed_ext.config.keys import CACHE_BYTES, OVERLAP_UPDATES, SECTION
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, SECTION
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
+from deepspeed_ext.planner import probe
+from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.host import HostParameters
 from deepspeed_ext.planner.models import describe
+from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import ModelStates
 
 
@@ -84,3 +89,19 @@ def reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Reduce integers over all ranks, and return the result."""
     found = all_reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in found.tolist()]
+
+
+def compression_of(config: Config) -> Compression:
+    """Return what crosses in few bits, by a parsed configuration."""
+    loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
+    return Compression(
+        None if loco is None else LocoSettings.parse(loco),
+        None if updates is None else UpdateSettings.parse(updates),
+    )
+
+
+def measured_rates(config: Config, topology: Topology, model: Model) -> Rates:
+    """Measure the links with what they will carry of a model. Collective; takes some seconds."""
+    dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
+    pinned = None if model.host is None else model.host.pinned
+    return probe.measure(topology, dtype, config.zero_config.reduce_scatter, pinned)

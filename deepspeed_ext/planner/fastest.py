@@ -32,13 +32,11 @@ from deepspeed_ext.config.keys import (
 )
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Experts, Model
 from deepspeed_ext.planner.decisions import Decisions, say
-from deepspeed_ext.planner.described import describe_engine, reduced, same_everywhere
+from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, reduced, same_everywhere
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
@@ -144,16 +142,9 @@ def _orthogonalizing(config: Config, model: nn.Module) -> float:
 
 
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
-    dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
-    pinned = None if model.host is None else model.host.pinned
-    rates = probe.measure(topology, dtype, config.zero_config.reduce_scatter, pinned)
-    loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
-    sent = Compression(
-        None if loco is None else LocoSettings.parse(loco),
-        None if updates is None else UpdateSettings.parse(updates),
-    )
+    rates = measured_rates(config, topology, model)
     names = {row.name for row in allowed}
-    return plan(topology.sizes, model, rates, budget, [sent], lambda row: row.name in names)
+    return plan(topology.sizes, model, rates, budget, [compression_of(config)], lambda row: row.name in names)
 
 
 def _budget(config: Config, model: nn.Module) -> float:

@@ -22,9 +22,10 @@ from deepspeed_ext.comm.agreement import all_gather_texts, broadcast_text
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
+from deepspeed_ext.planner.described import compression_of
 from deepspeed_ext.report import measures, told
 from deepspeed_ext.report.page import render
-from deepspeed_ext.report.predicted import Predicted, compression_of, predict, topology_of
+from deepspeed_ext.report.predicted import Predicted, predict, topology_of
 from deepspeed_ext.report.recording import BETWEEN, WITHIN, Step
 from deepspeed_ext.report.trace import chrome_trace
 from deepspeed_ext.strategy import GroupSizes, StateBytes
@@ -133,7 +134,7 @@ def _made(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
-    config, strategy, sent = engine._config, active_strategy(engine._config), compression_of(engine)
+    config, strategy, sent = engine._config, active_strategy(engine._config), compression_of(engine._config)
     stage = int(config.zero_config.stage)
     letters = "" if strategy is None else f"p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}"
     model = list(engine.module.parameters())

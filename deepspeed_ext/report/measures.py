@@ -31,6 +31,7 @@ from deepspeed_ext.report.recording import (
     UPDATE,
     WITHIN,
     Communication,
+    Interval,
     Step,
     Wait,
     common,
@@ -85,8 +86,7 @@ def exposed(step: Step) -> Exposed:
 def parts(step: Step, waits: Exposed | None = None) -> dict[str, float]:
     """Return the seconds of each of ``PARTS``; their sum is the step's."""
     charged = exposed(step) if waits is None else waits
-    waiting = union((one.begin, one.end) for one in step.waits if one.trains)
-    elsewhere = union([*waiting, *step.of_kinds(HANDLING)])
+    elsewhere = union([*_waits(step), *step.of_kinds(HANDLING)])
     compute = length(without(step.of_kinds(FORWARD, BACKWARD), elsewhere))
     update = length(without(step.of_kinds(UPDATE), elsewhere))
     found = {COMPUTE: compute, UPDATE: update, **{hop: charged.by_hop[hop] for hop in HOPS}}
@@ -95,7 +95,11 @@ def parts(step: Step, waits: Exposed | None = None) -> dict[str, float]:
 
 def waiting(step: Step) -> float:
     """Return the seconds for which the training lane waits."""
-    return length(union((one.begin, one.end) for one in step.waits if one.trains))
+    return length(_waits(step))
+
+
+def _waits(step: Step) -> list[Interval]:
+    return union((one.begin, one.end) for one in step.waits if one.trains)
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def middle(steps: Sequence[Step]) -> Step:
 # The timeline #####################################################################################
 
 _SHORT = 1e-6  # seconds: a wait that is over at once is not drawn
-_LINKS = {"gather": "gather", "reduce": "reduce", "send": "copy", "recv": "copy"}
+_LINKS = {"gather": "gather", "reduce": "reduce", "send": "copy", "recv": "copy", "broadcast": "gather"}
 
 
 def timeline(step: Step) -> list[dict[str, Any]]:
@@ -193,4 +197,4 @@ def _waited(row: Callable[..., list[Any]], one: Wait) -> list[Any]:
 
 
 def _kind(name: str) -> str:
-    return next((kind for part, kind in _LINKS.items() if part in name), "gather" if "broadcast" in name else "reduce")
+    return next((kind for part, kind in _LINKS.items() if part in name), "reduce")

@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
 from deepspeed_ext.comm.process_groups import Topology, get_topology
-from deepspeed_ext.config.keys import LOCO, OUTER, QUANTIZED_UPDATES
+from deepspeed_ext.config.keys import OUTER
+from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import PLAIN, Prediction
-from deepspeed_ext.planner.described import describe_engine, same_everywhere
+from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, same_everywhere
 from deepspeed_ext.planner.rates import HopRates, Rates
 from deepspeed_ext.report.recording import WITHIN
 
@@ -35,16 +34,6 @@ def topology_of(engine: Engine) -> Topology:
     """
     found: Topology | None = getattr(engine.optimizer, "topology", None)
     return get_topology(groups._get_sequence_data_parallel_group()) if found is None else found
-
-
-def compression_of(engine: Engine) -> Compression:
-    """Return what of an engine's communications crosses in few bits."""
-    zero = engine._config.zero_config
-    loco, updates = getattr(zero, LOCO, None), getattr(zero, QUANTIZED_UPDATES, None)
-    return Compression(
-        None if loco is None else LocoSettings.parse(loco),
-        None if updates is None else UpdateSettings.parse(updates),
-    )
 
 
 @dataclass(frozen=True)
@@ -110,10 +99,8 @@ def predict(engine: Engine, compute: float) -> Predicted:
     config, topology = engine._config, topology_of(engine)
     model = same_everywhere(describe_engine(engine, engine.module))
     model = replace(model, compute=compute / model.accumulation)
-    dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
-    pinned = None if model.host is None else model.host.pinned
-    rates = probe.measure(topology, dtype, config.zero_config.reduce_scatter, pinned)
-    runs, sent = active_strategy(config), compression_of(engine)
+    rates = measured_rates(config, topology, model)
+    runs, sent = active_strategy(config), compression_of(config)
     made = plan(topology.sizes, model, rates, None, _forms(sent))
     every = sorted([*made.predictions, *made.plain], key=lambda one: (one.total_seconds, one.total_memory))
     return Predicted(rates, _now(engine, made, runs.name if runs else None, sent), _without_twins(every))
@@ -134,8 +121,8 @@ def _now(engine: Engine, made: Plan, name: str | None, sent: Compression) -> Pre
     if getattr(engine._config.zero_config, OUTER, None) is not None:
         return None  # its steps are not alike
     if name is None:
-        plain = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}[int(engine._config.zero_config.stage)]
-        return next((one for one in made.plain if one.name == plain), None)
+        plain = STRATEGY_OF_STAGE.get(int(engine._config.zero_config.stage), "NNN")
+        return next((one for one in made.plain if one.strategy == plain), None)
     wanted = (name, *_few_bits(sent))
     return next((one for one in made.predictions if (one.strategy, one.loco, one.updates) == wanted), None)
 
