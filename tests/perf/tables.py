@@ -40,6 +40,7 @@ OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from t
     "mixture": lambda: mixture_rows.table(mixture_rows.read()),
     "saves": lambda: save_rows.table(save_rows.read()),
     "equal-speed": lambda: equal_speed.table(read(), "2x2-large-4", 100),
+    "equal-speed-bf16": lambda: equal_speed.table(read(), "2x2-large-4-bf16", 100),
 }
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -48,7 +48,7 @@ def test_the_page_is_short_and_leads_to_all_results() -> None:
 
 def test_each_claim_has_rows_of_its_date() -> None:
     found, program = claims(), ""
-    assert len(found) == 20
+    assert len(found) == 21
     for claim, date, command, _ in found:
         program = program if command == "the same" else command.strip("`").split()[2].removeprefix("tests.perf.")
         dates = {day[:10] for (day,) in rows(program, "date")}
@@ -71,12 +71,13 @@ def test_figures_of_claims_have_their_rows() -> None:
     def seconds(method: str, link: str = "100", setting: str = "2x2-large-4") -> float:
         return float(steps[setting, method, link]["seconds_median"])
 
-    def held(method: str) -> float:
-        row = steps["2x2-large-4", method, "100"]
+    def held(method: str, setting: str = "2x2-large-4") -> float:
+        row = steps[setting, method, "100"]
         return sum(float(row[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer"))
 
     few = "NIG + LoCo + updates"
     nig, muon = seconds("NIG"), "2x2-large-4-muon"
+    bf16, hsdp = "2x2-large-4-bf16", "HSDP (reduces in bf16)"
     under = {row[0]: row[1] for row in shown("overlap").section("## Seconds of a step").rows("")}
     outer = rows("outer_cluster", "method", "link_mbit")
     host = rows("host_parameters", "setting", "method")
@@ -113,6 +114,8 @@ def test_figures_of_claims_have_their_rows() -> None:
         f"IIG is {seconds('HSDP') / seconds('IIG'):.2f} times as fast as HSDP, "
         f"in {100 * (1 - held('IIG') / held('HSDP')):.0f} % less memory",
         f"make NIG {nig / seconds(few):.1f} times as fast",
+        f"In bf16, NIG takes {seconds('NIG', setting=bf16) / seconds(hsdp, setting=bf16):.2f} of HSDP's seconds, "
+        f"in {held('NIG', bf16) / held(hsdp, bf16):.2f} of its memory",
         f"IIG is {seconds('ZeRO-3', setting=muon) / seconds('IIG', setting=muon):.1f} times as fast as ZeRO-3",
         f"a step of NIG takes {under['NIG']} s, of DDP {under['DDP']} s, of HSDP {under['HSDP kept']} s, "
         f"of ZeRO-3 {under['ZeRO-3']} s",
