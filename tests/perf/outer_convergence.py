@@ -81,15 +81,9 @@ class Trainer:
         model = ByteGPT(**MODEL)
         method = METHODS[run.method]
         outer = outer_of(self._args, run)
-        zero = {**method.zero, **({} if outer is None else {"paro_outer_optimizer": outer})}
-        config = convergence.configuration(
-            OPTIMIZERS[run.optimizer],
-            method.strategy,
-            self._args.group_size,
-            zero,
-            self._args.steps,
-            bf16=True,
-        )
+        zero = {"paro_strategy": method.strategy, "paro_group_size": self._args.group_size, **method.zero}
+        zero |= {} if outer is None else {"paro_outer_optimizer": outer}
+        config = convergence.configuration(OPTIMIZERS[run.optimizer], zero, self._args.steps, bf16=True)
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         losses, received, curve, own = self._steps(engine, run)
         engine.destroy()

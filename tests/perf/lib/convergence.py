@@ -205,21 +205,13 @@ class Worker:
         return SeedRun(optimizer, name, seed, means, norms, received, count, seconds, whole)
 
     def _configuration(self, optimizer: str, method: Method) -> dict[str, Any]:
-        return configuration(
-            self._task.optimizers[optimizer],
-            method.strategy,
-            self._args.group_size,
-            method.zero,
-            self._args.steps,
-            self._args.accumulation,
-            bf16=self._task.bf16,
-        )
+        zero = {"paro_strategy": method.strategy, "paro_group_size": self._args.group_size, **method.zero}
+        kind = self._task.optimizers[optimizer]
+        return configuration(kind, zero, self._args.steps, self._args.accumulation, bf16=self._task.bf16)
 
 
 def configuration(
     optimizer: Mapping[str, Any],
-    strategy: str,
-    group_size: int,
     zero: Mapping[str, Any],
     steps: int,
     accumulation: int = 1,
@@ -231,7 +223,7 @@ def configuration(
 
     Args:
         optimizer: its section.
-        strategy, group_size, zero: of ``zero_optimization``.
+        zero: the section ``zero_optimization``.
         steps: of the optimizer.
         accumulation: micro-batches in a step.
         bf16: whether it trains in that, with fp32 masters.
@@ -252,7 +244,7 @@ def configuration(
         "scheduler": {"type": "WarmupDecayLR", "params": schedule},
         "zero_allow_untested_optimizer": True,  # SGD
         "steps_per_print": 1_000_000,
-        "zero_optimization": {"paro_strategy": strategy, "paro_group_size": group_size, **zero},
+        "zero_optimization": dict(zero),
     }
 
 

@@ -1,0 +1,152 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of ``long_training.py``: what is trained, with which methods, and the file that each run leaves."""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from scripts.examples.gpt import ByteGPT
+from tests.perf.lib import convergence
+from tests.perf.lib.records import RESULTS, circumstances
+
+KEPT = RESULTS / "long_training"
+STEPS = 3000
+RANKS, GROUP_SIZE = 4, 2
+SEEDS = (0, 1)
+MODEL = {"dim": 384, "layers": 6, "heads": 6, "sequence_length": 128}
+MICRO_BATCH = 4
+HELD_OUT = 0.05  # of the text, its end
+FINAL = 0.1  # of the steps
+DIGITS = 5  # of a loss, which bf16 does not have
+
+_LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
+_FOUR, _EXACTLY = ({"paro_quantized_updates": {"bits": bits}} for bits in (4, "exact"))
+REFERENCE, LOCO, LOSSLESS = "ZeRO-2", "NIG + LoCo", "NIG + LoCo + exact"
+METHODS: dict[str, dict[str, Any]] = {  # zero_optimization
+    REFERENCE: {"stage": 2},
+    **{
+        name: {"paro_strategy": name[:3], "paro_group_size": GROUP_SIZE, **zero}
+        for name, zero in {
+            "NIG": {},
+            LOCO: _LOCO,
+            "NIG + LoCo + updates": _LOCO | _FOUR,
+            LOSSLESS: _LOCO | _EXACTLY,
+            "IIG + LoCo + updates": _LOCO | _FOUR,
+        }.items()
+    },
+}
+
+
+def make_model(seed: int) -> ByteGPT:
+    """Return the model, of 10.9 million parameters, with the weights of a seed."""
+    torch.manual_seed(seed)
+    return ByteGPT(**MODEL)
+
+
+def configuration(method: str, steps: int = STEPS) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: AdamW in bf16 with fp32 masters, gradients clipped at 1.
+
+    Args:
+        method: one of ``METHODS``.
+        steps: of the whole run, over which the learning rate rises and falls.
+    """
+    config = convergence.configuration(convergence.ADAMW, METHODS[method], steps, bf16=True)
+    return config | {"train_micro_batch_size_per_gpu": MICRO_BATCH}
+
+
+def read_text() -> Tensor:
+    """Return the Python sources of the DeepSpeed that is installed, as bytes; the same on all machines.
+
+    Its installation writes one of them itself.
+    """
+    root = Path(deepspeed.__file__).parent
+    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    text = b"".join((root / name).read_bytes() for name in names if name != "git_version_info_installed.py")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def fingerprint(text: Tensor) -> str:
+    """Return what tells a text from others."""
+    return f"{len(text)} bytes, sha256 {hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]}"
+
+
+@dataclass
+class LongRun:
+    """A training run, as far as it has come.
+
+    Attributes:
+        method: one of ``METHODS``.
+        seed: of weights and batches.
+        text: its fingerprint.
+        steps: that it will have.
+        device: where ranks compute.
+        seconds: that steps have taken until now.
+        losses: of each step, means over ranks.
+        held_out: the loss on held-out text, by the number of steps before.
+        about: date, versions, hardware and command.
+    """
+
+    method: str
+    seed: int
+    text: str
+    steps: int
+    device: str
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    held_out: dict[str, float] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the name of its file, without the ending."""
+        return f"{self.method.replace(' + ', '_')}-{self.seed}"
+
+    @property
+    def done(self) -> bool:
+        """Return whether it has all of its steps."""
+        return len(self.losses) >= self.steps
+
+    @property
+    def final_loss(self) -> float:
+        """Return the mean over the last tenth of the steps, during which the learning rate goes to zero."""
+        return statistics.fmean(self.losses[-round(FINAL * self.steps) :])
+
+    def write(self, folder: Path) -> None:
+        """Write it down, whole or not at all."""
+        self.about = circumstances()
+        rounded = asdict(self) | {
+            "seconds": round(self.seconds, 1),
+            "losses": [round(loss, DIGITS) for loss in self.losses],
+            "held_out": {step: round(loss, DIGITS) for step, loss in self.held_out.items()},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{self.name}.part"
+        part.write_text(json.dumps(rounded, indent=None).replace(', "', ',\n"') + "\n", encoding="utf-8")
+        part.replace(folder / f"{self.name}.json")
+
+    @classmethod
+    def read(cls, path: Path) -> "LongRun":
+        """Return the run that a file has."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def read(folder: Path = KEPT) -> list[LongRun]:
+    """Return the runs in a folder, by seed and in the order of the methods."""
+    found = [LongRun.read(path) for path in folder.glob("*.json")]
+    order = list(METHODS)
+    return sorted(found, key=lambda run: (run.seed, order.index(run.method)))
+
+
+def planned(methods: Iterable[str], seeds: Iterable[int]) -> list[tuple[str, int]]:
+    """Return which runs there are, those of a seed together."""
+    methods = list(methods)
+    return [(method, seed) for seed in seeds for method in methods]
