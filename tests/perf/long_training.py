@@ -127,7 +127,7 @@ def complete(run: LongRun, text: Tensor, args: argparse.Namespace, end: float) -
         if count % EVALUATE == 0 or trainer.run.done:
             trainer.evaluate()
         if dist.get_rank() == 0:
-            trainer.run.write(args.folder)
+            trainer.run.write(args.folder, args.commit)
             rate = trainer.run.seconds / count
             print(f"{run.name}: step {count}, loss {trainer.run.losses[-1]:.4f}, {rate:.3f} s a step", flush=True)
         if count % args.save_every == 0 and not trainer.run.done:
@@ -153,8 +153,9 @@ def begin(method: str, seed: int, steps: int, text: Tensor, folder: Path) -> Lon
     Raises:
         ValueError: the file is of another text.
     """
-    name = get_accelerator().device_name()
-    run = LongRun(method, seed, fingerprint(text), steps, name)
+    kind = get_accelerator().device_name()
+    device = torch.cuda.get_device_name() if kind == "cuda" else kind
+    run = LongRun(method, seed, fingerprint(text), steps, device)
     path = folder / f"{run.name}.json"
     if not path.exists():
         return run
@@ -187,6 +188,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=5 * CHUNK, help=f"steps; a multiple of {CHUNK}")
     parser.add_argument("--folder", type=Path, default=KEPT, help="where runs leave their files")
     parser.add_argument("--checkpoints", type=Path, default=Path("build", "long_training"))
+    parser.add_argument("--commit", default="", metavar="REVISION", help="what this is a copy of")
     args = parser.parse_args()
     if args.save_every % CHUNK:
         parser.error(f"--save-every must be a multiple of {CHUNK}, got {args.save_every}")

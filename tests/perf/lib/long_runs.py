@@ -88,7 +88,7 @@ class LongRun:
         seed: of weights and batches.
         text: its fingerprint.
         steps: that it will have.
-        device: where ranks compute.
+        device: where ranks compute: cpu, or the name of a GPU.
         seconds: that steps have taken until now.
         losses: of each step, means over ranks.
         held_out: the loss on held-out text, by the number of steps before.
@@ -120,9 +120,9 @@ class LongRun:
         """Return the mean over the last tenth of the steps, during which the learning rate goes to zero."""
         return statistics.fmean(self.losses[-round(FINAL * self.steps) :])
 
-    def write(self, folder: Path) -> None:
-        """Write it down, whole or not at all."""
-        self.about = circumstances()
+    def write(self, folder: Path, commit: str = "") -> None:
+        """Write it down, whole or not at all; ``commit`` is that of a copy without git."""
+        self.about = circumstances(commit)
         rounded = asdict(self) | {
             "seconds": round(self.seconds, 1),
             "losses": [round(loss, DIGITS) for loss in self.losses],

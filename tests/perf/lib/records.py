@@ -19,12 +19,18 @@ import deepspeed_ext
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
-def circumstances() -> dict[str, Any]:
-    """Return what a number depends on and does not say by itself."""
-    packages = ("deepspeed_ext", "deepspeed", "torch")
+def circumstances(commit: str = "") -> dict[str, Any]:
+    """Return what a number depends on and does not say by itself.
+
+    Args:
+        commit: of a copy of the working tree that has no git.
+    """
+    ours, others = f"deepspeed_ext {deepspeed_ext.__version__}", ("deepspeed", "torch")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "versions": "; ".join([*(f"{name} {metadata.version(name)}" for name in packages), f"commit {_commit()}"]),
+        "versions": "; ".join(
+            [ours, *(f"{name} {metadata.version(name)}" for name in others), f"commit {commit or _commit()}"]
+        ),
         "hardware": f"{os.cpu_count()} cores of {_processor()}",
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
     }
