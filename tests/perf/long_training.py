@@ -29,21 +29,8 @@ from torch import Tensor
 from scripts.emulation.launching import start_rank
 from scripts.examples.gpt import Batches
 from scripts.examples.steps import average, train_step
-from tests.perf.lib.long_runs import (
-    HELD_OUT,
-    KEPT,
-    METHODS,
-    MODEL,
-    RANKS,
-    SEEDS,
-    STEPS,
-    LongRun,
-    configuration,
-    fingerprint,
-    make_model,
-    planned,
-    read_text,
-)
+from tests.perf.lib.long_runs import KEPT, METHODS, RANKS, SEEDS, STEPS, LongRun, planned
+from tests.perf.lib.long_task import HELD_OUT, MODEL, configuration, fingerprint, make_model, read_text
 
 CHUNK = 50  # steps whose losses are averaged over ranks at once
 EVALUATE = 250  # steps from one look at held-out text to the next

@@ -15,6 +15,7 @@ from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import (
     equal_speed,
     host_parameter_rows,
+    long_runs,
     mixture_rows,
     outer_cluster_rows,
     outer_rows,
@@ -38,6 +39,7 @@ OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from t
     "outer-cluster": lambda: outer_cluster_rows.table(outer_cluster_rows.read()),
     "host-parameters": lambda: host_parameter_rows.table(host_parameter_rows.read()),
     "mixture": lambda: mixture_rows.table(mixture_rows.read()),
+    "long-training": lambda: long_runs.table(long_runs.read()),
     "saves": lambda: save_rows.table(save_rows.read()),
     "equal-speed": lambda: equal_speed.table(read(), "2x2-large-4", 100),
     "equal-speed-bf16": lambda: equal_speed.table(read(), "2x2-large-4-bf16", 100),

@@ -1,30 +1,23 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of ``long_training.py``: what is trained, with which methods, and the file that each run leaves."""
+"""The runs of ``long_training.py``: with which methods, the file that each run leaves, and what they say together.
 
-import hashlib
+Imports neither torch nor DeepSpeed.
+"""
+
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deepspeed
-import torch
-from torch import Tensor
-
-from scripts.examples.gpt import ByteGPT
-from tests.perf.lib import convergence
 from tests.perf.lib.records import RESULTS, circumstances
 
 KEPT = RESULTS / "long_training"
 STEPS = 3000
 RANKS, GROUP_SIZE = 4, 2
 SEEDS = (0, 1)
-MODEL = {"dim": 384, "layers": 6, "heads": 6, "sequence_length": 128}
-MICRO_BATCH = 4
-HELD_OUT = 0.05  # of the text, its end
 FINAL = 0.1  # of the steps
 DIGITS = 5  # of a loss, which bf16 does not have
 
@@ -44,39 +37,6 @@ METHODS: dict[str, dict[str, Any]] = {  # zero_optimization
         }.items()
     },
 }
-
-
-def make_model(seed: int) -> ByteGPT:
-    """Return the model, of 10.9 million parameters, with the weights of a seed."""
-    torch.manual_seed(seed)
-    return ByteGPT(**MODEL)
-
-
-def configuration(method: str, steps: int = STEPS) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: AdamW in bf16 with fp32 masters, gradients clipped at 1.
-
-    Args:
-        method: one of ``METHODS``.
-        steps: of the whole run, over which the learning rate rises and falls.
-    """
-    config = convergence.configuration(convergence.ADAMW, METHODS[method], steps, bf16=True)
-    return config | {"train_micro_batch_size_per_gpu": MICRO_BATCH}
-
-
-def read_text() -> Tensor:
-    """Return the Python sources of the DeepSpeed that is installed, as bytes; the same on all machines.
-
-    Its installation writes one of them itself.
-    """
-    root = Path(deepspeed.__file__).parent
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    text = b"".join((root / name).read_bytes() for name in names if name != "git_version_info_installed.py")
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def fingerprint(text: Tensor) -> str:
-    """Return what tells a text from others."""
-    return f"{len(text)} bytes, sha256 {hashlib.sha256(text.numpy().tobytes()).hexdigest()[:16]}"
 
 
 @dataclass
@@ -120,6 +80,11 @@ class LongRun:
         """Return the mean over the last tenth of the steps, during which the learning rate goes to zero."""
         return statistics.fmean(self.losses[-round(FINAL * self.steps) :])
 
+    @property
+    def final_held_out(self) -> float:
+        """Return the loss on held-out text after the last step."""
+        return self.held_out[str(self.steps)]
+
     def write(self, folder: Path, commit: str = "") -> None:
         """Write it down, whole or not at all; ``commit`` is that of a copy without git."""
         self.about = circumstances(commit)
@@ -150,3 +115,21 @@ def planned(methods: Iterable[str], seeds: Iterable[int]) -> list[tuple[str, int
     """Return which runs there are, those of a seed together."""
     methods = list(methods)
     return [(method, seed) for seed in seeds for method in methods]
+
+
+def table(runs: Sequence[LongRun]) -> tuple[list[str], list[list[str]]]:
+    """Return a line for each method that has ended with ZeRO-2's seeds: losses, and how far they are from ZeRO-2's."""
+    done = {(run.method, run.seed): run for run in runs if run.done}
+    seeds = sorted(seed for method, seed in done if method == REFERENCE)
+    header = ["method", "training loss", f"from {REFERENCE}", "held-out loss", f"from {REFERENCE}"]
+    lines = []
+    for method in METHODS:
+        if mine := [done[method, seed] for seed in seeds if (method, seed) in done]:
+            beside = [done[REFERENCE, run.seed] for run in mine]
+            cells = []
+            for kind in ("final_loss", "final_held_out"):
+                found = [getattr(run, kind) for run in mine]
+                apart = [value / getattr(one, kind) - 1 for value, one in zip(found, beside, strict=True)]
+                cells += [", ".join(f"{value:.4f}" for value in found), ", ".join(f"{one:+.2%}" for one in apart)]
+            lines.append([method, *cells])
+    return header, lines

@@ -109,7 +109,12 @@ def test_tables_of_some_strategies_say_nothing_of_the_order() -> None:
 def test_the_pages_have_the_rows_that_are_kept(tmp_path: Path) -> None:
     kept = {path.name: path.read_text(encoding="utf-8") for path in tables.PAGES.glob("*.md")}
     wanted = {name for text in kept.values() for name in re.findall("<!-- table: tables.py (.*) -->", text)}
-    assert wanted == {tables.ALL, *(f"2x2-large-4{end}" for end in ("", "-bf16", "-muon")), *tables.OVERLAP, *tables.OTHERS}
+    assert wanted == {
+        tables.ALL,
+        *(f"2x2-large-4{end}" for end in ("", "-bf16", "-muon")),
+        *tables.OVERLAP,
+        *tables.OTHERS,
+    }
     for name, text in kept.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     tables.write(tmp_path, cluster_rows.read(), overlap_rows.read())

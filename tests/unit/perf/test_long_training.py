@@ -1,0 +1,92 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The files of long trainings: what they have, what is said of them, and that today's code begins as they do."""
+
+import math
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.ranks import RankPool
+from tests.harness.tiers import deep
+from tests.perf.lib import long_runs
+from tests.perf.lib.long_runs import LOCO, LOSSLESS, METHODS, RANKS, REFERENCE, STEPS, LongRun
+
+BEGINNING = 20  # steps
+# Of a loss: other cores and other versions of torch add up in another order, and GPUs in yet another.
+NEAR = 2e-3
+FOUR_BITS = "NIG + LoCo + updates"
+QUICK = pytest.mark.quick
+
+
+def kept() -> dict[tuple[str, int], LongRun]:
+    """The runs in the repository."""
+    return {(run.method, run.seed): run for run in long_runs.read()}
+
+
+@QUICK
+def test_files_are_whole_and_a_seed_has_all_methods() -> None:
+    runs = kept()
+    assert runs.keys() >= {(method, 0) for method in METHODS}
+    for run in runs.values():
+        assert run.done and len(run.losses) == STEPS == int(max(run.held_out, key=int)), run.name
+        assert all(map(math.isfinite, run.losses)) and run.losses[0] > 5 > 2 > run.final_loss, run.name
+        assert (run.text, run.device) == (runs[REFERENCE, run.seed].text, runs[REFERENCE, run.seed].device)
+
+
+@QUICK
+def test_lossless_updates_change_no_loss() -> None:
+    runs = kept()
+    for method, seed in runs:
+        if method == LOSSLESS:
+            assert runs[LOSSLESS, seed].losses == runs[LOCO, seed].losses
+            assert runs[LOSSLESS, seed].held_out == runs[LOCO, seed].held_out
+
+
+@QUICK
+def test_a_run_survives_its_file_and_a_table_has_its_losses(tmp_path: Path) -> None:
+    def made(method: str, loss: float) -> LongRun:
+        return LongRun(method, 0, "text", 20, "cpu", 2.0, [9.0] * 18 + [loss - 0.1, loss + 0.1], {"20": 2 * loss})
+
+    some = [made("NIG", 1.01), made(REFERENCE, 1.0)]
+    for run in some:
+        run.write(tmp_path, "abc")
+    found = long_runs.read(tmp_path)
+    assert [run.method for run in found] == [REFERENCE, "NIG"] and found[0].about["versions"].endswith("commit abc")
+    assert asdict(found[1]) == asdict(some[0]) and found[0].done
+    header, lines = long_runs.table(found)
+    assert lines[1] == ["NIG", "1.0100", "+1.00%", "2.0200", "+1.00%"] and len(header) == 5
+    found[0].losses.pop()
+    assert not found[0].done and long_runs.table(found)[1] == []
+
+
+@pytest.mark.parametrize("method", [FOUR_BITS, *deep(*(name for name in METHODS if name != FOUR_BITS))])
+def test_the_first_steps_are_those_of_the_file(method: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Half of them before a checkpoint, and half after it, by an engine that has loaded it."""
+    expected = kept()[method, 0]
+    found, *_ = ranks(RANKS).run(_beginning, method, str(tmp_path / "checkpoints"))
+    if found["text"] != expected.text:
+        pytest.skip(f"the DeepSpeed that is installed has other sources: {found['text']}")
+    for step, (loss, wanted) in enumerate(zip(found["losses"], expected.losses, strict=False)):
+        assert loss == pytest.approx(wanted, rel=NEAR), step
+    assert len(found["losses"]) == BEGINNING
+
+
+def _beginning(method: str, folder: str) -> dict[str, Any]:
+    from tests.perf.lib.long_task import fingerprint, read_text
+    from tests.perf.long_training import Trainer
+
+    text, checkpoints = read_text(), Path(folder)
+    run = LongRun(method, 0, fingerprint(text), STEPS, "cpu")
+    for until in (BEGINNING // 2, BEGINNING):
+        trainer = Trainer(run, text, checkpoints)
+        trainer.train(until)
+        trainer.save()
+        trainer.engine.destroy()
+        run = trainer.run
+    if trainer.engine.global_rank == 0:
+        shutil.rmtree(checkpoints)
+    return {"text": run.text, "losses": run.losses}
