@@ -40,7 +40,7 @@ from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import verdict
 from tests.perf.lib.cluster_rows import FORMS, UNLIMITED, rate_name
 from tests.perf.lib.gpt2 import make_gpt2
-from tests.perf.lib.gpt2_rows import MEASURED, METHODS, SETTINGS, Gpt2Row, Gpt2Setting, apart, problems, table_of
+from tests.perf.lib.gpt2_rows import MEASURED, METHODS, SETTINGS, Gpt2Row, Gpt2Setting, apart, problems, table
 from tests.perf.lib.one_by_one import OneByOne
 from tests.perf.lib.peers import Batch, Method, Workload
 from tests.perf.lib.settings import add_arguments, require_positive, run
@@ -121,15 +121,16 @@ class Worker:
 
 
 def print_rows(rows: Sequence[Gpt2Row]) -> None:
-    """Print a table of a setting, and how losses fall."""
-    first = rows[0]
-    print(f"\n{first.setting}: compute alone {first.compute:.3f} s; losses of all steps, and how far they are apart")
-    header, lines = table_of(rows)
-    losses = {row.method: (row.losses, row.difference) for row in rows}
+    """Print the table of a setting, as the page has it, and how losses fall."""
+    header, lines = table(rows)
+    widths = [max(map(len, column)) + 2 for column in zip(header, *lines, strict=True)]
+    print(f"\n{rows[0].setting}: compute alone {rows[0].compute:.3f} s")
     for line in [header, *lines]:
-        print(f"{line[0]:<24}" + "".join(f"{cell:>27}" for cell in line[1:]))
-    for method, (some, difference) in losses.items():
-        print(f"{method:<24}" + "".join(f"{loss:>9.4f}" for loss in some) + f"{difference:>12.1e}")
+        print("".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)))
+    print("losses of the steps of a turn, and how far they are apart from the first method's, of their fall")
+    for row in {row.method: row for row in rows}.values():
+        losses = "".join(f"{loss:>9.4f}" for loss in row.losses)
+        print(f"{row.method:>{widths[0]}}{losses}{row.difference:>10.1e}")
 
 
 def a_rate(given: str) -> float | None:

@@ -39,7 +39,7 @@ OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from t
     "outer-cluster": lambda: outer_cluster_rows.table(outer_cluster_rows.read()),
     "host-parameters": lambda: host_parameter_rows.table(host_parameter_rows.read()),
     "mixture": lambda: mixture_rows.table(mixture_rows.read()),
-    "gpt2": lambda: gpt2_rows.table(gpt2_rows.read()),
+    "gpt2": lambda: gpt2_rows.table(gpt2_rows.measured()),
     "saves": lambda: save_rows.table(save_rows.read()),
     "equal-speed": lambda: equal_speed.table(read(), "2x2-large-4", 100),
 }

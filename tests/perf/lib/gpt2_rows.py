@@ -96,6 +96,11 @@ def read(path: Path = KEPT) -> list[Gpt2Row]:
     return read_last(path, Gpt2Row, lambda row: (row.setting, row.mbit, row.method)) if path.exists() else []
 
 
+def measured(path: Path = KEPT) -> list[Gpt2Row]:
+    """Return those that are of the full size."""
+    return [row for row in read(path) if row.setting == MEASURED]
+
+
 def apart(losses: Sequence[float], others: Sequence[float]) -> float:
     """Return the largest difference of two methods' losses in a step, of how far those of the second one fall.
 
@@ -119,34 +124,30 @@ def problems(rows: Sequence[Gpt2Row]) -> list[str]:
 
 def table(rows: Sequence[Gpt2Row]) -> tuple[list[str], list[list[str]]]:
     """Return seconds of a step of each method at each rate, beside their floor and ``STOCK``'s, its bytes, and what it
-    holds, of the full size; the slowest first."""
-    rates = SETTINGS[MEASURED].mbit
-    return _table([row for row in rows if row.setting == MEASURED], rates)
-
-
-def table_of(rows: Sequence[Gpt2Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the same of the rows of any one setting, at the rates that they have."""
-    return _table(rows, list(dict.fromkeys(row.mbit for row in rows)))
-
-
-def _table(rows: Sequence[Gpt2Row], rates: Sequence[float | None]) -> tuple[list[str], list[list[str]]]:
+    holds, of a setting's rows; the slowest first."""
+    rates = sorted({row.mbit for row in rows}, key=lambda mbit: mbit or float("inf"))
     header = [""]
-    for rate in rates:
-        named = "without a limit" if rate is None else f"at {rate:g} Mbit/s"
+    for mbit in rates:
+        named = "without a limit" if mbit is None else f"at {mbit:g} Mbit/s"
         header += [f"seconds {named}", "min .. max", "floor", f"times {STOCK}'s speed"]
     header += ["MB between", "of the formula", "MB held"]
     found = {(row.mbit, row.method): row for row in rows}
     lines = []
     for first in sorted((row for row in rows if row.mbit == rates[0]), key=lambda row: -row.median):
         line = [first.method]
-        for rate in rates:
-            row, stock = found[rate, first.method], found.get((rate, STOCK))
-            least, most = _seconds(min(row.seconds)), _seconds(max(row.seconds))
-            line += [_seconds(row.median), f"{least} .. {most}", _seconds(row.floor)]
-            line.append("" if stock is None else f"{stock.median / row.median:.1f}")
+        for mbit in rates:
+            line += _cells(found.get((mbit, first.method)), found.get((mbit, STOCK)))
         due = f"{first.bytes_between / first.formula_bytes:.3f}" if first.formula_bytes else ""
         lines.append([*line, f"{first.bytes_between / 1e6:.0f}", due, f"{first.memory / 1e6:.0f}"])
     return header, lines
+
+
+def _cells(row: Gpt2Row | None, stock: Gpt2Row | None) -> list[str]:
+    """Return what a table has of a method at a rate."""
+    if row is None:
+        return [""] * 4
+    seconds = [_seconds(row.median), f"{_seconds(min(row.seconds))} .. {_seconds(max(row.seconds))}"]
+    return [*seconds, _seconds(row.floor), "" if stock is None else f"{stock.median / row.median:.1f}"]
 
 
 def _seconds(value: float) -> str:

@@ -87,8 +87,10 @@ def test_rows_survive_a_file(tmp_path: Path) -> None:
     kept = rows[0]
     assert (kept.median, kept.difference, kept.losses, kept.floor) == (22.0, 1e-3, [9.0, 7.0], ours.floor)
     assert rows[-1].mbit is None and rows[2].setup == "of ZeRO-3" and rows[2].formula_bytes is None
-    header, lines = gpt2_rows.table(rows)
+    assert gpt2_rows.measured(path) == rows[:-1]
+    header, lines = gpt2_rows.table(rows[:-1])
     assert [len(header)] * 2 == [len(line) for line in lines]
+    assert [name for name in header if "seconds" in name] == ["seconds at 100 Mbit/s", "seconds at 1000 Mbit/s"]
     assert [" ".join(line) for line in lines] == [
         "ZeRO-3 240.0 240.0 .. 240.0 244.0 1.0 30.0 30.0 .. 30.0 28.0 1.0 3000  0",
         "NIG 22.0 20.0 .. 24.0 24.0 10.9 6.00 6.00 .. 6.00 6.00 5.0 250 1.008 750",
