@@ -18,7 +18,7 @@ backward of all micro-batches on all ranks at once, and an update of 1/n of the 
 bytes over the link.
 
 Needs root, ``ip`` and ``tc`` of iproute2, transformers, and 16 GB of free memory. One launch of half an hour on two
-cores. ``--settings 2x2-tiny`` tries the program with a tiny model within two minutes.
+cores. ``--settings 2x2-tiny`` tries the program with a tiny model in some three minutes.
 
 Exit status 0 if losses agree and the strategies' bytes are those of the formula, 1 if not, 2 if it could not run.
 """
@@ -57,7 +57,9 @@ class Worker:
         self._rates = setting.mbit if args.mbit is None else tuple(args.mbit)
         self._ranks = OneByOne(setting.ranks_per_node, self._batches)
         make_model = partial(make_gpt2, setting.shape, self._ranks.note)
-        self._workload = Workload(setting.accumulation, setting.ranks_per_node, make_model, dtype=DTYPE)
+        self._workload = Workload(
+            setting.accumulation, setting.ranks_per_node, make_model, bucket=setting.bucket, dtype=DTYPE
+        )
         self._names = [name for name in METHODS if name in args.methods]
         self._rows = {name: [Gpt2Row(setting.name, rate, name, "") for rate in self._rates] for name in self._names}
 
