@@ -57,7 +57,8 @@ from tests.perf.lib.cluster_rows import (
 )
 from tests.perf.lib.peers import PEERS, Workload
 from tests.perf.lib.settings import add_arguments, require_positive, run
-from tests.perf.lib.side_by_side import LONG, SideBySide
+from tests.perf.lib.side_by_side import SideBySide
+from tests.perf.lib.turns import LONG
 
 BLOCKS = 4
 IN_BF16 = ("NNG", "NIG", "IIG")

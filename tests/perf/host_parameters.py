@@ -44,7 +44,8 @@ from tests.perf.lib.host_parameter_rows import (
 from tests.perf.lib.pcie import Pcie
 from tests.perf.lib.peers import Method, Workload
 from tests.perf.lib.settings import add_arguments, require_positive, run_what_is_promised
-from tests.perf.lib.side_by_side import SideBySide, Turn, over_ranks
+from tests.perf.lib.side_by_side import SideBySide
+from tests.perf.lib.turns import Turn, over_ranks
 
 SHORT, MOST = 5.0, 9  # steps that take less than this together go on, up to this number of them in a turn
 

@@ -45,7 +45,8 @@ from tests.perf.lib.outer_cluster_rows import (
 )
 from tests.perf.lib.peers import Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.settings import add_arguments, require_positive, run
-from tests.perf.lib.side_by_side import WARM_UP_STEPS, SideBySide, Turn
+from tests.perf.lib.side_by_side import WARM_UP_STEPS, SideBySide
+from tests.perf.lib.turns import Turn
 
 BLOCK = 2 * WIDTH * HIDDEN
 BOUND, PARITY = 0.02, 1e-4  # of bytes; of the largest weight

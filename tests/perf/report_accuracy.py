@@ -36,7 +36,8 @@ from tests.perf.lib.cluster_rows import MethodRow
 from tests.perf.lib.overlap_rows import BLOCK, HIDDEN, SETTINGS, WIDTH, OverlapSetting
 from tests.perf.lib.peers import PEERS, Method, Workload
 from tests.perf.lib.settings import add_arguments, require_positive, run_what_is_promised
-from tests.perf.lib.side_by_side import SideBySide, Turn, over_ranks
+from tests.perf.lib.side_by_side import SideBySide
+from tests.perf.lib.turns import Turn, over_ranks
 
 METHODS = ("ZeRO-2", "ZeRO-3", "NIG", "IIG")
 AGREES = 0.05

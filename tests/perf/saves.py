@@ -68,7 +68,8 @@ from tests.perf.lib.save_rows import (
     table,
 )
 from tests.perf.lib.settings import add_arguments, require_positive, run_what_is_promised
-from tests.perf.lib.side_by_side import WARM_UP_STEPS, cpu_times, give_back_memory, over_ranks
+from tests.perf.lib.side_by_side import WARM_UP_STEPS
+from tests.perf.lib.turns import cpu_times, give_back_memory, over_ranks
 
 ROWS = 1  # of a micro-batch
 BACKWARD = 2.0  # seconds of backward for each of forward

@@ -14,6 +14,7 @@ from pathlib import Path
 from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import (
     equal_speed,
+    gpt2_rows,
     host_parameter_rows,
     long_runs,
     mixture_rows,
@@ -40,6 +41,7 @@ OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from t
     "host-parameters": lambda: host_parameter_rows.table(host_parameter_rows.read()),
     "mixture": lambda: mixture_rows.table(mixture_rows.read()),
     "long-training": lambda: long_runs.table(long_runs.read()),
+    "gpt2": lambda: gpt2_rows.table(gpt2_rows.measured()),
     "saves": lambda: save_rows.table(save_rows.read()),
     "equal-speed": lambda: equal_speed.table(read(), "2x2-large-4", 100),
     "equal-speed-bf16": lambda: equal_speed.table(read(), "2x2-large-4-bf16", 100),

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
@@ -96,7 +96,10 @@ class MethodRow:
         held: bytes of parameters, gradients and optimizer states on the rank that holds most.
         difference: of the weights to the first method's after as many steps, relative to the largest.
         parts: predicted seconds of a step, by the planner, by part; none for a peer.
+        compared: of what ``difference`` is, as files name it.
     """
+
+    compared: ClassVar[str] = "weights"
 
     setting: str
     mbit: float | None
@@ -171,7 +174,7 @@ class MethodRow:
         }
 
     def counted(self) -> dict[str, Any]:
-        """Return the last columns of every file: bytes, and how far weights are apart."""
+        """Return the last columns of every file: bytes, and how far methods are apart."""
         return {
             "link_bytes": round(self.link_bytes),
             "header_factor": round(self.headers, 5),
@@ -179,7 +182,7 @@ class MethodRow:
             "parameter_bytes": round(self.held[0]),
             "gradient_bytes": round(self.held[1]),
             "optimizer_bytes": round(self.held[2]),
-            "weights_difference": f"{self.difference:.2e}",
+            f"{self.compared}_difference": f"{self.difference:.2e}",
         }
 
     @classmethod
@@ -196,7 +199,7 @@ class MethodRow:
             headers=float(kept["header_factor"]),
             formula_bytes=float(kept["formula_bytes"]) if kept["formula_bytes"] else None,
             held=tuple(float(kept[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer")),
-            difference=float(kept["weights_difference"]),
+            difference=float(kept[f"{cls.compared}_difference"]),
             **cls._own(kept),
         )
 

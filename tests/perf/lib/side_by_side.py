@@ -3,11 +3,9 @@
 """Methods that take turns on an emulated cluster, in the same processes, as a rank sees it.
 
 All train the same model on the same data from the same seed, in rounds whose order alternates: so whatever else this
-machine does falls on all of them. A turn from which the host of a virtual machine has taken the CPU away (/proc/stat)
-is repeated unless it is long.
+machine does falls on all of them.
 """
 
-import ctypes
 import itertools
 import random
 import statistics
@@ -15,8 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,21 +22,17 @@ from deepspeed.runtime.zero.muon.original_muon import muon_update
 from torch import Tensor, nn
 
 from deepspeed_ext.comm import collectives
-from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.compression import AS_IT_IS
 from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.strategy import STRATEGIES
-from scripts.emulation.network import Link
 from tests.perf.lib.cluster_rows import FORMS, FP32, MUON, NATIVE, WIDE, MethodRow
 from tests.perf.lib.peers import ADAMW, MUON_RATE, PEERS, Batch, Method, Ours, Workload
+from tests.perf.lib.turns import Turn, Turns, give_back_memory, over_ranks
 
 ROWS = 8  # of a micro-batch
 WARM_UP_STEPS = 2
-LONG = 8.0  # seconds of a turn that is not repeated
-STOLEN, TRIES = 0.05, 4  # a turn that lost more of the CPU to the host than this share is repeated, as often as this
-CALIBRATION = 1_000_000  # elements of fp32
 COMPUTE = "compute"
 
 
@@ -109,21 +102,7 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
                 yield Ours(workload, zero, name + NATIVE)
 
 
-class Turn(NamedTuple):
-    """Some steps: the share of the CPU that was stolen from them, seconds of each, bytes that a node sent in each."""
-
-    stolen: float
-    seconds: list[float]
-    sent: float
-
-
-def cpu_times() -> tuple[int, int]:
-    """Return CPU ticks of this machine since its start: stolen by its host, and in all. See proc(5)."""
-    _, *ticks = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
-    return int(ticks[7]), sum(map(int, ticks[:8]))
-
-
-class SideBySide:
+class SideBySide(Turns):
     """A rank's methods, and its link.
 
     Args:
@@ -142,11 +121,8 @@ class SideBySide:
         keys: Mapping[str, Any],
         described: Mapping[str, Any],
     ) -> None:
+        super().__init__(workload.group_size)
         self._workload, self._width = workload, width
-        self.link = Link()
-        self.topology = get_topology(None, workload.group_size)
-        self.link.limit(None)
-        dist.barrier()
         model = workload.make_model().to(workload.dtype)
         if workload.optimizer == MUON:
             mark_matrices(model)
@@ -180,25 +156,8 @@ class SideBySide:
         order = list(rows)
         random.Random(number).shuffle(order)
         for name in order:
-            row, turn = rows[name], take(self.methods[name])
-            row.seconds.extend(turn.seconds)
-            row.stolen.extend([turn.stolen] * len(turn.seconds))
-            row.link_bytes += (turn.sent - row.link_bytes) * len(turn.seconds) / len(row.seconds)
+            take(self.methods[name]).count_in(rows[name])
         return statistics.median(take(self.compute).seconds)
-
-    def a_step(self, method: Method) -> Turn:
-        """Time one step, and what it leaves under way."""
-
-        def run() -> list[float]:
-            batches = self._batches(method)
-            dist.barrier()
-            begin = time.perf_counter()
-            method.step(batches)
-            method.finish()
-            dist.barrier()
-            return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
-
-        return self._undisturbed(run, 1)
 
     def take(self, method: Method, count: int) -> None:
         """Take so many steps that are not timed."""
@@ -223,39 +182,6 @@ class SideBySide:
             return [end - begin for begin, end in itertools.pairwise(ends)]
 
         return self._undisturbed(run, count + before)
-
-    def _undisturbed(self, run: Callable[[], list[float]], steps: int) -> Turn:
-        """Take a turn from which the host of this machine has taken little: the best of some, none of them long."""
-        tried: list[Turn] = []
-        while len(tried) < TRIES:
-            tried.append(self._turn(run, steps))
-            if tried[-1].stolen <= STOLEN or sum(tried[-1].seconds) > LONG:
-                break
-        return min(tried)
-
-    def _turn(self, run: Callable[[], list[float]], steps: int) -> Turn:
-        dist.barrier()
-        before = self.link.sent()
-        stolen, total = cpu_times()
-        dist.barrier()
-        seconds = run()
-        dist.barrier()
-        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
-        later, total_later = cpu_times()
-        (share,) = over_ranks([(later - stolen) / max(1, total_later - total)], dist.ReduceOp.MAX)
-        return Turn(share, seconds, sent / self.topology.sizes.groups / steps)
-
-    def headers(self) -> float:
-        """Return the bytes that the interfaces count for each of a known transfer."""
-        groups, shard = self.topology.sizes.groups, torch.zeros(CALIBRATION)
-        gathered = shard.new_empty(shard.numel() * groups)
-        dist.barrier()
-        before = self.link.sent()
-        dist.barrier()
-        dist.all_gather_into_tensor(gathered, shard, group=self.topology.inter)
-        dist.barrier()
-        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
-        return sent / (4 * CALIBRATION * (groups - 1) * dist.get_world_size())
 
     def predict(self, rows: Mapping[str, MethodRow], compute: float, rates: Any) -> None:
         """Put down what the planner says; ``compute`` is the seconds of a step without communication."""
@@ -290,17 +216,3 @@ class SideBySide:
             apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
             (found[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
         return found
-
-
-def give_back_memory() -> None:
-    """Make the C library return free memory, so that one method's is not held during the many others."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
-    if trim is not None:
-        trim(0)
-
-
-def over_ranks(values: list[float], op: Any) -> list[float]:
-    """Return values of all ranks, combined. Collective."""
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, op=op)
-    return found.tolist()
