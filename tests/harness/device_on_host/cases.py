@@ -186,23 +186,36 @@ def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Ca
 
 def export(library: str, folder: str, names: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Of each: which weights of an export from the device are not those of the model when it was called."""
+    register(library)
+    rows = []
+    for name in names:
+        with device_on_host(library):
+            rows.append((name, exported(f"{folder}/{name}", name, asynchronous=True)))
+    return rows
+
+
+def exported(folder: str, name: str, **how: Any) -> list[str]:
+    """Return which weights of an export of a strategy are not those of the model when it was called.
+
+    Args:
+        folder: of the export.
+        name: of the strategy.
+        how: arguments of ``export_weights``.
+    """
     from safetensors.torch import load_file
 
     import deepspeed_ext
 
-    register(library)
-    job, rows = snapshots.job_of("bf16"), []
-    for name in names:
-        with device_on_host(library), _engine(job, name) as (engine, model):
-            snapshots.run(engine, job, snapshots.steps_of(job, 1))
-            exported = deepspeed_ext.export_weights(engine, f"{folder}/{name}", writers=2, asynchronous=True)
-            with deepspeed.zero.GatheredParameters(list(model.parameters())):
-                before = {key: param.detach().cpu() for key, param in model.named_parameters()}
-            snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=1))
-            exported.wait()
-        saved = load_file(f"{folder}/{name}/model.safetensors")
-        rows.append((name, [key for key in before if not torch.equal(before[key], saved[key])]))
-    return rows
+    job = snapshots.job_of("bf16")
+    with _engine(job, name) as (engine, model):
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        export = deepspeed_ext.export_weights(engine, folder, writers=2, **how)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            before = {key: param.detach().to("cpu", copy=True) for key, param in model.named_parameters()}
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=1))
+        export.wait()
+    saved = load_file(f"{folder}/model.safetensors")
+    return [key for key in before if not torch.equal(before[key], saved[key])]
 
 
 @contextlib.contextmanager
