@@ -44,7 +44,7 @@ from tests.campaigns.gpu import claims
 from tests.campaigns.gpu.device import NO_GPU, SAID, has_gpu
 from tests.campaigns.gpu.runs import NOT_RUN, Experiment, Outcome, run_all, select, status_of, table, write_results
 
-BUDGET = 60 * 60.0
+BUDGET = 70 * 60.0
 UNKNOWN = "unknown"
 ALONE = ("T4", "T8B")  # they measure time
 # Name, title, limit in seconds, variables; in the order of their worth, should the budget not suffice for all. The
@@ -56,6 +56,9 @@ TABLE = (
     ("T2", "results that arrive late are waited for: all strategies, virtual ranks", 300, {}),
     ("T6", "gloo ranks that share the GPU: all strategies beside stock DeepSpeed", 300, {}),
     ("T10", "gloo ranks that share the GPU: states on the host, few bits, Muon, checkpoints", 300, {}),
+    ("T11", "gloo ranks that share the GPU: saves beside the training, in memory, and exports", 200, {}),
+    ("T12", "reports of steps, and the doctor: gloo ranks that share the GPU, and NCCL at one rank", 200, {}),
+    ("T13", "gloo ranks that share the GPU: MoE layers and AutoEP beside stock DeepSpeed", 200, {}),
     ("T7", "NCCL at one rank, without the short cuts", 150, {}),
     ("T3", "torch's CUDA sanitizer over T1 and T2", 420, {"TORCH_CUDA_SANITIZER": "1"}),
     ("T3B", "torch's CUDA sanitizer over other strategies", 240, {"TORCH_CUDA_SANITIZER": "1"}),

@@ -146,13 +146,14 @@ def _compare(
     worst: dict[str, float] = {}
     for name in names:
         row = training.difference(name, training.train(job, placed(name, GROUP, **more)), stock, "")
-        place.report.check(f"{name} beside {title}", _within(row, bounds))
+        place.report.check(f"{name} beside {title}", within(row, bounds))
         worst[name] = row.weights
     place.report.figure(f"{title}: largest difference of weights", worst)
     place.report.figure(f"{title}: seconds", round(time.perf_counter() - begin, 1))
 
 
-def _within(row: Difference, bounds: dict[str, float]) -> bool:
+def within(row: Difference, bounds: dict[str, float]) -> bool:
+    """Return whether a run is that of stock DeepSpeed within bounds of weights, losses and norms."""
     near = all(getattr(row, name) <= bound for name, bound in bounds.items())
     return near and row.replicas_equal and row.same_decisions and math.isfinite(row.weights)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -25,7 +24,8 @@ from tests.campaigns.gpu.states import shared_folder
 from tests.harness import memory_saves, saves, snapshots, training
 from tests.harness.device_on_host import cases
 
-BEHIND, AT_ONCE = 20, 1  # milliseconds by which copies are late
+BEHIND, AT_ONCE = 100, 1  # milliseconds by which copies are late
+VERY_LATE = 700  # milliseconds: longer than a step
 FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
 EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
 OUTER: dict[str, Any] = {"paro_outer_optimizer": {"steps": 2}}
@@ -73,7 +73,7 @@ def _title(*row: Any) -> str:
 
 
 @contextlib.contextmanager
-def late(place: Any) -> Iterator[list[int]]:
+def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
     """Within this context, a stream sleeps before it copies; yields how many copies each save makes behind the steps.
 
     On the host a thread copies late instead: ``saves.late_copies``.
@@ -83,7 +83,7 @@ def late(place: Any) -> Iterator[list[int]]:
     def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         copy(self, [])  # makes the stream
         with get_accelerator().stream(self._stream):
-            pause(place, BEHIND if pairs is self._on_device else AT_ONCE)
+            pause(place, milliseconds if pairs is self._on_device else AT_ONCE)
         copy(self, pairs)
 
     def sealed(self: Any) -> None:
@@ -131,7 +131,8 @@ def _seen_without_the_wait(place: Any) -> None:
     """See that files differ if steps do not wait for copies: otherwise these checks would show nothing."""
     for waits in (True, False):
         settle = Snapshot.settle if waits else lambda self: None
-        with shared_folder() as folder, late(place), mock.patch.object(Snapshot, "settle", settle):
+        patched = mock.patch.object(Snapshot, "settle", settle)
+        with shared_folder() as folder, late(place, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
             found = saves.twins_case(folder, "NIG", saves.job_of_row("bf16", {}), kind=_Short)
         title = "files are the same with the wait" if waits else "files differ without the wait"
         place.report.check(title, found.files > 0 and (found.different == []) == waits)
@@ -180,7 +181,9 @@ def _in_memory(place: Any, name: str, node: int) -> None:
     place.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
     place.report.check("going on is what it was", same)
     crosses = name[2] == "G"
-    place.report.check("each node has all, and only what the other lacks is sent", held[0] == held[1] and (sent > 0) == crosses)
+    place.report.check(
+        "each node has all, and only what the other lacks is sent", held[0] == held[1] and (sent > 0) == crosses
+    )
 
 
 def _resumed(place: Any, row: tuple[str, dict[str, Any], str]) -> None:
