@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments on one GPU: that nothing is read before it is complete, and what the kernels and the overlap come to.
 
-Runs them by itself, within an hour, and writes a dated result: build/gpu/DATE.json, and DATE.txt to be read. It ends
+Runs them by itself, within 70 minutes, and writes a dated result: build/gpu/DATE.json, and DATE.txt to read. It ends
 with a verdict for each claim of claims.py and, where all of them ran on a GPU, with what the README would say of it.
 --write-status writes that sentence into the README, and appends the verdicts to status.csv beside this file; it needs
 a clean working tree, since the table names the commit.
@@ -174,7 +174,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_writable(args: argparse.Namespace) -> None:
-    """Check, before an hour is spent, that a run's verdicts may be written down.
+    """Check, before any of them runs, that a run's verdicts may be written down.
 
     Raises:
         ValueError: the run is not of all experiments, in full and on a GPU; or not of a commit.

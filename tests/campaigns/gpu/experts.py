@@ -82,7 +82,7 @@ def _others() -> list[Case]:
 def _beside(
     title: str, train: Callable[..., Any], given: tuple[Any, ...], more: dict[str, Any], bounds: dict[str, float]
 ) -> Case:
-    return Case(title, partial(_compared, train=train, given=given, more=more, bounds=bounds), 75)
+    return Case(title, partial(_compared, train=train, given=given, more=more, bounds=bounds))
 
 
 def _compared(

@@ -38,7 +38,7 @@ class Case:
 
     name: str
     run: Callable[[Any], None]
-    limit: float = 60.0
+    limit: float = 90.0
 
 
 def run_cases(place: Any, cases: Sequence[Case], alone: bool = False) -> None:
@@ -61,7 +61,7 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
     with _started(place, cases, ranks) as (processes, pipes):
         for number, case in enumerate(cases):
             begin, limit = time.monotonic(), case.limit + (0.0 if number else _START)
-            why = _followed(place.report, case, pipes, limit)
+            why = followed(place.report, case, pipes, limit)
             place.report.figure(f"{case.name}: seconds", round(time.monotonic() - begin, 1))
             place.report.check(f"{case.name}: ran to its end", not why)
             if why:
@@ -74,7 +74,7 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
     return len(cases)
 
 
-def _followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
+def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
     """Take down what ranks find, until the case is over on all of them; return why it has failed, if so."""
     until, held, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
     while running:

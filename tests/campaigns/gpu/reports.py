@@ -40,7 +40,7 @@ def report_and_doctor(place: Any) -> None:
     shared = [
         Case("clock", _clock),
         *(Case(f"report, {name}", partial(_reported, name=name)) for name in names),
-        *([] if place.small else [Case("report with measured links", _measured, 90)]),
+        *([] if place.small else [Case("report with measured links", _measured)]),
         Case("doctor, ranks that share the GPU", _doctor, 120),
         *([] if place.small else [Case("report, NIG in four bits", _in_four_bits)]),
     ]
