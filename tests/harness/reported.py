@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_ext.comm import watching
 from deepspeed_ext.planner import probe
@@ -101,7 +102,13 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
         yield f"other phases: {kinds}"
     if not plain:
         yield from _other_amounts(report, name)
-    if name in ("IIG", "ZeRO-3") and not any(row["module"].startswith("layers") for row in report["modules"]):
+    # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
+    on_host = get_accelerator().is_synchronized_device()
+    if (
+        on_host
+        and name in ("IIG", "ZeRO-3")
+        and not any(row["module"].startswith("layers") for row in report["modules"])
+    ):
         yield "no module waits"
     if [row["strategy"] for row in report["choices"] if row["now"]] != [name]:
         yield f"other choices: {report['choices']}"

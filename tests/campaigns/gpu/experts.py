@@ -11,15 +11,18 @@ from typing import Any
 
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import spoiled_memory
-from tests.campaigns.gpu.ranks import FP32, GROUP, within
+from tests.campaigns.gpu.ranks import GROUP, within
 from tests.campaigns.gpu.states import shared_folder
 from tests.harness import expert_cases
-from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference
+from tests.harness.training import PARTITIONED, REPLICATED, Difference
 
 TWO_STEPS = {"accumulation": 2, "steps": 3}
 ADAM = {**TWO_STEPS, "optimizer": "Adam", "groups": 2}
 ON_HOST = {**ADAM, "zero": {"offload_optimizer": {"device": "cpu"}}}
 IN_BF16 = {**TWO_STEPS, "dtype": "bf16"}
+# Tokens of an expert are added up in any order. Without a gradient weights would move by 1e-2, and norms by more.
+FP32 = {"weights": 1e-5, "losses": 5e-6, "norms": 2e-5}
+BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 1e-2}
 # Muon's iterations are in bf16: what rounding leaves in directions of small gradients grows. A step without them, or
 # with another one's matrix, moves weights by 2e-2. Those of MoE layers are relative to a gate's weight of 100.
 MUON = {"weights": 1e-4, "losses": 1e-3, "norms": 1e-3}

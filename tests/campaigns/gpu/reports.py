@@ -124,7 +124,7 @@ def _look_at(place: Any, folder: str) -> None:
     training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")
     kinds = {span[3] for span in training["spans"]}
     if place.cuda:  # which handles what communicates beside what the host does
-        place.report.check("a device only computes and waits", kinds == {"forward", "backward", "update", "wait"})
+        place.report.check("it does not handle what communicates", "other" not in kinds)
         place.report.check("it is named", report["made"]["device"] == torch.cuda.get_device_name())
     place.report.figure("parts, in ms", {row["part"]: round(row["seconds"] * 1e3, 3) for row in report["parts"]})
     place.report.figure("cost of recording", report["steps"]["overhead"])

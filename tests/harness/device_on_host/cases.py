@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import snapshots, stream_cases, training
+from tests.harness import saves, snapshots, stream_cases, training
 from tests.harness.device_on_host.accelerator import device_on_host
 from tests.harness.device_on_host.backend import NAME, register
 from tests.harness.stream_order import device_with_streams
@@ -185,12 +185,14 @@ def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Ca
 
 
 def export(library: str, folder: str, names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Of each: which weights of an export from the device are not those of the model when it was called."""
+    """Of each: which weights of an export from the device are not those of the model when it was called. All have room
+    in host memory, or almost none, so that it is used again and again."""
     register(library)
     rows = []
     for name in names:
-        with device_on_host(library):
-            rows.append((name, exported(f"{folder}/{name}", name, asynchronous=True)))
+        for how in ({"asynchronous": True}, {"host_bytes": 512}):
+            with device_on_host(library):
+                rows.append((name, exported(f"{folder}/{name}", name, **how)))
     return rows
 
 
@@ -216,6 +218,16 @@ def exported(folder: str, name: str, **how: Any) -> list[str]:
         export.wait()
     saved = load_file(f"{folder}/model.safetensors")
     return [key for key in before if not torch.equal(before[key], saved[key])]
+
+
+def twins(library: str, folder: str, rows: Sequence[tuple[str, str, dict[str, Any], str]]) -> list[saves.Twins]:
+    """Of each row of ``saves.job_of_row``, files of saves at once, and of saves beside the training, on the device."""
+    register(library)
+    found = []
+    for number, (name, *row) in enumerate(rows):
+        with device_on_host(library):
+            found.append(saves.twins_case(f"{folder}/{number}", name, saves.job_of_row(*row)))
+    return found
 
 
 @contextlib.contextmanager
