@@ -72,13 +72,14 @@ def _others() -> list[Case]:
             MUON,
         ),
         _beside("AutoEP, Muon", expert_cases.muon_case, (2, TWO_STEPS, GROUP, ("NIG", "III")), {}, MUON_OF_AUTOEP),
-        _beside("AutoEP beside AutoTP", expert_cases.folded_case, (2, 1, 3, ("NIG", "IGG")), {}, FP32),
         *(
             Case(f"{kind}, {optimizer}, resumed", partial(_resumed, kind=kind, optimizer=optimizer, names=names))
             for kind, *names in families
             for optimizer in ("Adam", "Muon")
         ),
         *(Case(f"{kind} in eight bits", partial(_few_bits, kind=kind, names=names)) for kind, *names in families),
+        # Last: DeepSpeed keeps the tensor-parallel ranks of a process for good.
+        _beside("AutoEP beside AutoTP", expert_cases.folded_case, (2, 1, 3, ("NIG", "IGG")), {}, FP32),
     ]
 
 
