@@ -56,16 +56,16 @@ TABLE = (
     ("T2", "results that arrive late are waited for: all strategies, virtual ranks", 300, {}),
     ("T6", "gloo ranks that share the GPU: all strategies beside stock DeepSpeed", 300, {}),
     ("T10", "gloo ranks that share the GPU: states on the host, few bits, Muon, checkpoints", 300, {}),
-    ("T11", "gloo ranks that share the GPU: saves beside the training, in memory, and exports", 200, {}),
-    ("T12", "reports of steps, and the doctor: gloo ranks that share the GPU, and NCCL at one rank", 200, {}),
-    ("T13", "gloo ranks that share the GPU: MoE layers and AutoEP beside stock DeepSpeed", 200, {}),
+    ("T11", "gloo ranks that share the GPU: saves beside the training, in memory, and exports", 220, {}),
+    ("T12", "reports of steps, and the doctor: gloo ranks that share the GPU, and NCCL at one rank", 220, {}),
+    ("T13", "gloo ranks that share the GPU: MoE layers and AutoEP beside stock DeepSpeed", 220, {}),
     ("T7", "NCCL at one rank, without the short cuts", 150, {}),
     ("T3", "torch's CUDA sanitizer over T1 and T2", 420, {"TORCH_CUDA_SANITIZER": "1"}),
     ("T3B", "torch's CUDA sanitizer over other strategies", 240, {"TORCH_CUDA_SANITIZER": "1"}),
     ("T5", "host synchronizations in micro-steps 5 to 10", 180, {}),
     ("T4", "what overlaps with what", 120, {}),
     ("T8B", "kernels: their bandwidth beside a copy's", 180, {}),
-    ("T9", "memory beside the formulas", 180, {}),
+    ("T9", "memory beside the formulas", 120, {}),
 )
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from deepspeed_ext.__main__ import patch_problems
+from deepspeed_ext.cli.doctor import TITLES
 from deepspeed_ext.doctor.command import run as examine
 from deepspeed_ext.doctor.place import Options
 from deepspeed_ext.report.clocks import DeviceClock, make_clock
@@ -42,7 +44,7 @@ def report_and_doctor(place: Any) -> None:
         *(Case(f"report, {name}", partial(_reported, name=name)) for name in names),
         *([] if place.small else [Case("report with measured links", _measured)]),
         Case("doctor, ranks that share the GPU", _doctor, 120),
-        *([] if place.small else [Case("report, NIG in four bits", _in_four_bits)]),
+        *([] if place.small else [Case("report, NIG in four bits", _in_four_bits, 150)]),
     ]
     run_cases(place, shared)
     strategies = ("GGG",) if place.small else ("NIG", "III", "IGG")
@@ -50,7 +52,8 @@ def report_and_doctor(place: Any) -> None:
         place,
         [
             *(Case(f"report over NCCL, {name}", partial(_reported_alone, name=name)) for name in strategies),
-            Case("the doctor's command", _command, 120),
+            Case("the doctor's command", _command),
+            *([Case("the doctor's kernels", _kernels, 120)] if place.cuda and not place.small else []),
         ],
         alone=True,
     )
@@ -151,20 +154,37 @@ def _doctor(place: Any) -> None:
 
 def _command(place: Any) -> None:
     """Run the doctor's command with one rank, which connects it through NCCL itself."""
-    skipped = [KERNELS] if place.small or not place.cuda else []
+    found = _said_by_command(place, [KERNELS])
+    if found is None:
+        return
+    _judge(place, found, [*_SECTIONS, "process groups", "links", *BETWEEN_PAIRS])
+    backend = next(one for one in found["sections"] if one["title"] == "process groups")["findings"][0]["subject"]
+    place.report.check("through the device's backend", backend == ("nccl" if place.cuda else "gloo"))
+
+
+def _kernels(place: Any) -> None:
+    """Have the doctor compare the kernels with their reference; it builds them, unless that was done before."""
+    found = _said_by_command(place, [title for title in TITLES if title != KERNELS])
+    if found is None:
+        return
+    _judge(place, found, [KERNELS])
+    measured = next(one for one in found["sections"] if one["title"] == KERNELS)["measured"]["0"]
+    place.report.check("there are kernels for the GPU", measured["kernels"] and measured["device"].startswith("cuda"))
+
+
+def _said_by_command(place: Any, skipped: Sequence[str]) -> dict[str, Any] | None:
+    """Return the document of the doctor's command; None if there is none."""
     with shared_folder() as folder:
         document = Path(folder, "doctor.json")
         command = [sys.executable, "-m", "deepspeed_ext", "doctor", "--json", str(document)]
         command += [argument for title in skipped for argument in ("--skip", title)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=110)
         place.report.check("nothing is wrong", done.returncode == 0)
-        if done.returncode not in (0, 1):
+        if not document.exists():
             place.report.figure("it says", (done.stdout + done.stderr)[-2000:])
-            return
-        found = json.loads(document.read_text())
-        _judge(place, found, [*_SECTIONS, "process groups", "links", *BETWEEN_PAIRS])
-        backend = next(one for one in found["sections"] if one["title"] == "process groups")["findings"][0]["subject"]
-        place.report.check("through the device's backend", backend == ("nccl" if place.cuda else "gloo"))
+            return None
+        found: dict[str, Any] = json.loads(document.read_text())
+        return found
 
 
 def _judge(place: Any, found: dict[str, Any], titles: list[str]) -> None:
