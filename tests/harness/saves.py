@@ -6,6 +6,8 @@
 late, and compares files and losses. So what changes states right after a save shows in its files, unless it waits.
 """
 
+import dataclasses
+import io
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from unittest import mock
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -41,10 +44,19 @@ LATE = 0.05  # seconds
 Save = Callable[[str], None]
 
 
-def files_below(folder: str | Path) -> dict[str, bytes]:
-    """Content of each file, by its path."""
+def files_below(folder: str | Path, read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, bytes]:
+    """Content of each file, by its path; ``read`` returns it."""
     found = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    return {str(path.relative_to(folder)): read(path) for path in found}
+
+
+def as_from_host(path: Path) -> bytes:
+    """Return what a file would have if all its tensors had been on the host when it was saved."""
+    if path.suffix != ".pt":
+        return path.read_bytes()
+    saved = io.BytesIO()
+    torch.save(torch.load(path, map_location="cpu", weights_only=False), saved)
+    return saved.getvalue()
 
 
 @contextmanager
@@ -248,12 +260,13 @@ class PipelineRun(Run):
 _AS_JOB = {False: training.Job(optimizer="Adam"), True: training.Job(optimizer="Muon")}
 
 
-def twins(folder: str, make: Callable[[str], Run]) -> Twins:
+def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes] = Path.read_bytes) -> Twins:
     """Run twice, and compare.
 
     Args:
         folder: of all checkpoints.
         make: makes a run that saves into a folder.
+        read: returns what of a file is compared.
     """
     runs = []
     with mock.patch.object(secrets, "randbits", lambda bits: bits), late_copies():
@@ -265,7 +278,7 @@ def twins(folder: str, make: Callable[[str], Run]) -> Twins:
             runs[-1].everything()
             runs[-1].engine.destroy()
             dist.barrier()
-    one, two = (files_below(f"{folder}/{kind}") for kind in KINDS)
+    one, two = (files_below(f"{folder}/{kind}", read) for kind in KINDS)
     outcomes = [(run.losses, run.raised) for run in runs]
     different = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
     where = parts_that_differ(*(f"{folder}/{kind}/{min(different)}" for kind in KINDS)) if different else []
@@ -273,15 +286,30 @@ def twins(folder: str, make: Callable[[str], Run]) -> Twins:
     return Twins(tags, where, len(one), outcomes[0] == outcomes[1], runs[1].raised)
 
 
-def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2) -> Twins:
-    """Of a strategy."""
+def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:
+    """Of a strategy. Where ranks have a device, files are compared ``as_from_host``: they say where tensors were.
+
+    Args:
+        folder: of all checkpoints.
+        name: of the strategy.
+        job: what to train.
+        group_size: of the strategy.
+        kind: what is saved, and when.
+    """
 
     def make(into: str) -> Run:
         engine, model = training.make_engine(job, training.placed(name, group_size))
         snapshots.mark(engine, model)
-        return Run(engine, model, job, into)
+        return kind(engine, model, job, into)
 
-    return twins(folder, make)
+    return twins(folder, make, Path.read_bytes if get_accelerator().is_synchronized_device() else as_from_host)
+
+
+def job_of_row(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> training.Job:
+    """Two micro-steps a step, two parameter groups, a frozen layer, a buffer; in fp16 an overflow."""
+    more = {"zero_force_ds_cpu_optimizer": False} if "offload_optimizer" in zero else {}
+    job: training.Job = snapshots.job_of(dtype, zero, optimizer, **ASIDE, **more)
+    return dataclasses.replace(job, accumulation=2)
 
 
 def pipeline_case(folder: str, name: str, pipe: pipelines.Pipe, group_size: int = 2) -> Twins:

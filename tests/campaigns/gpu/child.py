@@ -24,6 +24,9 @@ FUNCTIONS = {
     "T8B": ("kernels", "bandwidth"),
     "T9": ("kernels", "memory"),
     "T10": ("ranks", "states"),
+    "T11": ("saves", "saves_aside"),
+    "T12": ("reports", "report_and_doctor"),
+    "T13": ("experts", "experts"),
 }
 
 

@@ -61,7 +61,7 @@ def on_ranks(place: Any, run: Callable[[Any], None]) -> None:
         for process in others:
             process.start()
         try:
-            _rank(0, place, folder, run)
+            be_rank(0, place, folder, run)
         finally:
             for process in others:
                 process.join(timeout=20)
@@ -80,8 +80,8 @@ class _Silent:
 
 
 @dataclasses.dataclass
-class _OtherPlace:
-    """A ``Place`` of another rank."""
+class RankPlace:
+    """A ``Place`` of a rank that another process has started."""
 
     device: str
     small: bool
@@ -93,10 +93,11 @@ class _OtherPlace:
 
 
 def _other_rank(rank: int, device: str, small: bool, folder: str, run: Callable[[Any], None]) -> None:
-    _rank(rank, _OtherPlace(device, small), folder, run)
+    be_rank(rank, RankPlace(device, small), folder, run)
 
 
-def _rank(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> None:
+def be_rank(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> None:
+    """Run checks as one of the ranks that have the GPU in common, and meet in a folder."""
     sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in sizes.items()})
     torch.set_num_threads(1)
@@ -145,13 +146,14 @@ def _compare(
     worst: dict[str, float] = {}
     for name in names:
         row = training.difference(name, training.train(job, placed(name, GROUP, **more)), stock, "")
-        place.report.check(f"{name} beside {title}", _within(row, bounds))
+        place.report.check(f"{name} beside {title}", within(row, bounds))
         worst[name] = row.weights
     place.report.figure(f"{title}: largest difference of weights", worst)
     place.report.figure(f"{title}: seconds", round(time.perf_counter() - begin, 1))
 
 
-def _within(row: Difference, bounds: dict[str, float]) -> bool:
+def within(row: Difference, bounds: dict[str, float]) -> bool:
+    """Return whether a run is that of stock DeepSpeed within bounds of weights, losses and norms."""
     near = all(getattr(row, name) <= bound for name, bound in bounds.items())
     return near and row.replicas_equal and row.same_decisions and math.isfinite(row.weights)
 

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.harness import snapshots, stream_cases, training
+from tests.harness import saves, snapshots, stream_cases, training
 from tests.harness.device_on_host.accelerator import device_on_host
 from tests.harness.device_on_host.backend import NAME, register
 from tests.harness.stream_order import device_with_streams
@@ -185,24 +185,49 @@ def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Ca
 
 
 def export(library: str, folder: str, names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Of each: which weights of an export from the device are not those of the model when it was called."""
+    """Of each: which weights of an export from the device are not those of the model when it was called. All have room
+    in host memory, or almost none, so that it is used again and again."""
+    register(library)
+    rows = []
+    for name in names:
+        for how in ({"asynchronous": True}, {"host_bytes": 512}):
+            with device_on_host(library):
+                rows.append((name, exported(f"{folder}/{name}", name, **how)))
+    return rows
+
+
+def exported(folder: str, name: str, **how: Any) -> list[str]:
+    """Return which weights of an export of a strategy are not those of the model when it was called.
+
+    Args:
+        folder: of the export.
+        name: of the strategy.
+        how: arguments of ``export_weights``.
+    """
     from safetensors.torch import load_file
 
     import deepspeed_ext
 
+    job = snapshots.job_of("bf16")
+    with _engine(job, name) as (engine, model):
+        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        export = deepspeed_ext.export_weights(engine, folder, writers=2, **how)
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            before = {key: param.detach().to("cpu", copy=True) for key, param in model.named_parameters()}
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=1))
+        export.wait()
+    saved = load_file(f"{folder}/model.safetensors")
+    return [key for key in before if not torch.equal(before[key], saved[key])]
+
+
+def twins(library: str, folder: str, rows: Sequence[tuple[str, str, dict[str, Any], str]]) -> list[saves.Twins]:
+    """Of each row of ``saves.job_of_row``, files of saves at once, and of saves beside the training, on the device."""
     register(library)
-    job, rows = snapshots.job_of("bf16"), []
-    for name in names:
-        with device_on_host(library), _engine(job, name) as (engine, model):
-            snapshots.run(engine, job, snapshots.steps_of(job, 1))
-            exported = deepspeed_ext.export_weights(engine, f"{folder}/{name}", writers=2, asynchronous=True)
-            with deepspeed.zero.GatheredParameters(list(model.parameters())):
-                before = {key: param.detach().cpu() for key, param in model.named_parameters()}
-            snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=1))
-            exported.wait()
-        saved = load_file(f"{folder}/{name}/model.safetensors")
-        rows.append((name, [key for key in before if not torch.equal(before[key], saved[key])]))
-    return rows
+    found = []
+    for number, (name, *row) in enumerate(rows):
+        with device_on_host(library):
+            found.append(saves.twins_case(f"{folder}/{number}", name, saves.job_of_row(*row)))
+    return found
 
 
 @contextlib.contextmanager

@@ -17,17 +17,6 @@ EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
 OUTER = {"paro_outer_optimizer": {"steps": 2}}
 
 
-def job_of_row(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> Any:
-    """Two micro-steps a step, two parameter groups, a frozen layer, a buffer; in fp16 an overflow."""
-    import dataclasses
-
-    from tests.harness import saves, snapshots
-
-    more = {"zero_force_ds_cpu_optimizer": False} if "offload_optimizer" in zero else {}
-    job = snapshots.job_of(dtype, zero, optimizer, **saves.ASIDE, **more)
-    return dataclasses.replace(job, accumulation=2)
-
-
 ROWS = [
     ("NIG", "fp32", EVERYTHING, "Adam"),
     ("IIG", "bf16", FEW_BITS, "Adam"),
@@ -54,7 +43,7 @@ def twins_case(folder: str, name: str, dtype: str, zero: dict[str, Any], optimiz
     """See ``saves.py``."""
     from tests.harness import saves
 
-    return saves.twins_case(folder, name, job_of_row(dtype, zero, optimizer))
+    return saves.twins_case(folder, name, saves.job_of_row(dtype, zero, optimizer))
 
 
 DIVIDED = ("NIG", "IIG", "III", "GNG", "NNN")

@@ -9,7 +9,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +19,6 @@ from tests.harness.tiers import deep
 LOST = [("NIG", 0), ("NIG + LoCo", 1), ("IIG", 0), ("IIG", 1), ("III", 0), ("NNN", 0)]
 CROSSING = ("residuals", "layer_", "expp_rank")  # files that each rank has, or that DeepSpeed has one rank write
 MORE = deep(("NIG + TP", 1), ("NII + experts", 0), ("III + experts", 0), ("IIG + experts", 1))
-
-
-def memory_of(base: str, **more: Any) -> dict[str, Any]:
-    """Section of a rank's node."""
-    from deepspeed import comm as dist
-
-    node = Path(base, f"node{dist.get_rank() // 2}")
-    node.mkdir(exist_ok=True)
-    return {"checkpoint": {"async_save": True, "memory_folder": str(node), **more}}
-
-
-def held_by(base: str, node: int) -> dict[str, int]:
-    """Files of saves in a node's memory, and in how many folders there each of them is."""
-    found = [path.name for path in Path(base, f"node{node}").glob("*/[0-9]*/*.pt")]
-    return {name: found.count(name) for name in found}
-
-
-def writers_in(base: str, node: int) -> dict[str, int]:
-    """Files of saves in a node's memory, and the rank that has written each of them."""
-    found: dict[str, int] = {}
-    for manifest in Path(base, f"node{node}").glob("*/[0-9]*/manifest.json"):
-        found |= json.loads(json.loads(manifest.read_text())["part"])["files"]
-    return found
-
-
-def lose(base: str, node: int) -> None:
-    """All memory of a node is gone. Collective."""
-    from deepspeed import comm as dist
-
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(Path(base, f"node{node}"))
-    dist.barrier()
 
 
 @pytest.mark.parametrize("name, node", [*LOST, *MORE])
@@ -74,56 +40,10 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
 
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
-    """What the nodes hold; bytes that this rank's thread sent; what a load by new engines does not restore, whether
-    losses after it are those of the run that went on; what is on disk then; whether a second load writes it again."""
-    from unittest import mock
+    """See ``memory_saves.py``."""
+    from tests.harness import memory_saves
 
-    from deepspeed import comm as dist
-
-    import deepspeed_ext
-    from deepspeed_ext.checkpoint import restoring
-    from deepspeed_ext.comm.host_channel import HostChannel
-    from tests.harness import experts, snapshots, training
-
-    zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
-    sent, exchange = [0], HostChannel.exchange
-
-    def counted(self: Any, one: Any, *args: Any) -> None:
-        sent[0] += 0 if one is None else one.nbytes
-        exchange(self, one, *args)
-
-    folder = f"{base}/saved"
-    lanes = 2 if name.endswith("TP") else 1
-    placed = training.placed(name[:3], 2 // lanes)
-    job = replace(snapshots.job_of("fp32", zero, **memory_of(base)), tensor_parallel=lanes)
-    if name.endswith("experts"):
-        job = replace(job, network=experts.SmallMixtral, config={**job.config, **experts.autoep(2)})
-    engine, model = training.make_engine(job, placed)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    snapshots.mark(engine, model)
-    saved = snapshots.snapshot(engine, model, job)
-    with mock.patch.object(HostChannel, "exchange", counted):
-        deepspeed_ext.save_in_memory(engine, folder)
-        losses = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
-        engine.checkpoint_engine.finish()
-    assert not list(Path(folder).glob("[!.]*")), "nothing but a hidden file is on disk"
-    dist.barrier()
-    held = held_by(base, 0), held_by(base, 1)
-    writers = writers_in(base, 0), writers_in(base, 1)
-    engine.destroy()
-    lose(base, node)
-    memory_of(base)  # of a node that is there again
-    engine, model = training.make_engine(job, placed)
-    engine.load_checkpoint(folder)
-    changed = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-    changed = {name: by for name, by in changed.items() if "tokens_per_expert" not in name}  # of each rank, counted
-    again = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
-    with mock.patch.object(restoring, "_write") as write:
-        engine.load_checkpoint(folder)
-    dist.barrier()
-    assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"
-    engine.destroy()
-    return held, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
+    return memory_saves.lost_case(base, name, node)
 
 
 def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
@@ -138,9 +58,9 @@ def four_ranks_case(base: str) -> None:
     from deepspeed import comm as dist
 
     import deepspeed_ext
-    from tests.harness import snapshots, training
+    from tests.harness import memory_saves, snapshots, training
 
-    job = training.Job(optimizer="Adam", empty=False, config=memory_of(base))
+    job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, model = training.make_engine(job, training.placed("IIG"))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     deepspeed_ext.save_in_memory(engine, f"{base}/saved")
@@ -148,7 +68,7 @@ def four_ranks_case(base: str) -> None:
     if dist.get_rank() == 0:
         torch.save(seen, f"{base}/seen.pt")
     engine.destroy()
-    lose(base, 1)
+    memory_saves.lose(base, 1)
 
 
 def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
@@ -157,9 +77,9 @@ def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
     from deepspeed import comm as dist
 
     import deepspeed_ext
-    from tests.harness import snapshots, training
+    from tests.harness import memory_saves, snapshots, training
 
-    job = training.Job(optimizer="Adam", empty=False, config=memory_of(base, load_universal=True))
+    job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base, load_universal=True))
     engine, model = training.make_engine(job, training.placed("NIG", 2))
     assert engine.load_checkpoint(f"{base}/nothing") == (None, None), "not even a universal checkpoint"
     engine.load_checkpoint(f"{base}/saved")
@@ -169,7 +89,7 @@ def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
     deepspeed_ext.save_in_memory(engine, f"{base}/saved", tag="alone")
     engine.destroy()
     dist.barrier()
-    assert len(held_by(base, 0)) == 3 and {1} == set(held_by(base, 0).values())
+    assert len(memory_saves.held_by(base, 0)) == 3 and {1} == set(memory_saves.held_by(base, 0).values())
     return found, names
 
 
@@ -201,10 +121,10 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.agreement import broadcast_text
-    from tests.harness import logs, training
+    from tests.harness import logs, memory_saves, training
 
     found = {}
-    job = training.Job(optimizer="Adam", empty=False, config=memory_of(base))
+    job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, _ = training.make_engine(job, training.placed("IIG"))
     for what in CASES:
         folder = f"{base}/{what}_saved"
@@ -216,7 +136,9 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
         dist.barrier()
         if what == "model":
             engine.destroy()
-            job = training.Job(sizes=(13, 36, 29, 7), optimizer="Adam", empty=False, config=memory_of(base))
+            job = training.Job(
+                sizes=(13, 36, 29, 7), optimizer="Adam", empty=False, config=memory_saves.memory_of(base)
+            )
             engine, _ = training.make_engine(job, training.placed("IIG"))
         with logs.logged() as lines:
             tag = tag_of_a_load(engine, folder)

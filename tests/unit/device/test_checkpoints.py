@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness.device_on_host import cases
+from tests.harness.tiers import deep
 
 LOCO = {"zeropp_loco_param": {}}
 
@@ -38,4 +39,24 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_both(
 
 def test_an_export_from_the_device_is_the_model(run_on_device: Any, tmp_path: Path) -> None:
     for rows in run_on_device(cases.export, str(tmp_path), ("NIG", "IIG")):
-        assert rows == [("NIG", []), ("IIG", [])]
+        assert rows == [("NIG", []), ("NIG", []), ("IIG", []), ("IIG", [])]
+
+
+FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+ROWS: list[tuple[str, str, dict[str, Any], str]] = [("NIG", "bf16", {}, "Adam")]
+MORE: list[tuple[str, str, dict[str, Any], str]] = [
+    ("IIG", "bf16", FEW_BITS, "Adam"),
+    ("NII", "fp16", cases.PAGEABLE, "Adam"),
+    ("NIG", "bf16", cases.PINNED, "Muon"),
+    ("III", "bf16", cases.OUTER, "Adam"),
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS, *deep(MORE)], ids=len)
+def test_files_of_saves_beside_the_training_are_those_of_saves_at_once(
+    run_on_device: Any, tmp_path: Path, rows: list[tuple[str, str, dict[str, Any], str]]
+) -> None:
+    for found in run_on_device(cases.twins, str(tmp_path), rows):
+        assert len(found) == len(rows)
+        for one in found:
+            assert one.different == [] and one.files >= 28 and one.same, tuple(one)

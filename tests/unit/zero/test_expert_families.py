@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 
 from tests.harness import training
+from tests.harness.expert_cases import (
+    PLAIN,
+    SIZES,
+    autoep_case,
+    few_bits_case,
+    folded_case,
+    muon_case,
+    resume_case,
+    routed_case,
+)
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import BF16, PARTITIONED, REPLICATED, SEVERAL_BUCKETS, Difference, Job
+from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job
 
-SIZES = (13, 10, 10, 7)
-PLAIN = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
 check = partial(training.check, optimizer="Stage12Optimizer")
 
 
@@ -22,15 +30,6 @@ def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2
     rows = ranks(world).run(routed_case, ep, job, group, **kwargs)
     assert all(row.replicas_equal for of in rows for row in of)
     return [max(of, key=lambda row: row.weights) for of in zip(*rows, strict=True)]
-
-
-def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train a mixture with experts on ``ep`` ranks."""
-    from tests.harness import networks
-
-    network = {1: networks.Routed, 2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
-    zero = {**SEVERAL_BUCKETS, **job.pop("zero", {})}
-    return training.compare(Job(sizes=SIZES, network=network, zero=zero, **job), group, **kwargs)
 
 
 @pytest.mark.parametrize("world, ep, group", [(4, 1, 2), (6, 2, 2), *deep((4, 2, 2), (4, 4, 2), (4, 2, 4), (4, 2, 1))])
@@ -98,15 +97,6 @@ def test_experts_of_autoep_with_parameters_sharded(ranks: Any, ep: int, group: i
         check(rows, optimizer="Stage3Optimizer")
 
 
-def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train a model of transformers with experts that DeepSpeed puts on ``ep`` ranks."""
-    from tests.harness import experts
-
-    zero = {**PLAIN, "sub_group_size": 400}  # several of a family, some of them of one parameter
-    job = {"sizes": SIZES, "network": experts.SmallMixtral, "zero": zero, "config": experts.autoep(ep), **job}
-    return training.compare(Job(**job), group, **kwargs)
-
-
 @pytest.mark.parametrize(
     "ep, world, group, accumulation, names",
     [
@@ -125,20 +115,6 @@ def test_experts_folded_into_tensor_parallel_ranks(
             check([row], optimizer="Stage12Optimizer" if row.strategy[0] == "N" else "Stage3Optimizer")
 
 
-def folded_case(ep: int, group: int, accumulation: int, names: tuple[str, ...]) -> list[Difference]:
-    """Train a mixture whose attention is cut over two ranks."""
-    from tests.harness import experts
-
-    zero = {"overlap_comm": True} if accumulation > 1 else {}
-    job = {
-        "network": experts.PairedMixtral,
-        "config": experts.folded(ep),
-        "clipping": 0.1,
-        "zero": {**PLAIN, **zero, "sub_group_size": 400},
-    }
-    return autoep_case(ep, {"accumulation": accumulation, "steps": 3, **job}, group, strategies=names, stage=3)
-
-
 @pytest.mark.parametrize(
     "kind, names",
     [("MoE", ("NNN", "NIG")), ("AutoEP", ("NIG", "III", "IGG")), *deep(("MoE", ("NNN", "NII", "NIG")))],
@@ -149,21 +125,6 @@ def test_few_bits(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) 
     for rows in ranks(4).run(few_bits_case, kind, names):
         for row in rows:
             assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
-
-
-def few_bits_case(kind: str, names: tuple[str, ...]) -> list[Difference]:
-    """Differences of runs in few bits from those without."""
-    from tests.harness import experts, networks
-
-    config = {} if kind == "MoE" else experts.autoep(2)
-    network: Any = networks.RoutedOverTwo if kind == "MoE" else experts.SmallMixtral
-    made = Job(sizes=SIZES, network=network, config=config, accumulation=2, steps=3)
-    bits = {"zeropp_loco_param": {"bits": 8}, "paro_quantized_updates": {"bits": 8}}
-    rows = []
-    for name in names:
-        plain, coded = (training.train(made, training.placed(name, **more)) for more in ({}, bits))
-        rows.append(training.difference(name, coded, plain, ""))
-    return rows
 
 
 @pytest.mark.parametrize("frozen", ["experts", *deep("others")])
@@ -260,19 +221,6 @@ def test_muon_of_autoep(
     for rows in ranks(world).run(muon_case, ep, {"steps": 3, **job}, group, names):
         for row, name in zip(rows, names, strict=True):
             check([row], **MUON, optimizer="Stage3Optimizer" if name in PARTITIONED else "Stage12Optimizer")
-
-
-def muon_case(ep: int, job: dict[str, Any], group: int, names: tuple[str, ...]) -> list[Difference]:
-    """Differences from stage 3, which all-reduces gradients for Muon."""
-    from tests.harness import experts
-
-    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
-    zero = {**zero, "sub_group_size": 400, **job.pop("zero", {})}
-    made = Job(
-        sizes=SIZES, network=experts.SmallMixtral, optimizer="Muon", zero=zero, config=experts.autoep(ep), **job
-    )
-    variants = [training.placed(name, group) for name in names]
-    return training.against(made, variants, {"stage": 3, "reduce_scatter": False})
 
 
 FP16 = {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}
@@ -395,56 +343,3 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer):
         for name, restored, same_losses, same_weights in rows:
             assert restored and same_losses and same_weights, (name, restored, same_losses, same_weights)
-
-
-def resume_case(
-    folder: str, ep: int, compressed: bool, kind: str, optimizer: str
-) -> list[tuple[str, bool, bool, bool]]:
-    """Whether a load brings back this rank's weights and states, and going on is what it was, to the bit."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import experts, networks, snapshots
-
-    if kind == "MoE":
-        network = {2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
-        job = Job(sizes=SIZES, network=network, optimizer=optimizer, groups=2, zero=SEVERAL_BUCKETS)
-    else:
-        network, keys = {
-            "AutoEP": (experts.SmallMixtral, experts.autoep),
-            "folded": (experts.PairedMixtral, experts.folded),
-        }[kind]
-        job = Job(sizes=SIZES, network=network, optimizer=optimizer, zero=PLAIN, config=keys(ep))
-    few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
-    some = {2: ("NII", "NIG", "INI", "IIG", "GGG"), 4: ("NNN", "III", "IGG", "ING")}[ep]  # in files of one or more
-    rows = []
-    for name in ("NIG", "INI", "IIG") if kind == "folded" else some[: 4 if compressed else None]:
-        zero = training.placed(name, 1 if kind == "folded" else 2, **few_bits)
-
-        def held(engine: Any, model: Any) -> list[Any]:
-            optimizer, params = engine.optimizer, [getattr(p, "ds_tensor", p) for p in model.parameters()]
-            if optimizer.strategy.stage == 3:
-                optimizer.drain_parameters()
-            kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-            states = [state[key] for state in optimizer.optimizer.state.values() for key in kinds if key in state]
-            stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-            kept = optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
-            return [tensor.detach().clone() for tensor in (*params, *kept, *states)]
-
-        engine, model = training.make_engine(job, zero)
-        snapshots.run(engine, job, snapshots.steps_of(job, 2), first=0)
-        engine.save_checkpoint(f"{folder}/{name}")
-        saved = held(engine, model)
-        losses = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
-        whole = held(engine, model)
-        engine.destroy()
-
-        engine, model = training.make_engine(job, zero)
-        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))  # something to be overwritten
-        engine.load_checkpoint(f"{folder}/{name}")
-        restored = all(map(torch.equal, saved, held(engine, model)))
-        again = snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
-        rows.append((name, restored, again == losses, all(map(torch.equal, whole, held(engine, model)))))
-        engine.destroy()
-        dist.barrier()
-    return rows

@@ -1,0 +1,130 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of experiment T13: DeepSpeed's MoE layers and AutoEP's experts on a GPU, beside DeepSpeed's own stages.
+
+AutoEP's products of several experts are kernels for bf16 on such a GPU, and plain products in fp32.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from tests.campaigns.gpu.one_by_one import Case, run_cases
+from tests.campaigns.gpu.order import spoiled_memory
+from tests.campaigns.gpu.ranks import GROUP, within
+from tests.campaigns.gpu.states import shared_folder
+from tests.harness import expert_cases
+from tests.harness.training import PARTITIONED, REPLICATED, Difference
+
+TWO_STEPS = {"accumulation": 2, "steps": 3}
+ADAM = {**TWO_STEPS, "optimizer": "Adam", "groups": 2}
+ON_HOST = {**ADAM, "zero": {"offload_optimizer": {"device": "cpu"}}}
+IN_BF16 = {**TWO_STEPS, "dtype": "bf16"}
+# Tokens of an expert are added up in any order. Without a gradient weights would move by 1e-2, and norms by more.
+FP32 = {"weights": 1e-5, "losses": 5e-6, "norms": 2e-5}
+BF16 = {"weights": 4e-3, "losses": 1e-2, "norms": 1e-2}
+# Muon's iterations are in bf16: what rounding leaves in directions of small gradients grows. A step without them, or
+# with another one's matrix, moves weights by 2e-2. Those of MoE layers are relative to a gate's weight of 100.
+MUON = {"weights": 1e-4, "losses": 1e-3, "norms": 1e-3}
+MUON_OF_AUTOEP = {"weights": 4e-3, "losses": 1e-2, "norms": 1e-2}
+EIGHT_BITS = 2e-2
+SPLIT = ("IIG", "GNG")  # parameters, in groups and over all
+
+
+def experts(place: Any) -> None:
+    """T13: train models with experts beside DeepSpeed's stages, resume them, and send their gradients in few bits."""
+    replicated, partitioned = (names[-1:] if place.small else names for names in (REPLICATED, PARTITIONED))
+    stage2 = {"strategies": replicated, "stage": 2}
+    stage3 = {"strategies": partitioned, "stage": 3}
+    made = [
+        _beside("MoE layers", expert_cases.routed_case, (2, TWO_STEPS, GROUP), stage2, FP32),
+        _beside(
+            "MoE layers, parameters sharded",
+            expert_cases.routed_case,
+            (2, {**ADAM, "zero": {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}}, GROUP),
+            {"strategies": partitioned, "stage": 2},  # DeepSpeed's stage 3 refuses them
+            FP32,
+        ),
+        _beside("AutoEP", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage2, FP32),
+        _beside("AutoEP, parameters sharded", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage3, FP32),
+    ]
+    run_cases(place, made if place.small else sorted([*made, *_others()], key=_order))
+
+
+def _order(case: Case) -> tuple[bool, bool, bool]:
+    """Return what AutoEP comes last by, and of it what torch may have no product for, or DeepSpeed does not undo."""
+    name = case.name  # DeepSpeed keeps the tensor-parallel ranks of a process for good
+    return "AutoEP" in name, "AutoTP" in name, "bf16" not in name
+
+
+def _others() -> list[Case]:
+    few = {"strategies": SPLIT, "stage": 3}
+    families = [("MoE", "NIG", "IIG"), ("AutoEP", "NIG", "III")]
+    return [
+        _beside("AutoEP in bf16", expert_cases.autoep_case, (2, IN_BF16, GROUP), few, BF16),
+        _beside("MoE layers over four ranks", expert_cases.routed_case, (4, IN_BF16, GROUP), {}, BF16),
+        _beside(
+            "MoE layers, optimizer on the host",
+            expert_cases.routed_case,
+            (2, ON_HOST, GROUP),
+            {"strategies": ("NIG", "NII")},
+            FP32,
+        ),
+        _beside(
+            "MoE layers, Muon",
+            expert_cases.routed_case,
+            (2, {**TWO_STEPS, "optimizer": "Muon"}, GROUP),
+            {"strategies": ("NNN", "NIG")},
+            MUON,
+        ),
+        _beside("AutoEP, Muon", expert_cases.muon_case, (2, TWO_STEPS, GROUP, ("NIG", "III")), {}, MUON_OF_AUTOEP),
+        *(
+            Case(f"{kind}, {optimizer}, resumed", partial(_resumed, kind=kind, optimizer=optimizer, names=names))
+            for kind, *names in families
+            for optimizer in ("Adam", "Muon")
+        ),
+        *(Case(f"{kind} in eight bits", partial(_few_bits, kind=kind, names=names), 150) for kind, *names in families),
+        _beside("AutoEP beside AutoTP", expert_cases.folded_case, (2, 1, 3, ("NIG", "IGG")), {}, FP32),
+    ]
+
+
+def _beside(
+    title: str, train: Callable[..., Any], given: tuple[Any, ...], more: dict[str, Any], bounds: dict[str, float]
+) -> Case:
+    return Case(title, partial(_compared, train=train, given=given, more=more, bounds=bounds))
+
+
+def _compared(
+    place: Any,
+    train: Callable[..., list[Difference]],
+    given: tuple[Any, ...],
+    more: dict[str, Any],
+    bounds: dict[str, float],
+) -> None:
+    """Check that strategies train what DeepSpeed's stage does."""
+    rows = train(*given, **more)
+    for row in rows:
+        place.report.check(_name(row), within(row, bounds))
+    place.report.figure("differences", {_name(row): [row.weights, row.losses, row.norms] for row in rows})
+
+
+def _name(row: Difference) -> str:
+    """Return the name of the strategy, or of all keys of a variant."""
+    return row.strategy if len(row.strategy) == 3 else row.strategy.split("'paro_strategy': '")[1][:3]
+
+
+def _resumed(place: Any, kind: str, optimizer: str, names: Sequence[str]) -> None:
+    # Sums over tokens are in any order on a GPU otherwise, so that no two runs would be alike.
+    with shared_folder() as folder, spoiled_memory():
+        rows = expert_cases.resume_case(folder, 2, False, kind, optimizer, names)
+    for name, restored, same_losses, same_weights in rows:
+        place.report.check(f"{name}: a load restores all", restored)
+        place.report.check(f"{name}: resumed is uninterrupted", same_losses and same_weights)
+
+
+def _few_bits(place: Any, kind: str, names: Sequence[str]) -> None:
+    for row in expert_cases.few_bits_case(kind, tuple(names)):
+        place.report.figure(row.strategy, [row.weights, row.losses])
+        place.report.check(
+            row.strategy, row.replicas_equal and row.weights < EIGHT_BITS and 0 < row.losses < EIGHT_BITS
+        )

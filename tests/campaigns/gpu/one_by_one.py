@@ -1,0 +1,164 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the cases of an experiment one after the other on the same ranks; one that raises or hangs ends no other.
+
+Ranks of one world cannot go on after an error on one of them: their next messages would not match. So the ranks of a
+case that has failed are killed, and new ones begin with the next case.
+"""
+
+import contextlib
+import multiprocessing
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tests.campaigns.gpu.order import enter_alone
+from tests.campaigns.gpu.ranks import RANKS, RankPlace, be_rank
+
+_START = 60.0  # seconds that new ranks may take, beside their first case
+_END = 15.0  # seconds that ranks may take to end
+_TEXT = 3000  # characters of an error that are kept
+_OVER = "over"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some checks that belong together.
+
+    Attributes:
+        name: of it; before the names of its checks.
+        run: makes them, on each rank, given its place; can be pickled.
+        limit: seconds.
+    """
+
+    name: str
+    run: Callable[[Any], None]
+    limit: float = 90.0
+
+
+def run_cases(place: Any, cases: Sequence[Case], alone: bool = False) -> None:
+    """Run cases on ranks that share the GPU, or alone on one rank of NCCL's.
+
+    A check holds if it does on all ranks that make it. Figures are those of rank 0.
+
+    Args:
+        place: of the experiment.
+        cases: in this order.
+        alone: whether there is one rank.
+    """
+    left = list(cases)
+    while left:
+        left = left[_run_while_good(place, left, 1 if alone else RANKS) :]
+
+
+def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
+    """Run cases until one fails, on new ranks; return how many are over."""
+    with _started(place, cases, ranks) as (processes, pipes):
+        for number, case in enumerate(cases):
+            begin, limit = time.monotonic(), case.limit + (0.0 if number else _START)
+            why = followed(place.report, case, pipes, limit)
+            place.report.figure(f"{case.name}: seconds", round(time.monotonic() - begin, 1))
+            place.report.check(f"{case.name}: ran to its end", not why)
+            if why:
+                place.report.figure(f"{case.name}: why", why[-_TEXT:])
+                return number + 1
+        for process in processes:
+            process.join(timeout=_END)
+        ended = all(process.exitcode == 0 for process in processes)
+        place.report.check(f"ranks that ran {cases[-1].name} ended well", ended)
+    return len(cases)
+
+
+def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
+    """Take down what ranks find, until the case is over on all of them; return why it has failed, if so."""
+    until, held, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
+    while running:
+        ready = wait(list(running.values()), timeout=max(0.0, until - time.monotonic()))
+        if not ready:
+            return f"ranks {sorted(running)} did not end within {limit:.0f} s"
+        for rank in [rank for rank, pipe in running.items() if pipe in ready]:
+            try:
+                kind, name, value = running[rank].recv()
+            except EOFError:
+                return f"the process of rank {rank} has ended"
+            if kind == "check":
+                held[name] = held.get(name, True) and value
+                report.check(f"{case.name}: {name}", held[name])
+            elif kind == "figure" and rank == 0:
+                report.figure(f"{case.name}: {name}", value)
+            elif kind == _OVER:
+                if value:
+                    return f"rank {rank}: {value}"
+                del running[rank]
+    return "" if held else "it checked nothing"
+
+
+@contextlib.contextmanager
+def _started(place: Any, cases: Sequence[Case], ranks: int) -> Iterator[tuple[list[Any], list[Connection]]]:
+    """Start ranks; yield their processes and what they tell. They are killed in the end."""
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(ranks):
+                ours, theirs = context.Pipe(duplex=False)
+                given = rank, ranks, place.device, place.small, folder, list(cases), theirs
+                process = context.Process(target=_rank, args=given, daemon=True)
+                process.start()
+                theirs.close()  # so that its end is seen
+                processes.append(process)
+                pipes.append(ours)
+            yield processes, pipes
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+
+
+class _Told:
+    """The report of a rank, which is told to the process of the experiment."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def check(self, name: str, held: bool) -> None:
+        """Tell whether something held."""
+        self._pipe.send(("check", name, bool(held)))
+
+    def figure(self, name: str, value: Any) -> None:
+        """Tell what was measured."""
+        self._pipe.send(("figure", name, value))
+
+    def over(self, why: str) -> None:
+        """Tell that a case is over, and why it has failed; empty if it has not."""
+        self._pipe.send((_OVER, "", why))
+
+
+def _rank(
+    rank: int, ranks: int, device: str, small: bool, folder: str, cases: Sequence[Case], pipe: Connection
+) -> None:
+    told = _Told(pipe)
+    place = RankPlace(device, small, told)
+    run = partial(_run, cases=cases)
+    try:
+        if ranks == 1:
+            enter_alone(place)
+            run(place)
+        else:
+            be_rank(rank, place, folder, run)
+    except BaseException as error:
+        lines = traceback.format_exception(error)
+        told.over(f"{type(error).__name__}: {error}\n{''.join(lines)}"[-_TEXT:])
+        time.sleep(3600)  # until it is killed: if it ended, others would raise because of that
+
+
+def _run(place: Any, cases: Sequence[Case]) -> None:
+    for case in cases:
+        case.run(place)
+        place.report.over("")

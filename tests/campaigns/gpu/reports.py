@@ -1,0 +1,210 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of experiment T12: steps that are recorded by a GPU's clock, and the doctor."""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+
+from deepspeed_ext.__main__ import patch_problems
+from deepspeed_ext.cli.doctor import TITLES
+from deepspeed_ext.doctor.command import run as examine
+from deepspeed_ext.doctor.place import Options
+from deepspeed_ext.report.clocks import DeviceClock, make_clock
+from tests.campaigns.gpu.one_by_one import Case, run_cases
+from tests.campaigns.gpu.order import pause
+from tests.campaigns.gpu.ranks import GROUP, as_on_nccl, without_short_cuts
+from tests.campaigns.gpu.states import shared_folder
+from tests.harness import reported
+
+SLEPT = 0.05  # seconds between two moments
+LOCO: dict[str, Any] = {"paro_strategy": "NIG", "paro_group_size": 2, "zeropp_loco_param": {}}
+BETWEEN_PAIRS = ("nodes and links", "clocks")  # which need messages, and gloo has these for tensors of the host alone
+KERNELS = "LoCo's kernels"  # T0 tests them; to build them may take a minute
+_SECTIONS = ("versions", "environment", "groups", "memory and disks", "pinned memory", "compiler")  # of any doctor
+
+
+def report_and_doctor(place: Any) -> None:
+    """T12: see that a report changes nothing and is sound, and that the doctor accepts a sound GPU."""
+    names = ["IIG"] if place.small else list(reported.SECTIONS)
+    shared = [
+        Case("clock", _clock),
+        *(Case(f"report, {name}", partial(_reported, name=name)) for name in names),
+        *([] if place.small else [Case("report with measured links", _measured)]),
+        Case("doctor, ranks that share the GPU", _doctor, 120),
+        *([] if place.small else [Case("report, NIG in four bits", _in_four_bits, 150)]),
+    ]
+    run_cases(place, shared)
+    strategies = ("GGG",) if place.small else ("NIG", "III", "IGG")
+    run_cases(
+        place,
+        [
+            *(Case(f"report over NCCL, {name}", partial(_reported_alone, name=name)) for name in strategies),
+            Case("the doctor's command", _command),
+            *([Case("the doctor's kernels", _kernels, 120)] if place.cuda and not place.small else []),
+        ],
+        alone=True,
+    )
+
+
+def _clock(place: Any) -> None:
+    """See that moments are of the device that trains, and of the stream that they are marked on."""
+    clock = make_clock()
+    place.report.check("it is the device's", isinstance(clock, DeviceClock) == place.cuda)
+    place.report.check("the current stream trains", clock.trains())
+    if not place.cuda:
+        return
+    begin = clock.mark()
+    pause(place, SLEPT * 1e3)
+    end = clock.mark()
+    other = get_accelerator().Stream()
+    with get_accelerator().stream(other):
+        early = clock.mark()  # beside the stream that sleeps
+        place.report.check("another stream does not train", not clock.trains())
+    clock.settle()
+    slept = clock.seconds(end) - clock.seconds(begin)
+    place.report.figure("seconds of a sleep", slept)
+    place.report.check("a sleep takes its time", 0.5 * SLEPT < slept < 100 * SLEPT)
+    place.report.check("streams have moments of their own", clock.seconds(early) < clock.seconds(end))
+
+
+def _reported(place: Any, name: str) -> None:
+    with shared_folder() as folder:
+        wrong = reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED)
+        _tell(place, [*wrong, *(reported.faults_of(folder, name) if dist.get_rank() == 0 else [])])
+        if dist.get_rank() == 0:
+            _look_at(place, folder)
+
+
+def _measured(place: Any) -> None:
+    """Measure the links for the predictions, as users do."""
+    with shared_folder() as folder:
+        wrong = reported.training_of(folder, reported.SECTIONS["NIG"], reported.TRAINED, links=None)
+        _tell(place, [*wrong, *(reported.faults_of(folder, "NIG") if dist.get_rank() == 0 else [])])
+        if dist.get_rank() == 0:
+            rates = [row["probed_rate"] for row in _report_in(folder)["hops"]]
+            place.report.figure("rates of hops", rates)
+            place.report.check("hops have rates", len(rates) == 2 and all(rate and rate > 0 for rate in rates))
+
+
+def _in_four_bits(place: Any) -> None:
+    with shared_folder() as folder:
+        wrong = reported.training_of(folder, LOCO, reported.TRAINED)
+        _tell(place, [*wrong, *(reported.unsound(folder) if dist.get_rank() == 0 else [])])
+
+
+def _reported_alone(place: Any, name: str) -> None:
+    """Record handles of NCCL's, of which the only rank takes no short cut."""
+    section = {"paro_strategy": name, "paro_group_size": 1}
+    with shared_folder() as folder, without_short_cuts(), as_on_nccl():
+        _tell(place, [*reported.training_of(folder, section, reported.TRAINED), *reported.unsound(folder)])
+        kinds = {row["name"] for row in _report_in(folder)["operations"]}
+        place.report.figure("operations", sorted(kinds))
+        place.report.check("what communicates is recorded", any("reduce" in kind for kind in kinds))
+
+
+def _tell(place: Any, faults: list[str]) -> None:
+    if faults:
+        place.report.figure(f"faults on rank {dist.get_rank()}", faults)
+    place.report.check("it changes nothing, and is sound", not faults)
+
+
+def _look_at(place: Any, folder: str) -> None:
+    """Check what a device shows otherwise than a host, and note where a step's time goes."""
+    report = _report_in(folder)
+    training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")
+    kinds = {span[3] for span in training["spans"]}
+    if place.cuda:  # which handles what communicates beside what the host does
+        place.report.check("it does not handle what communicates", "other" not in kinds)
+        place.report.check("it is named", report["made"]["device"] == torch.cuda.get_device_name())
+    place.report.figure("parts, in ms", {row["part"]: round(row["seconds"] * 1e3, 3) for row in report["parts"]})
+    place.report.figure("cost of recording", report["steps"]["overhead"])
+
+
+def _report_in(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "report.json").read_text())
+    return found
+
+
+def _doctor(place: Any) -> None:
+    """Run the doctor on ranks that are connected through gloo already."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port()))
+    skipped = (KERNELS, *(BETWEEN_PAIRS if place.cuda else ()), *(("links", BETWEEN_PAIRS[0]) if place.small else ()))
+    level = logger.level
+    with shared_folder() as folder:
+        document = Path(folder, "doctor.json")
+        status = examine(Options(group_size=GROUP, skip=skipped), document, patch_problems)
+        logger.setLevel(level if level else logging.WARNING)
+        place.report.check("nothing is wrong", status == 0)
+        if dist.get_rank() == 0:
+            _judge(place, json.loads(document.read_text()), [*_SECTIONS, "process groups"])
+
+
+def _command(place: Any) -> None:
+    """Run the doctor's command with one rank, which connects it through NCCL itself."""
+    found = _said_by_command(place, [KERNELS])
+    if found is None:
+        return
+    _judge(place, found, [*_SECTIONS, "process groups", "links", *BETWEEN_PAIRS])
+    backend = next(one for one in found["sections"] if one["title"] == "process groups")["findings"][0]["subject"]
+    place.report.check("through the device's backend", backend == ("nccl" if place.cuda else "gloo"))
+
+
+def _kernels(place: Any) -> None:
+    """Have the doctor compare the kernels with their reference; it builds them, unless that was done before."""
+    found = _said_by_command(place, [title for title in TITLES if title != KERNELS])
+    if found is None:
+        return
+    _judge(place, found, [KERNELS])
+    measured = next(one for one in found["sections"] if one["title"] == KERNELS)["measured"]["0"]
+    place.report.check("there are kernels for the GPU", measured["kernels"] and measured["device"].startswith("cuda"))
+
+
+def _said_by_command(place: Any, skipped: Sequence[str]) -> dict[str, Any] | None:
+    """Return the document of the doctor's command; None if there is none."""
+    with shared_folder() as folder:
+        document = Path(folder, "doctor.json")
+        command = [sys.executable, "-m", "deepspeed_ext", "doctor", "--json", str(document)]
+        command += [argument for title in skipped for argument in ("--skip", title)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+        place.report.check("nothing is wrong", done.returncode == 0)
+        if not document.exists():
+            place.report.figure("it says", (done.stdout + done.stderr)[-2000:])
+            return None
+        found: dict[str, Any] = json.loads(document.read_text())
+        return found
+
+
+def _judge(place: Any, found: dict[str, Any], titles: list[str]) -> None:
+    """Check that all checks were made, and that none has found something wrong; note what is to be looked at."""
+    there = [one["title"] for one in found["sections"]]
+    place.report.check("all checks were made", set(titles) <= set(there))
+    for section in found["sections"]:
+        said = [f"{one['subject']}: {one['found']}" for one in section["findings"] if one["level"] != "ok"]
+        if said:
+            place.report.figure(f"{section['title']} says", said)
+        bad = [one for one in section["findings"] if one["level"] == "wrong" or one["subject"] == "left out"]
+        place.report.check(f"nothing wrong: {section['title']}", not bad)
+
+
+def _port() -> int:
+    """Return a port that is free, the same on all ranks."""
+    shared = [0]
+    if dist.get_rank() == 0:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            shared = [taken.getsockname()[1]]
+    dist.broadcast_object_list(shared, src=0)
+    return int(shared[0])

@@ -1,0 +1,214 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of experiment T11: checkpoints that are copied from a GPU and written beside the training; exports.
+
+Copies are made late, so that a step that does not wait for them, or a thread that reads them too early, is seen in the
+files: see ``late``.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from deepspeed_ext.checkpoint.host_writer import HostWriter
+from deepspeed_ext.checkpoint.snapshots import Snapshot
+from tests.campaigns.gpu.one_by_one import Case, run_cases
+from tests.campaigns.gpu.order import pause
+from tests.campaigns.gpu.states import shared_folder
+from tests.harness import memory_saves, saves, snapshots, training
+from tests.harness.device_on_host import cases
+from tests.harness.fake_wire import WITHOUT_TIMER
+
+BEHIND, AT_ONCE = 100, 1  # milliseconds by which copies are late
+VERY_LATE = 700  # milliseconds: longer than a step
+FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
+OUTER: dict[str, Any] = {"paro_outer_optimizer": {"steps": 2}}
+TWINS = (
+    ("NIG", "bf16", {}, "Adam"),
+    ("IIG", "bf16", {"overlap_comm": True}, "Adam"),
+    ("NII", "fp16", cases.PAGEABLE, "Adam"),
+    ("NIG", "bf16", cases.PINNED, "Adam"),
+    ("NIG", "bf16", {}, "Muon"),
+    ("III", "bf16", OUTER, "Adam"),
+    ("IIG", "bf16", FEW_BITS, "Adam"),
+    ("NIG", "fp32", EVERYTHING, "Adam"),
+)
+RESUMED = (
+    ("IIG", {}, "Adam"),
+    ("NII", cases.PINNED, "Muon"),
+    ("III", OUTER, "Adam"),
+    ("NIG", FEW_BITS, "Adam"),
+)
+ALONE: tuple[str, str, dict[str, Any], str] = ("GGG", "bf16", {}, "Adam")
+IN_MEMORY = (("NIG", 0), ("IIG", 1), ("NIG + LoCo", 1))
+EXPORTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("NIG", {"asynchronous": True}),
+    ("IIG", {"asynchronous": True}),
+    ("IIG", {"host_bytes": 512}),  # far less than the weights: buffers are filled again and again
+)
+
+
+def saves_aside(place: Any) -> None:
+    """T11: see that what is saved beside the training on a GPU is what is saved at once."""
+    some = 1 if place.small else None
+    made = [
+        Case("pinned memory", _memory),
+        Case("without the wait", _seen_without_the_wait),
+        *(Case(f"files, {_title(*row)}", partial(_twins, row=row)) for row in TWINS[:some]),
+        *(Case(f"export, {name} {how}", partial(_exported, name=name, how=how)) for name, how in EXPORTS[:some]),
+        *(Case(f"in memory, {name}", partial(_in_memory, name=name, node=node)) for name, node in IN_MEMORY[:some]),
+        *(Case(f"resumed, {_title(*row)}", partial(_resumed, row=row)) for row in RESUMED[:some]),
+    ]
+    # Those that may have to wait for kernels to be built come last.
+    slow = [dataclasses.replace(case, limit=150) for case in made if "loco" in case.name.lower()]
+    run_cases(place, [*(case for case in made if "loco" not in case.name.lower()), *slow])
+    run_cases(place, [Case("files over NCCL", partial(_twins, row=ALONE, group_size=1))], alone=True)
+
+
+def _title(*row: Any) -> str:
+    return " ".join(str(part) for part in row if part)
+
+
+@contextlib.contextmanager
+def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
+    """Within this context, a stream sleeps before it copies; yields how many copies each save makes behind the steps.
+
+    On the host a thread copies late instead: ``saves.late_copies``.
+    """
+    copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.seal, HostWriter.put, list[int]()
+
+    def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        copy(self, [])  # makes the stream
+        with get_accelerator().stream(self._stream):
+            pause(place, milliseconds if pairs is self._on_device else AT_ONCE)
+        copy(self, pairs)
+
+    def sealed(self: Any) -> None:
+        behind.append(len(self._on_device))
+        seal(self)
+
+    def handed(self: Any, *args: Any, **kwargs: Any) -> int:
+        pause(place, AT_ONCE)
+        return put(self, *args, **kwargs)
+
+    with (
+        mock.patch.object(Snapshot, "_copy_on_stream", copied),
+        mock.patch.object(Snapshot, "seal", sealed),
+        mock.patch.object(HostWriter, "put", handed),
+    ):
+        yield behind
+
+
+def _job_of(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> training.Job:
+    """Return what is trained; DeepSpeed's timer would wait for all streams, so that no one else would have to."""
+    job = saves.job_of_row(dtype, zero, optimizer)
+    return dataclasses.replace(job, config={**job.config, **WITHOUT_TIMER})
+
+
+def _twins(place: Any, row: tuple[str, str, dict[str, Any], str], group_size: int = 2) -> None:
+    """Compare files, and losses, of a run that saves at every turn."""
+    name, dtype, zero, optimizer = row
+    with shared_folder() as folder, late(place) as behind:
+        found = saves.twins_case(folder, name, _job_of(dtype, zero, optimizer), group_size)
+    place.report.check("the same files", found.different == [] and found.files >= 28)
+    if found.different:
+        place.report.figure("where they differ", [*found.different[:5], *found.where[:20]])
+    place.report.check("the same losses and errors", found.same)
+    place.report.figure("files", found.files)
+    elsewhere = "offload_optimizer" in zero or "paro_outer_optimizer" in zero
+    place.report.check("the device copies behind the steps", (sum(behind) > 0) == (place.cuda and not elsewhere))
+
+
+class _Short(saves.Run):
+    """Steps and saves in turn."""
+
+    def everything(self) -> None:
+        """Save after a step, and step at once."""
+        for number in range(3):
+            self.step()
+            self.save(str(number))
+        self.step()
+
+
+def _seen_without_the_wait(place: Any) -> None:
+    """See that files differ if steps do not wait for copies: otherwise these checks would show nothing."""
+    for waits in (True, False):
+        settle = Snapshot.settle if waits else lambda self: None
+        patched = mock.patch.object(Snapshot, "settle", settle)
+        with shared_folder() as folder, late(place, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
+            found = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
+        title = "files are the same with the wait" if waits else "files differ without the wait"
+        place.report.check(title, found.files > 0 and (found.different == []) == waits)
+
+
+def _memory(place: Any) -> None:
+    """See that host memory is pinned where there is a GPU, and made once."""
+    job, pinned = training.Job(optimizer="Adam", empty=False, config=saves.ASIDE), set[bool]()
+    empty, at = HostWriter._empty, list[set[int]]()
+
+    def taken(self: Any) -> Any:
+        buffer = empty(self)
+        pinned.add(buffer.bytes.is_pinned())
+        return buffer
+
+    engine, _ = training.make_engine(job, training.placed("GGG"))  # all ranks write
+    with shared_folder() as folder:
+        for number in range(3):
+            snapshots.run(engine, job, snapshots.steps_of(job, 1))
+            engine.save_checkpoint(folder, str(number))
+            engine.checkpoint_engine.finish()
+            held = [one for many in engine.checkpoint_engine.aside.buffers._free.values() for one in many]
+            pinned |= {one.is_pinned() for one in held}
+            at.append({one.data_ptr() for one in held})
+        with mock.patch.object(HostWriter, "_empty", taken):
+            import deepspeed_ext
+
+            deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=1)
+    engine.destroy()
+    place.report.check("pinned if there is a GPU", pinned == {place.cuda})
+    place.report.check("made once", bool(at[0]) and at == [at[0]] * 3)
+
+
+def _exported(place: Any, name: str, how: dict[str, Any]) -> None:
+    with shared_folder() as folder, late(place):
+        changed = cases.exported(f"{folder}/weights", name, **how)
+    place.report.check("the weights of the model", changed == [])
+
+
+def _in_memory(place: Any, name: str, node: int) -> None:
+    """Lose a node, and go on from what the other one has in memory."""
+    with shared_folder() as folder, late(place):
+        held, _, sent, changed, same, latest, again = memory_saves.lost_case(folder, name, node)
+    if changed:
+        place.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
+    place.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
+    place.report.check("going on is what it was", same)
+    crosses = name[2] == "G"
+    place.report.check(
+        "each node has all, and only what the other lacks is sent", held[0] == held[1] and (sent > 0) == crosses
+    )
+
+
+def _resumed(place: Any, row: tuple[str, dict[str, Any], str]) -> None:
+    """Go on from a save that was still being written when training went on."""
+    name, zero, optimizer = row
+    job = snapshots.job_of("bf16", zero, optimizer, **saves.ASIDE, **WITHOUT_TIMER)
+
+    def slowly() -> Any:
+        stack = contextlib.ExitStack()
+        stack.enter_context(late(place))
+        stack.enter_context(saves.late_copies())
+        return stack
+
+    with shared_folder() as folder:
+        found = cases.resumed(job, str(Path(folder, "saved")), name, slowly, contextlib.nullcontext)
+    place.report.check("loaded is what was saved", not found.loaded)
+    place.report.check("resumed is uninterrupted", not (found.resumed or found.elsewhere))

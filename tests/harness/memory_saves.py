@@ -1,0 +1,93 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Saves into memory of nodes, of which one is lost; everything here runs inside rank processes.
+
+A node is a group of two ranks with a folder of its own.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from deepspeed import comm as dist
+
+import deepspeed_ext
+from deepspeed_ext.checkpoint import restoring
+from deepspeed_ext.comm.host_channel import HostChannel
+from tests.harness import experts, snapshots, training
+
+
+def memory_of(base: str, **more: Any) -> dict[str, Any]:
+    """Section of a rank's node."""
+    node = Path(base, f"node{dist.get_rank() // 2}")
+    node.mkdir(exist_ok=True)
+    return {"checkpoint": {"async_save": True, "memory_folder": str(node), **more}}
+
+
+def held_by(base: str, node: int) -> dict[str, int]:
+    """Files of saves in a node's memory, and in how many folders there each of them is."""
+    found = [path.name for path in Path(base, f"node{node}").glob("*/[0-9]*/*.pt")]
+    return {name: found.count(name) for name in found}
+
+
+def writers_in(base: str, node: int) -> dict[str, int]:
+    """Files of saves in a node's memory, and the rank that has written each of them."""
+    found: dict[str, int] = {}
+    for manifest in Path(base, f"node{node}").glob("*/[0-9]*/manifest.json"):
+        found |= json.loads(json.loads(manifest.read_text())["part"])["files"]
+    return found
+
+
+def lose(base: str, node: int) -> None:
+    """All memory of a node is gone. Collective."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(base, f"node{node}"))
+    dist.barrier()
+
+
+def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
+    """What the nodes hold; bytes that this rank's thread sent; what a load by new engines does not restore, whether
+    losses after it are those of the run that went on; what is on disk then; whether a second load writes it again."""
+    zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
+    sent, exchange = [0], HostChannel.exchange
+
+    def counted(self: Any, one: Any, *args: Any) -> None:
+        sent[0] += 0 if one is None else one.nbytes
+        exchange(self, one, *args)
+
+    folder = f"{base}/saved"
+    lanes = 2 if name.endswith("TP") else 1
+    placed = training.placed(name[:3], 2 // lanes)
+    job = replace(snapshots.job_of("fp32", zero, **memory_of(base)), tensor_parallel=lanes)
+    if name.endswith("experts"):
+        job = replace(job, network=experts.SmallMixtral, config={**job.config, **experts.autoep(2)})
+    engine, model = training.make_engine(job, placed)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    snapshots.mark(engine, model)
+    saved = snapshots.snapshot(engine, model, job)
+    with mock.patch.object(HostChannel, "exchange", counted):
+        deepspeed_ext.save_in_memory(engine, folder)
+        losses = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
+        engine.checkpoint_engine.finish()
+    assert not list(Path(folder).glob("[!.]*")), "nothing but a hidden file is on disk"
+    dist.barrier()
+    held = held_by(base, 0), held_by(base, 1)
+    writers = writers_in(base, 0), writers_in(base, 1)
+    engine.destroy()
+    lose(base, node)
+    memory_of(base)  # of a node that is there again
+    engine, model = training.make_engine(job, placed)
+    engine.load_checkpoint(folder)
+    changed = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    changed = {name: by for name, by in changed.items() if "tokens_per_expert" not in name}  # of each rank, counted
+    again = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
+    with mock.patch.object(restoring, "_write") as write:
+        engine.load_checkpoint(folder)
+    dist.barrier()
+    assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"
+    engine.destroy()
+    return held, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called

@@ -1,0 +1,126 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Trainings that are reported on, beside the same ones that nobody records; runs inside rank processes."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from deepspeed_ext.comm import watching
+from deepspeed_ext.planner import probe
+from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from tests.harness.training import Job, train
+
+LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)  # to measure them would take seconds
+AFTER, STEPS = 2, 1
+NOTHING_WHOLE = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "NIG": {"paro_strategy": "NIG", "paro_group_size": 2},
+    "IIG": {"paro_strategy": "IIG", "paro_group_size": 2, **NOTHING_WHOLE},
+    "ZeRO-2": {"stage": 2},
+    "ZeRO-3": {"stage": 3, **NOTHING_WHOLE},
+}
+TRAINED: dict[str, Any] = {
+    "steps": 10,
+    "accumulation": 2,
+    "sizes": (64, 96, 80, 48),
+    "empty": False,
+    "optimizer": "Adam",
+}
+
+
+def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links: Rates | None = LINKS) -> list[str]:
+    """Train with a section, without and with a report, which is left in a folder; return what is wrong on this rank.
+
+    Args:
+        folder: of the report.
+        section: keys of zero_optimization.
+        job: fields of a ``Job``.
+        links: rates of hops; None to measure them.
+    """
+    reporting = {**section, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}
+    wrong: list[str] = []
+
+    def look(engine: Any) -> None:
+        if {"step", "forward", "backward", "_take_model_step"} & set(vars(engine)) or watching._watcher is not None:
+            wrong.append("the engine is not as it was")
+
+    measure = probe.measure if links is None else lambda *_: links
+    usual = train(Job(**job), section)
+    with mock.patch.object(probe, "measure", measure):
+        reported = train(Job(**job), reporting, look)
+    train(Job(**{**job, "steps": AFTER + 3}), reporting)
+    if watching._watcher is not None:
+        wrong.append("an engine that is destroyed is still recorded")
+    if usual.losses != reported.losses or not torch.equal(usual.weights, reported.weights):
+        wrong.append("recording has changed the training")
+    return wrong
+
+
+def faults_of(folder: str | Path, name: str) -> list[str]:
+    """Return what is wrong with a report in a folder: of ``TRAINED`` by four ranks, with one of ``SECTIONS``."""
+    report = json.loads(Path(folder, "report.json").read_text())
+    return [*unsound(folder), *_untrue(report, name)]
+
+
+def unsound(folder: str | Path) -> Iterator[str]:
+    """Yield what is wrong with a report, whatever was trained: a step is the sum of its parts, and files are there."""
+    report = json.loads(Path(folder, "report.json").read_text())
+    seconds, parts = report["steps"]["seconds"], {row["part"]: row["seconds"] for row in report["parts"]}
+    if report["steps"]["first"] != AFTER + 3 + 1 or len(seconds) != STEPS:
+        yield f"other steps: {report['steps']}"
+    if not math.isclose(sum(parts.values()), seconds[0], rel_tol=1e-6):
+        yield f"the parts are not the step: {parts}, {seconds}"
+    exposed = [row["exposed"] for key in ("hops", "operations", "modules") for row in report[key]]
+    if not (parts["compute"] > 0 and parts["update"] > 0 and min(*parts.values(), *exposed, 0.0) >= -_TICK):
+        yield f"parts, or exposed seconds: {parts}, {exposed}"
+    if "<html" not in Path(folder, "report.html").read_text():
+        yield "there is no page"
+    if not json.loads(Path(folder, "trace.json").read_text())["traceEvents"]:
+        yield "there is no trace"
+
+
+_TICK = 2e-5  # seconds: what a device's clock may be wrong by
+
+
+def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
+    trained, plain = report["training"], name.startswith("ZeRO")
+    wanted = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
+    if not trained["called"].startswith(name) or any(trained[key] != value for key, value in wanted.items()):
+        yield f"another training: {trained}"
+    if [row["rank"] for row in report["ranks"]] != [0, 1, 2, 3]:
+        yield f"other ranks: {report['ranks']}"
+    training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")
+    kinds = [span[3] for span in training["spans"]]
+    if [kinds.count(kind) for kind in ("forward", "backward", "update")] != [2, 2, 1]:
+        yield f"other phases: {kinds}"
+    if not plain:
+        yield from _other_amounts(report, name)
+    # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
+    on_host = get_accelerator().is_synchronized_device()
+    if (
+        on_host
+        and name in ("IIG", "ZeRO-3")
+        and not any(row["module"].startswith("layers") for row in report["modules"])
+    ):
+        yield "no module waits"
+    if [row["strategy"] for row in report["choices"] if row["now"]] != [name]:
+        yield f"other choices: {report['choices']}"
+
+
+def _other_amounts(report: dict[str, Any], name: str) -> Iterator[str]:
+    # Norms and overflows are some bytes more. With p = I the last layers of a forward, here most of them, are kept for
+    # its backward, and a thread may begin what it sends of a step when the next one has begun.
+    least, most = (0.5, 1.6) if name == "IIG" else (0.99, 1.05)
+    for row in report["hops"]:
+        if not least < row["bytes"] / row["formula_bytes"] < most:
+            yield f"other bytes {row['hop']}: {row}"
+    for row in report["memory"]:
+        if not math.isclose(row["bytes"], row["formula"], rel_tol=0.05):
+            yield f"another amount of memory: {row}"
