@@ -384,7 +384,7 @@ def followed_case() -> tuple[dict[str, bool], dict[str, Any], dict[str, str]]:
         "raises": [("over", "", "ValueError: a text")],
         "ends": [],
         "hangs": [],
-        "good": [("check", "there", True), ("figure", "bytes", 8), over],
+        "good": [("figure", "bytes", 8), ("check", "here", True), ("check", "there", True), over],
     }
     taken, why = Taken(), {}
     for what, second in told.items():
