@@ -378,13 +378,13 @@ def followed_case() -> tuple[dict[str, bool], dict[str, Any], dict[str, str]]:
             self.figures[name] = value
 
     over = ("over", "", "")
-    found = ("check", "here", True), ("check", "there", True), ("figure", "bytes", 7), over
+    found = ("check", "here", True), ("check", "there", False), ("figure", "bytes", 7), over
     told: dict[str, list[tuple[str, str, Any]]] = {
         "checks nothing": [over],
         "raises": [("over", "", "ValueError: a text")],
         "ends": [],
         "hangs": [],
-        "good": [("check", "there", False), ("figure", "bytes", 8), over],
+        "good": [("figure", "bytes", 8), ("check", "here", True), ("check", "there", True), over],
     }
     taken, why = Taken(), {}
     for what, second in told.items():
