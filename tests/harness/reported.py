@@ -51,9 +51,8 @@ def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links
         if {"step", "forward", "backward", "_take_model_step"} & set(vars(engine)) or watching._watcher is not None:
             wrong.append("the engine is not as it was")
 
-    measure = probe.measure if links is None else lambda *_: links
     usual = train(Job(**job), section)
-    with mock.patch.object(probe, "measure", measure):
+    with links_given(links):
         reported = train(Job(**job), reporting, look)
     train(Job(**{**job, "steps": AFTER + 3}), reporting)
     if watching._watcher is not None:
@@ -61,6 +60,11 @@ def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links
     if usual.losses != reported.losses or not torch.equal(usual.weights, reported.weights):
         wrong.append("recording has changed the training")
     return wrong
+
+
+def links_given(links: Rates | None = LINKS) -> Any:
+    """Return a context in which links need not be measured; None: they are."""
+    return mock.patch.object(probe, "measure", probe.measure if links is None else lambda *_: links)
 
 
 def faults_of(folder: str | Path, name: str) -> list[str]:

@@ -335,5 +335,6 @@ def parts_that_differ(one: str, two: str) -> list[str]:
         elif isinstance(left, int | float | str) and left != right:
             found.append(f"{at}: {left!r}, {right!r}")
 
-    compare(torch.load(one, weights_only=False), torch.load(two, weights_only=False), "")
+    # One may have been saved from a device, and the other from the host.
+    compare(*(torch.load(path, map_location="cpu", weights_only=False) for path in (one, two)), "")
     return found

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -23,6 +24,7 @@ from deepspeed_ext.cli.doctor import TITLES
 from deepspeed_ext.doctor.command import run as examine
 from deepspeed_ext.doctor.place import Options
 from deepspeed_ext.report.clocks import DeviceClock, make_clock
+from scripts.examples.gpt import ByteGPT
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
 from tests.campaigns.gpu.ranks import GROUP, as_on_nccl, without_short_cuts
@@ -30,6 +32,8 @@ from tests.campaigns.gpu.states import shared_folder
 from tests.harness import reported
 
 SLEPT = 0.05  # seconds between two moments
+_STREAMS = 4
+COST_BOUND = 0.5  # of a step: what recording may add to one of a few milliseconds
 LOCO: dict[str, Any] = {"paro_strategy": "NIG", "paro_group_size": 2, "zeropp_loco_param": {}}
 BETWEEN_PAIRS = ("nodes and links", "clocks")  # which need messages, and gloo has these for tensors of the host alone
 KERNELS = "LoCo's kernels"  # T0 tests them; to build them may take a minute
@@ -52,6 +56,7 @@ def report_and_doctor(place: Any) -> None:
         place,
         [
             *(Case(f"report over NCCL, {name}", partial(_reported_alone, name=name)) for name in strategies),
+            Case("what recording costs", _cost),
             Case("the doctor's command", _command),
             *([Case("the doctor's kernels", _kernels, 120)] if place.cuda and not place.small else []),
         ],
@@ -66,18 +71,21 @@ def _clock(place: Any) -> None:
     place.report.check("the current stream trains", clock.trains())
     if not place.cuda:
         return
+    # Made before, since the first one takes long; several, since two streams may share a queue of the hardware.
+    others = [get_accelerator().Stream() for _ in range(_STREAMS)]
     begin = clock.mark()
     pause(place, SLEPT * 1e3)
     end = clock.mark()
-    other = get_accelerator().Stream()
-    with get_accelerator().stream(other):
-        early = clock.mark()  # beside the stream that sleeps
-        place.report.check("another stream does not train", not clock.trains())
+    early = []
+    for other in others:  # beside the stream that sleeps
+        with get_accelerator().stream(other):
+            early.append(clock.mark())
+            place.report.check("another stream does not train", not clock.trains())
     clock.settle()
     slept = clock.seconds(end) - clock.seconds(begin)
     place.report.figure("seconds of a sleep", slept)
     place.report.check("a sleep takes its time", 0.5 * SLEPT < slept < 100 * SLEPT)
-    place.report.check("streams have moments of their own", clock.seconds(early) < clock.seconds(end))
+    place.report.check("streams have moments of their own", min(map(clock.seconds, early)) < clock.seconds(end))
 
 
 def _reported(place: Any, name: str) -> None:
@@ -113,6 +121,30 @@ def _reported_alone(place: Any, name: str) -> None:
         kinds = {row["name"] for row in _report_in(folder)["operations"]}
         place.report.figure("operations", sorted(kinds))
         place.report.check("what communicates is recorded", any("reduce" in kind for kind in kinds))
+
+
+def _cost(place: Any) -> None:
+    """Note how much longer recorded steps of a GPT of 10.9 million parameters take than those before."""
+    after, steps = 20, 5
+    section = {"paro_strategy": "IIG", "paro_group_size": 1, **reported.NOTHING_WHOLE}
+    with shared_folder() as folder, without_short_cuts(), as_on_nccl(), reported.links_given():
+        model = ByteGPT(dim=384, layers=6, heads=6, sequence_length=128)
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": {**section, "paro_report": {"folder": folder, "after": after, "steps": steps}},
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        text = torch.randint(256, (4, 129), device=engine.device)
+        for _ in range(after + steps + 10):
+            engine.backward(engine(text[:, :-1], text[:, 1:]))
+            engine.step()
+        engine.destroy()
+        found = _report_in(folder)["steps"]
+    place.report.figure("seconds of a step before", found["undisturbed"])
+    place.report.figure("seconds of recorded steps", found["seconds"])
+    place.report.check("recorded steps take about as long", abs(found["overhead"]) < COST_BOUND)
 
 
 def _tell(place: Any, faults: list[str]) -> None:
