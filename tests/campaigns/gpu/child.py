@@ -7,6 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import deepspeed_ext  # noqa: F401 - it activates itself where it is installed; here there may be the sources alone
 from tests.campaigns.gpu.runs import Report
 
 # Name: module beside this one, and the function in it.

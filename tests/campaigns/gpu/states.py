@@ -49,7 +49,7 @@ def check(place: Any) -> None:
     for pinned in (True, False) if place.cuda else ():
         for name in ("NIG", "IIG"):
             title = f"{name}, {'pinned' if pinned else 'pageable'}: offloaded and reloaded"
-            place.report.check(title, cases.offloaded(name, "Muon", pinned) == (name, True, ("cpu", True), "cuda"))
+            place.report.check(title, cases.offloaded(name, "Muon", pinned, {}) == (name, True, ("cpu", True), "cuda"))
 
 
 def _train_apart(place: Any, name: str, outer: dict[str, Any]) -> None:
