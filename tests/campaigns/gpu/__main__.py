@@ -49,7 +49,7 @@ UNKNOWN = "unknown"
 ALONE = ("T4", "T8B")  # they measure time
 # Name, title, limit in seconds, variables; in the order of their worth, should the budget not suffice for all. The
 # first builds the kernels.
-TABLE = (
+TABLE: tuple[tuple[str, str, float, dict[str, str]], ...] = (
     ("T0", "kernels: drawn cases beside the reference and the CPU's kernels", 600, {}),
     ("T8A", "kernels: their tests", 420, {}),
     ("T1", "a slow optimizer step is waited for", 150, {}),

@@ -43,7 +43,7 @@ def enter_alone(place: Any) -> None:
 def spoiled_memory() -> Iterator[None]:
     """Within this context, torch fills uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     try:
         yield
     finally:
@@ -124,7 +124,7 @@ def sanitizer(place: Any) -> None:
     """T3: see that torch's sanitizer, which TORCH_CUDA_SANITIZER=1 switches on, finds no access out of order."""
     enter_alone(place)
     for name in [] if place.small else ["III", "GGG", "IIG"]:
-        _watch(place, f"{name} with a slow step", lambda name=name: _train_slowly(place, name, synchronized=False))
+        _watch(place, f"{name} with a slow step", functools.partial(_train_slowly, place, name, synchronized=False))
     _watch_strategies(place, ["IGG"] if place.small else ["III", "GGG", "IIG", "IGG"])
 
 
@@ -139,7 +139,7 @@ def _watch_strategies(place: Any, names: Sequence[str]) -> None:
     for name in names:
         wire = Wire(place.device, delay=(0.0, 0.1))
         zero = placed(name, group_size=3, overlap_comm=True)
-        _watch(place, name, lambda wire=wire, zero=zero: train_over(wire, job, zero))
+        _watch(place, name, functools.partial(train_over, wire, job, zero))
 
 
 def _watch(place: Any, name: str, run: Callable[[], Any]) -> None:

@@ -120,11 +120,13 @@ def be_rank(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> N
 def beside_stock(place: Any) -> None:
     """Check all strategies beside stock DeepSpeed, on each rank."""
     for title, job, more, bounds in _sections(place.small):
-        for stage, names in ((2, REPLICATED), (3, PARTITIONED)):
+        every: tuple[tuple[int, Sequence[str]], ...] = ((2, REPLICATED), (3, PARTITIONED))
+        for stage, names in every:
             some = names[-1:] if place.small else names
             _compare(place, f"stage {stage}, {title}", job, more, some, stage, bounds)
     with as_on_nccl():
-        for stage, names in ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG"))):
+        on_nccl: tuple[tuple[int, Sequence[str]], ...] = ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG")))
+        for stage, names in on_nccl:
             some = names[-1:] if place.small else names
             _compare(place, f"stage {stage}, hops as on NCCL", _job(), {}, some, stage, FP32)
 
@@ -209,8 +211,9 @@ def nccl_alone(place: Any) -> None:
         _hops_alone(place)
     names = ["NGG", "IGG"] if place.small else [*REPLICATED, *PARTITIONED]
     job = dataclasses.replace(JOB, steps=2)
+    keys: tuple[dict[str, Any], ...] = ({}, {"zeropp_loco_param": {}})
     for name in names:
-        for more in ({}, {"zeropp_loco_param": {}}):
+        for more in keys:
             if more and name not in ("NIG", "IGG"):
                 continue
             with batches_on(place), without_short_cuts(), as_on_nccl():

@@ -31,7 +31,7 @@ VERY_LATE = 700  # milliseconds: longer than a step
 FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
 EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
 OUTER: dict[str, Any] = {"paro_outer_optimizer": {"steps": 2}}
-TWINS = (
+TWINS: tuple[tuple[str, str, dict[str, Any], str], ...] = (
     ("NIG", "bf16", {}, "Adam"),
     ("IIG", "bf16", {"overlap_comm": True}, "Adam"),
     ("NII", "fp16", cases.PAGEABLE, "Adam"),
@@ -41,7 +41,7 @@ TWINS = (
     ("IIG", "bf16", FEW_BITS, "Adam"),
     ("NIG", "fp32", EVERYTHING, "Adam"),
 )
-RESUMED = (
+RESUMED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("IIG", {}, "Adam"),
     ("NII", cases.PINNED, "Muon"),
     ("III", OUTER, "Adam"),

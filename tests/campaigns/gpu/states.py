@@ -22,7 +22,7 @@ from tests.harness.training import placed
 EXACT, ROUNDED = 1e-5, 0.5  # of weights, which are about 1
 WHOLE = ("offload_optimizer", "overlap_comm")  # keys that round nothing
 OUTER = ("III", "NII", "INI", "NNI")
-RESUMED = (
+RESUMED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
     ("Adam", {}, ("NIG", "IIG")),
     ("Adam", {"zeropp_loco_param": {}, **cases.PINNED}, ("NII", "IGG")),
     ("Adam", {"zeropp_loco_param": {}, "paro_quantized_updates": {}}, ("NIG", "ING")),

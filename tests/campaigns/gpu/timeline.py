@@ -53,9 +53,9 @@ class MarkedTraining:
         self._generator = torch.Generator().manual_seed(1)
         self.forward: list[tuple[Any, Any]] = []
         self.backward: list[tuple[Any, Any]] = []
-        for layer in model.layers:
-            layer.register_forward_pre_hook(lambda *_: self._reach(self.forward))
-            layer.register_forward_hook(self._watch_backward)
+        for module in model.layers:
+            module.register_forward_pre_hook(lambda *_: self._reach(self.forward))
+            module.register_forward_hook(self._watch_backward)
 
     def _watch_backward(self, layer: Any, inputs: Any, output: Any) -> None:
         if output.requires_grad:
@@ -136,7 +136,7 @@ def timeline(place: Any) -> None:
     # The CPU has no streams: there, the host waits for one hop before the next, and by default overlap_comm is off.
     settled = place.report.check if place.cuda else place.report.figure
     settled("(d) IIG: between groups, under the last backward", found["between groups"])
-    by_default = [{}] if place.cuda else []
+    by_default: list[dict[str, Any]] = [{}] if place.cuda else []
     for more in (*by_default, {"overlap_comm": True}):
         found = under_backward(place, placed("NIG", GROUP, **more), accumulation=1)
         place.report.check(f"(e) NIG {more or 'default'}: reductions under the backward", found["any"])
