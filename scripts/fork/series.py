@@ -148,8 +148,8 @@ def environment() -> Path:
     here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
     lines = "".join(f"import site; site.addsitedir({place!r})\n" for place in here)
     (Path(places) / "beside.pth").write_text(lines, encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    run([*pip, "--no-deps", "--ignore-installed", "--no-index", str(wheel)])
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "--no-compile", "--no-deps", "--ignore-installed", "--no-index", str(wheel)])
     return python
 
 
