@@ -149,7 +149,7 @@ def environment() -> Path:
     lines = "".join(f"import site; site.addsitedir({place!r})\n" for place in here)
     (Path(places) / "beside.pth").write_text(lines, encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
-    run([*pip, "--no-deps", "--ignore-installed", "--no-index", str(wheel)])
+    run([*pip, "--no-compile", "--no-deps", "--ignore-installed", "--no-index", str(wheel)])
     return python
 
 

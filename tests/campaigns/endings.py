@@ -13,6 +13,7 @@ import argparse
 import atexit
 import collections
 import contextlib
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -323,7 +324,8 @@ def served(cases: Sequence[Case], stock: bool = False) -> list[Ended]:
 
 def _serve() -> None:
     import deepspeed
-    import deepspeed.runtime.zero.muon.original_muon  # imports the compiler, which takes long
+    import deepspeed.ops.op_builder.all_ops  # as ranks of tests: what each rank would import for itself
+    import deepspeed.runtime.zero.muon.muon_optimizer  # imports the compiler, which takes long
     import torch
 
     torch.set_num_threads(1)
@@ -332,6 +334,7 @@ def _serve() -> None:
         from deepspeed_ext.loco.ops import load_kernels
 
         load_kernels()  # or the first rank would build them
+    gc.freeze()  # or the end of each rank would visit all that is imported here
     for line in sys.stdin.read().splitlines():
         print(json.dumps(asdict(run(Case(**json.loads(line))))), flush=True)
 

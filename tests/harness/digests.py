@@ -1,9 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains with each feature on four ranks, and prints the weights' digests: ``python -m tests.harness.digests``.
+"""Trains with each feature on four ranks, and prints the weights' digests.
 
-Two interpreters run it, one with the extension and one with the fork; both must print the same. ``save FOLDER`` trains
-and saves on the way, and ``resume FOLDER`` continues from there; both must end at the same weights.
+Two interpreters run it, one with the extension and one with the fork; both must print the same:
+
+    python -m tests.harness.digests save FOLDER     trains a job, too, and saves on the way
+    python -m tests.harness.digests resume FOLDER   continues it from there, and must end at the same weights
 """
 
 import hashlib
@@ -106,15 +108,13 @@ def main() -> None:
     from tests.harness import digests, ranks  # this module by the name that ranks know it by
 
     ranks.prepare_environment()
-    pool = ranks.RankPool()
-    case: tuple[Any, ...] = (digests.digest_case,)
-    if sys.argv[1:]:
-        case = (digests.resumed_case, sys.argv[2], sys.argv[1] == "resume")
+    pool, kind, folder = ranks.RankPool(), *sys.argv[1:]
     try:
-        found = pool(4).run(*case)
+        ends = pool(4).run(digests.resumed_case, folder, kind == "resume")
+        features = pool(4).run(digests.digest_case)
     finally:
         pool.close()
-    print(json.dumps(found))
+    print(json.dumps({"ends": ends, "features": features}))
 
 
 if __name__ == "__main__":

@@ -77,6 +77,20 @@ _OBJECTS = (
 )
 
 
+_caches_of_imports: list[Any] = []  # see ``_function_caches``
+
+
+def prepare() -> None:
+    """Collect garbage, note caches, and freeze what is imported, in the server that ranks are forked from.
+
+    A collection visits all of it, and a rank would copy the pages that it shares with the others: half a second for
+    each rank of a new pool.
+    """
+    gc.collect()
+    _caches_of_imports[:] = _function_caches()
+    gc.freeze()
+
+
 class Raised(NamedTuple):
     """An exception that a rank raised; the object itself may not survive pickling."""
 
@@ -113,9 +127,8 @@ class _ProcessState:
         self._values = [_copied(getattr(owner, name)) for owner, name in self._globals]
         self._objects = [vars(pkgutil.resolve_name(path)) for path in _OBJECTS]
         self._attributes = [{name: _copied(value) for name, value in entry.items()} for entry in self._objects]
-        self._caches: list[Any] = []
-        self._cases = -1
-        self._collect()
+        self._caches: list[Any] = [*_caches_of_imports]
+        self._cases = 0
 
     def restore(self) -> None:
         """Restore all of it, and free what the last case has left to the garbage collector."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
 from tests.harness.training import placed
 
 UNIVERSAL = "universal"
@@ -28,8 +29,13 @@ PAIRS: dict[str, list[tuple[str, str, dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize(
+    "pairs, dtype",
+    [
+        *(("p=N", "fp32"), ("p=I,G", "fp16"), (UNIVERSAL, "fp32")),
+        *deep(("p=N", "fp16"), ("p=I,G", "fp32"), (UNIVERSAL, "fp16")),
+    ],
+)
 def test_stock_and_strategies_go_on_from_each_other(ranks: Any, tmp_path: Path, pairs: str, dtype: str) -> None:
     # As in parity tests. Momentum with a loss scale too many would be 256 times what it should be.
     bound = 1e-4 if dtype == "fp32" else 5e-2

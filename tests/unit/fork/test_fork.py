@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,11 +29,18 @@ def run(python: Path | str, inside: dict[str, str] | None, *arguments: str) -> s
     return done.stdout
 
 
-def test_weights_are_equal_to_the_bit(fork: Path, inside: dict[str, str]) -> None:
-    ours, theirs = (
-        json.loads(run(python, variables, *DIGESTS).splitlines()[-1])
-        for python, variables in ((sys.executable, None), (fork, inside))
-    )
+@pytest.fixture(scope="module")
+def both(fork: Path, inside: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the extension and the fork print; the fork continues what the extension has saved."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    runs = ((sys.executable, None, "save"), (fork, inside, "resume"))
+    return [
+        json.loads(run(python, variables, *DIGESTS, kind, folder).splitlines()[-1]) for python, variables, kind in runs
+    ]
+
+
+def test_weights_are_equal_to_the_bit(both: list[dict[str, Any]]) -> None:
+    ours, theirs = (found["features"] for found in both)
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         for name, value in one.items():
             expected = value
@@ -43,10 +51,9 @@ def test_weights_are_equal_to_the_bit(fork: Path, inside: dict[str, str]) -> Non
         assert len(set(one.values())) > 10  # digests of different things
 
 
-def test_a_fork_resumes_what_the_extension_has_saved(fork: Path, inside: dict[str, str], tmp_path: Path) -> None:
+def test_a_fork_resumes_what_the_extension_has_saved(both: list[dict[str, Any]]) -> None:
     """LoCo's errors included, which are in files of ours."""
-    ours = json.loads(run(sys.executable, None, *DIGESTS, "save", str(tmp_path)).splitlines()[-1])
-    theirs = json.loads(run(fork, inside, *DIGESTS, "resume", str(tmp_path)).splitlines()[-1])
+    ours, theirs = (found["ends"] for found in both)
     assert ours == theirs and len(set(ours)) == 1
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA under activation checkpointing: what is gathered at once of frozen parameters, and that training is stock's."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed_ext.integration import fork
 from tests.harness import training
-from tests.harness.tiers import deep
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, Job, placed
 
-WIDTH, BLOCKS = 64, 8
+WIDTH, BLOCKS = 64, 3
 LINEAR = WIDTH * (WIDTH + 1)
 BLOCK = 2 * LINEAR + 2 * WIDTH  # frozen elements
 ADAPTERS = 2 * 2 * WIDTH
@@ -139,10 +140,20 @@ def gathered_case(
     return found
 
 
-@pytest.mark.parametrize("use_reentrant, zero_init", [(True, "config"), (False, None), *deep((True, None))])
-def test_at_most_a_block_is_gathered(ranks: Any, use_reentrant: bool, zero_init: str | None) -> None:
+@pytest.mark.parametrize(
+    "use_reentrant, zero_init, names",
+    [
+        (True, "config", PARTITIONED[::2]),
+        (False, None, PARTITIONED[1::2]),
+        *deep(*((*case, PARTITIONED) for case in ((True, "config"), (False, None), (True, None)))),
+    ],
+    ids=by_strategies,
+)
+def test_at_most_a_block_is_gathered(
+    ranks: Any, use_reentrant: bool, zero_init: str | None, names: Sequence[str]
+) -> None:
     """Stock gathers all blocks by the end of the backward, if checkpoints are reentrant; a fork has that mended."""
-    variants = [{"stage": 3}, *map(placed, PARTITIONED), ON_HOST]
+    variants = [{"stage": 3}, *map(placed, names), ON_HOST]
     stock, *ours = ranks(4).run(gathered_case, use_reentrant, zero_init, variants)[0]
     if use_reentrant:  # once DeepSpeed has mended it, the override in coordinator.py can go
         assert (stock[0] >= BLOCKS * BLOCK) != fork.is_installed(), stock
@@ -150,9 +161,20 @@ def test_at_most_a_block_is_gathered(ranks: Any, use_reentrant: bool, zero_init:
         assert most <= BLOCK + ADAPTERS and left == 0, (zero, most, left)
 
 
-@pytest.mark.parametrize("network", [Checkpointed, CheckpointedInside])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_training_is_that_of_stock(ranks: Any, use_reentrant: bool, network: type[Checkpointed]) -> None:
-    variants = [*map(placed, PARTITIONED), ON_HOST]
+KINDS = list(itertools.product((True, False), (Checkpointed, CheckpointedInside)))
+
+
+@pytest.mark.parametrize(
+    "use_reentrant, network, names",
+    [
+        *((*kind, PARTITIONED[number :: len(KINDS)]) for number, kind in enumerate(KINDS)),  # each strategy once
+        *deep(*((*kind, PARTITIONED) for kind in KINDS)),
+    ],
+    ids=by_strategies,
+)
+def test_training_is_that_of_stock(
+    ranks: Any, use_reentrant: bool, network: type[Checkpointed], names: Sequence[str]
+) -> None:
+    variants = [*map(placed, names), ON_HOST]
     for row in ranks(4).run(training.against, job(use_reentrant, network), variants, {"stage": 3})[0]:
         assert row.weights < 2e-6 and row.replicas_equal and row.same_decisions, row

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
+
+MOMENTS = {False: "before it sends", True: "when it has sent"}
 SLEEP = 3.0  # seconds, in which the other group takes at most ten steps
 H, DELAY = 6, 3
 STOP = 2 * H  # the step before or after which a group stops: what leaves after it is used DELAY steps later
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before it sends", "when it has sent"])
-@pytest.mark.parametrize("name", ["III", "NII"])
+@pytest.mark.parametrize(
+    "name, after",
+    [("III", False), ("NII", True), *deep(("III", True), ("NII", False))],
+    ids=lambda value: MOMENTS.get(value, value),
+)
 def test_a_group_that_stops_delays_others_where_they_use_its_fragment(ranks: Any, name: str, after: bool) -> None:
     found = ranks(4).run(case, name, after)
     sleeping, waking = min(begin for begin, *_ in found[2:]), min(end for _, end, _ in found[2:])

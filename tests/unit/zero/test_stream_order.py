@@ -55,14 +55,13 @@ SETS = {
 
 
 EACH_SET = pytest.mark.parametrize("options", SETS)
-MOST = 2  # strategies of a set in the first tier
 
 
 @EACH_SET
 def test_nothing_is_used_before_it_is_complete(ranks: Any, kernels: bool, tmp_path: Path, options: str) -> None:
-    """All strategies with defaults; of each other set some, in turns, so that each strategy is in many of them."""
-    number = SETS[options] if options == "defaults" else min(MOST, SETS[options])
-    watch(ranks, tmp_path, options, number)
+    """All strategies with defaults; of each other set, in turns, one for each of our two optimizers that it has."""
+    optimizers = len({name[0] == "N" for name in stream_cases.OPTIONS[options].strategies})
+    watch(ranks, tmp_path, options, SETS[options] if options == "defaults" else optimizers)
 
 
 @pytest.mark.deep
