@@ -28,6 +28,8 @@ _CHANNELS = 2**15 - 1  # queues, and jobs of each, that tags tell from one anoth
 _JOBS = 2**16
 _COMES = 10.0  # seconds that a thread may take to begin on a loaded machine
 _LOOKS = 0.001  # seconds
+# Seconds for which a thread waits for its next job: to start another one, the host that trains waits for it to begin.
+_LINGERS = 0.2
 
 
 class Explained(Exception):
@@ -86,7 +88,9 @@ class Job:
 
 
 class Background:
-    """Does jobs one after the other, in the order in which they were added, on a thread that ends when none is left.
+    """Does jobs one after the other, in the order in which they were added, on a thread.
+
+    It ends when it has had none for a moment, or when somebody joins it and none is left.
 
     Messages of its jobs have tags that are the same on all ranks, and differ from those of other threads: whichever
     starts first, each message finds its receiver.
@@ -101,11 +105,13 @@ class Background:
 
     def __init__(self, owed: bool = False, what: str = PARAMETERS) -> None:
         self.owed, self.what = owed, what
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._last: Job | None = None
         self._thread: threading.Thread | None = None  # the last one
-        self._busy = False  # whether it will take what is added
+        self._takes = False  # whether it will take what is added
+        self._doing = False  # whether it has taken one that is not over
+        self._leaves = False  # whether it ends as soon as there are none
         self._failure: BaseException | None = None
         self._first_tag = 1 + _channel() * _JOBS
         self._added = itertools.count()
@@ -113,8 +119,8 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether there is a thread that does what was added."""
-        return self._busy
+        """Whether there is a thread that does what was added, and has not done all of it."""
+        return self._takes and (self._doing or bool(self._jobs))
 
     def next_tag(self) -> int:
         """Return a tag for messages of a job, the same on all ranks."""
@@ -128,22 +134,24 @@ class Background:
             tag: of ``next_tag``, where something of it has been started.
         """
         job = Job(self, run, self.next_tag() if tag is None else tag)
-        with self._lock:
+        with self._changed:
             self._jobs.append(job)
             self._last = job
-            if not self._busy:
+            if self._takes:
+                self._changed.notify()
+            else:
                 self._begin()
         return job
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._do_all, name=THREAD, daemon=True)
         try:
-            self._busy, self._thread = True, thread
+            self._takes, self._leaves, self._thread = True, False, thread
             thread.start()
         except BaseException:  # the system has no more of them; or a signal, as ``start`` waits for it to begin
             if not _has_begun(thread):  # nobody must wait for what nobody does
                 self._jobs.clear()
-                self._busy, self._last, self._thread = False, None, None
+                self._takes, self._last, self._thread = False, None, None
             raise
 
     def wait(self) -> None:
@@ -166,23 +174,30 @@ class Background:
         _failed.discard(self)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until the thread has ended, for at most so many seconds; return whether it has."""
+        """Let the thread end when all is done; wait for that, at most so many seconds, and return whether it has."""
+        with self._changed:
+            self._leaves = True
+            self._changed.notify()
         if self._thread is not None:
             self._thread.join(timeout)
         return self._thread is None or not self._thread.is_alive()
 
     @torch.no_grad()
     def _do_all(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._busy = False
-                    return
-                job = self._jobs.popleft()
+        while (job := self._next()) is not None:
             if self._failure is None:
                 job.do()
             else:
                 job.give_up(self._failure)
+
+    def _next(self) -> Job | None:
+        """Take the next job; None if there is none for a moment."""
+        with self._changed:
+            self._doing = False
+            if not self._jobs and not self._leaves:
+                self._changed.wait(_LINGERS)
+            self._doing = self._takes = bool(self._jobs)
+            return self._jobs.popleft() if self._jobs else None
 
 
 def _has_begun(thread: threading.Thread) -> bool:
@@ -202,8 +217,8 @@ def _channel() -> int:
 
 
 def running() -> list[Background]:
-    """Return those that have something to do."""
-    return [background for background in list(_all) if not background.join(0)]
+    """Return those that have something to do; the threads of the others have ended."""
+    return [background for background in list(_all) if not background.join(0 if background.busy else _COMES)]
 
 
 def untold_failures() -> list[BaseException]:

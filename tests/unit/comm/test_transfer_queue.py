@@ -4,6 +4,8 @@
 
 import threading
 import time
+import weakref
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -90,6 +92,40 @@ def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread
     assert jobs.join() and not done.is_set()
     jobs.add(done.set).wait()
     assert done.is_set()
+
+
+def test_a_thread_stays_for_the_next_job_and_leaves_when_it_is_joined() -> None:
+    jobs, done, begun = Background(), list[int](), mock.Mock(side_effect=threading.Thread)
+    with mock.patch.object(background, "_LINGERS", 30.0), mock.patch.object(threading, "Thread", begun):
+        for number in range(3):
+            jobs.add(partial(done.append, number)).wait()
+        begin = time.monotonic()
+        assert background.running() == [] and jobs.join()
+        assert begun.call_count == 1 and not jobs.busy and time.monotonic() - begin < 10
+        jobs.add(partial(done.append, 3)).wait()
+        assert begun.call_count == 2 and jobs.join()
+        may = threading.Event()
+        jobs.add(lambda: may.wait(10))
+        threading.Timer(0.1, may.set).start()
+        assert jobs.busy and jobs.join(5)  # joined before it is done
+    assert done == [0, 1, 2, 3]
+
+
+def test_a_thread_that_has_no_jobs_ends_by_itself_and_keeps_none() -> None:
+    class Large:
+        """Something that a job refers to."""
+
+    large = Large()
+    alive, jobs = weakref.ref(large), Background()
+    jobs.add(lambda large=large: None).wait()  # type: ignore[misc]
+    jobs.forget()
+    del large
+    ends = time.monotonic() + 10
+    while jobs._takes and time.monotonic() < ends:
+        assert not jobs.busy
+        time.sleep(0.01)
+    assert alive() is None and not jobs._takes
+    assert jobs.join()
 
 
 def test_overlapped_transfers_are_one_hop_apart() -> None:

@@ -123,6 +123,7 @@ UNFOUND = {
     "comm/host_channel.py:Vote.result:wait": _GLOO,
     "checkpoint/converting.py:_at_work.show:wait": "waits for time to pass",
     "zero/sharded/gradients.py:ShardedGradients.end_backward:drain 2": _BEFORE_OTHERS,
+    "comm/background.py:Background._next:wait": _THREAD,
     "comm/background.py:Background.wait:wait": _THREAD,
     "comm/background.py:Job.wait:wait": _THREAD,
     "comm/pairwise.py:Handles.wait:wait": _GLOO,
