@@ -6,7 +6,7 @@ The *training lane* is the thread, or on a device the stream, that computes. Oth
 transfers beside it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 WITHIN, BETWEEN = "within", "between"
@@ -14,6 +14,13 @@ HOPS = (WITHIN, BETWEEN)
 FORWARD, BACKWARD, UPDATE, HANDLING = "forward", "backward", "update", "other"
 
 Interval = tuple[float, float]
+
+
+def hop_of(ranks: Sequence[int], group_size: int) -> str:
+    """Return which hop the ranks of a process group are: within if all are in one group; neither if there is one."""
+    if len(ranks) == 1:
+        return ""
+    return WITHIN if len({rank // group_size for rank in ranks}) == 1 else BETWEEN
 
 
 @dataclass(frozen=True)

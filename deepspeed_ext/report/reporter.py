@@ -29,7 +29,7 @@ from deepspeed_ext.report.clocks import Clock, make_clock
 from deepspeed_ext.report.hooks import looked_at, recorded_by
 from deepspeed_ext.report.made import make, write
 from deepspeed_ext.report.recorder import Recorder
-from deepspeed_ext.report.recording import BETWEEN, WITHIN
+from deepspeed_ext.report.recording import hop_of
 from deepspeed_ext.strategy import StateBytes
 
 _reporter: "_Reporter | None" = None  # of the engine of this process that is reported on
@@ -129,15 +129,12 @@ class _Reporter:
         self._held = max(self._held, held(self._engine), key=lambda states: states.total)
 
     def _hop_of(self, group: ProcessGroup | None) -> str:
-        """Return which hop a process group is: it is within a group if all of its ranks are in one."""
         ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)
-        if len(ranks) == 1:
-            return ""
         topology = getattr(self._engine.optimizer, "topology", None)
         size = ranks_per_node() or dist.get_world_size()
         if topology is not None and topology.sizes.ranks == dist.get_world_size():
             size = topology.sizes.group_size
-        return WITHIN if len({rank // size for rank in ranks}) == 1 else BETWEEN
+        return hop_of(ranks, size)
 
     def _report(self) -> None:
         engine, recorder, clock = self._engine, self._recorder, self._clock

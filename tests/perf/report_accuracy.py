@@ -30,7 +30,7 @@ from deepspeed_ext.report import measures
 from deepspeed_ext.report.clocks import HostClock
 from deepspeed_ext.report.hooks import recorded_by
 from deepspeed_ext.report.recorder import Recorder
-from deepspeed_ext.report.recording import BETWEEN, WITHIN, Step
+from deepspeed_ext.report.recording import BETWEEN, WITHIN, Step, hop_of
 from tests.perf.lib.blocks import Pauses, make_blocks
 from tests.perf.lib.cluster_rows import MethodRow
 from tests.perf.lib.overlap_rows import BLOCK, HIDDEN, SETTINGS, WIDTH, OverlapSetting
@@ -163,9 +163,7 @@ class Worker:
 
     def _hop_of(self, group: Any) -> str:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-        if len(ranks) == 1:
-            return ""
-        return WITHIN if len({rank // self._setting.ranks_per_node for rank in ranks}) == 1 else BETWEEN
+        return hop_of(ranks, self._setting.ranks_per_node)
 
 
 # What starts them #################################################################################
