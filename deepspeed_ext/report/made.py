@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report is made of what all ranks have recorded, and written by rank 0."""
 
+import contextlib
 import json
+import os
 import platform
 import socket
 import sys
@@ -200,14 +202,27 @@ def _memory(held: Sequence[float], predicted: Predicted | None) -> list[dict[str
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the page, the trace and the figures; an error is logged, for the training goes on."""
+    """Write the page, the trace and the figures, or leave those that are there.
+
+    An error is logged, for the training goes on.
+    """
+    texts = {
+        "report.json": json.dumps(report),
+        "trace.json": json.dumps(chrome_trace(report)),
+        "report.html": render(report),
+    }
+    aside = {name: folder / f".{name}.{os.getpid()}" for name in texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
-        (folder / "trace.json").write_text(json.dumps(chrome_trace(report)), encoding="utf-8")
-        (folder / "report.html").write_text(render(report), encoding="utf-8")
+        for name, text in texts.items():
+            aside[name].write_text(text, encoding="utf-8")
+        for name, path in aside.items():
+            path.replace(folder / name)
     except OSError as error:
         logger.error(f"deepspeed_ext: the report could not be written to {folder}: {error}")
+        for path in aside.values():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         return
     # Shown at DeepSpeed's default level, for somebody has asked for it.
     logger.warning(f"deepspeed_ext: {report['paragraph']} See {folder / 'report.html'}; trace.json is for Perfetto.")
