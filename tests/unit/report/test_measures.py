@@ -17,6 +17,7 @@ from deepspeed_ext.report.recording import (
     Step,
     Wait,
     common,
+    hop_of,
     length,
     union,
     without,
@@ -52,6 +53,17 @@ def test_a_wait_for_another_thread_is_charged_to_what_that_one_waits_for() -> No
     found = measures.exposed(Step(1, 0.0, 10.0, waits=waits, communications=wire))
     assert found.by_hop[WITHIN] == pytest.approx(1.0)
     assert found.by_hop[BETWEEN] == pytest.approx(1.5)  # 2.5 to 3.0; and by the wire 1.0 to 1.5, 3.0 to 3.5
+
+
+def test_a_wait_inside_another_one_is_charged_once() -> None:
+    waits = (Wait(0.0, 4.0, True), Wait(1.0, 2.0, True, GATHER))
+    wire = (Communication("inter_reduce_scatter", BETWEEN, 1.0, 0.0, 4.0),)
+    found = measures.exposed(Step(1, 0.0, 10.0, waits=waits, communications=wire))
+    assert dict(found.by_hop) == {WITHIN: 1.0, BETWEEN: 3.0}
+
+
+def test_a_process_group_is_within_a_group_between_groups_or_neither() -> None:
+    assert [hop_of(ranks, 2) for ranks in ([2, 3], [1, 3], [1, 2], [0, 1, 2, 3], [3])] == [WITHIN, *3 * [BETWEEN], ""]
 
 
 def test_of_two_hops_on_the_wire_the_one_between_groups_is_charged() -> None:
