@@ -105,7 +105,9 @@ class Background:
 
     def __init__(self, owed: bool = False, what: str = PARAMETERS) -> None:
         self.owed, self.what = owed, what
-        self._changed = threading.Condition()
+        # Held by itself: a signal between lines of a condition's own ``with`` would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._jobs: deque[Job] = deque()
         self._last: Job | None = None
         self._thread: threading.Thread | None = None  # the last one
@@ -120,7 +122,8 @@ class Background:
     @property
     def busy(self) -> bool:
         """Whether there is a thread that does what was added, and has not done all of it."""
-        return self._takes and (self._doing or bool(self._jobs))
+        with self._lock:
+            return self._takes and (self._doing or bool(self._jobs))
 
     def next_tag(self) -> int:
         """Return a tag for messages of a job, the same on all ranks."""
@@ -134,7 +137,7 @@ class Background:
             tag: of ``next_tag``, where something of it has been started.
         """
         job = Job(self, run, self.next_tag() if tag is None else tag)
-        with self._changed:
+        with self._lock:
             self._jobs.append(job)
             self._last = job
             if self._takes:
@@ -173,9 +176,16 @@ class Background:
         """Called when somebody who waits is told of the failure."""
         _failed.discard(self)
 
+    def have_no_thread(self) -> None:
+        """Be as new, in a process that has none of the threads, and no connections."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._jobs.clear()
+        self._takes = self._doing = False
+
     def join(self, timeout: float | None = None) -> bool:
         """Let the thread end when all is done; wait for that, at most so many seconds, and return whether it has."""
-        with self._changed:
+        with self._lock:
             self._leaves = True
             self._changed.notify()
         if self._thread is not None:
@@ -192,7 +202,9 @@ class Background:
 
     def _next(self) -> Job | None:
         """Take the next job; None if there is none for a moment."""
-        with self._changed:
+        with self._lock:
+            if self._thread is not threading.current_thread():  # it began too late: another one is at work
+                return None
             self._doing = False
             if not self._jobs and not self._leaves:
                 self._changed.wait(_LINGERS)
@@ -230,6 +242,8 @@ def untold_failures() -> list[BaseException]:
 
 def _forget_all() -> None:
     """Called in a forked process, which has the objects, but not the threads."""
+    for background in list(_all):
+        background.have_no_thread()
     _all.clear()
     _failed.clear()
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is on the wire together, and who waits."""
 
+import os
 import threading
 import time
 import weakref
@@ -100,6 +101,8 @@ def test_a_thread_stays_for_the_next_job_and_leaves_when_it_is_joined() -> None:
         for number in range(3):
             jobs.add(partial(done.append, number)).wait()
         begin = time.monotonic()
+        while jobs.busy and time.monotonic() < begin + 10:  # it has said that a job is done, and looks for the next
+            time.sleep(0.001)
         assert background.running() == [] and jobs.join()
         assert begun.call_count == 1 and not jobs.busy and time.monotonic() - begin < 10
         jobs.add(partial(done.append, 3)).wait()
@@ -109,18 +112,42 @@ def test_a_thread_stays_for_the_next_job_and_leaves_when_it_is_joined() -> None:
     assert done == [0, 1, 2, 3]
 
 
+def test_a_thread_that_begins_too_late_does_nothing() -> None:
+    jobs, done = Background(), list[int]()
+    jobs.add(partial(done.append, 1)).wait()
+    late = threading.Thread(target=jobs._do_all)
+    with mock.patch.object(background, "_LINGERS", 30.0):
+        late.start()
+        late.join(5)
+    assert not late.is_alive() and jobs.join() and done == [1]
+
+
+def test_a_forked_process_has_none_of_the_threads() -> None:
+    jobs = Background()
+    with mock.patch.object(background, "_LINGERS", 30.0):
+        jobs.add(lambda: None).wait()
+        with jobs._lock:  # as it may be held where another thread forks
+            pid = os.fork()
+            if pid == 0:
+                done = threading.Event()
+                jobs.add(done.set)
+                os._exit(0 if done.wait(10) else 1)
+        assert os.waitpid(pid, 0)[1] == 0 and jobs.join()
+
+
 def test_a_thread_that_has_no_jobs_ends_by_itself_and_keeps_none() -> None:
     class Large:
         """Something that a job refers to."""
 
     large = Large()
     alive, jobs = weakref.ref(large), Background()
-    jobs.add(lambda large=large: None).wait()  # type: ignore[misc]
-    del large
-    assert jobs._takes and alive() is None
-    ends = time.monotonic() + 10
-    while jobs._takes and time.monotonic() < ends:
-        time.sleep(0.01)
+    with mock.patch.object(background, "_LINGERS", 2.0):
+        jobs.add(lambda large=large: None).wait()  # type: ignore[misc]
+        del large
+        assert jobs._takes and alive() is None
+        ends = time.monotonic() + 10
+        while jobs._takes and time.monotonic() < ends:
+            time.sleep(0.01)
     assert not jobs._takes and jobs.join()
 
 
