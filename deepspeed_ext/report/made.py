@@ -4,7 +4,6 @@
 
 import contextlib
 import json
-import os
 import platform
 import socket
 import sys
@@ -202,7 +201,7 @@ def _memory(held: Sequence[float], predicted: Predicted | None) -> list[dict[str
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the page, the trace and the figures, or leave those that are there.
+    """Write the page, the trace and the figures; where there is no room for them, leave those that are there.
 
     An error is logged, for the training goes on.
     """
@@ -211,7 +210,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
         "trace.json": json.dumps(chrome_trace(report)),
         "report.html": render(report),
     }
-    aside = {name: folder / f".{name}.{os.getpid()}" for name in texts}
+    aside = {name: folder / f".{name}.part" for name in texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -23,7 +23,7 @@ def smooth(losses: Sequence[float]) -> Any:
 def draw(runs: Sequence[LongRun]) -> Any:
     """Draw a line of panels for each seed: losses, and differences from ZeRO-2, of runs that have ended."""
     runs = [run for run in runs if run.done]
-    seeds = sorted({run.seed for run in runs})
+    seeds = sorted(run.seed for run in runs if run.method == REFERENCE)
     drawing = figure.Figure(figsize=(12, 4.2 * len(seeds)), layout="constrained")
     for panels, seed in zip(drawing.subplots(len(seeds), 2, squeeze=False), seeds, strict=True):
         mine = {run.method: run for run in runs if run.seed == seed}
@@ -47,7 +47,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=KEPT, help="files of runs")
     parser.add_argument("--picture", type=Path, default=KEPT.with_suffix(".png"), help="where it goes")
     args = parser.parse_args()
-    draw(read(args.runs)).savefig(args.picture, dpi=110)
+    runs = read(args.runs)
+    if not any(run.done and run.method == REFERENCE for run in runs):
+        parser.error(f"{args.runs} has no run of {REFERENCE} that has ended.")
+    draw(runs).savefig(args.picture, dpi=110)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from scripts.examples.gpt import Batches
 from scripts.examples.steps import average, train_step
 from tests.perf.lib.long_runs import KEPT, METHODS, RANKS, SEEDS, STEPS, LongRun, planned
 from tests.perf.lib.long_task import HELD_OUT, MODEL, configuration, fingerprint, make_model, read_text
+from tests.perf.lib.records import circumstances
 
 CHUNK = 50  # steps whose losses are averaged over ranks at once
 EVALUATE = 250  # steps from one look at held-out text to the next
@@ -47,7 +48,7 @@ class Trainer:
     """
 
     def __init__(self, run: LongRun, text: Tensor, checkpoints: Path | None = None) -> None:
-        self.run, self._checkpoints = run, checkpoints
+        self.run, self._checkpoints, self._saved = run, checkpoints, 0
         model = make_model(run.seed)
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=configuration(run.method, run.steps)
@@ -77,10 +78,11 @@ class Trainer:
         self.run.held_out[str(len(self.run.losses))] = average(torch.stack(losses))
 
     def save(self) -> None:
-        """Write a checkpoint, and then remove the one before."""
-        if self._checkpoints is None:
+        """Write a checkpoint, unless there is one of this step, and then remove the one before."""
+        count = len(self.run.losses)
+        if self._checkpoints is None or count == self._saved:
             return
-        tag = f"step{len(self.run.losses)}"
+        self._saved, tag = count, f"step{count}"
         self.engine.save_checkpoint(str(self._checkpoints), tag=tag, client_state={"run": vars(self.run)})
         if dist.get_rank() == 0:
             for folder in self._checkpoints.glob("step*"):
@@ -93,7 +95,9 @@ class Trainer:
             self.run.losses, self.run.held_out, self.run.seconds = [], {}, 0.0
             return
         _, client = self.engine.load_checkpoint(str(folder))
-        self.run = LongRun(**client["run"])
+        self.run.check_same(found := LongRun(**client["run"]), str(folder))
+        self.run = found
+        self._saved = len(found.losses)
 
     def _means(self, losses: Tensor) -> list[float]:
         """Return means over ranks."""
@@ -107,6 +111,7 @@ def complete(run: LongRun, text: Tensor, args: argparse.Namespace, end: float) -
     """Train until a run has ended, or the time is over; return it."""
     checkpoints = args.checkpoints / run.name
     trainer = Trainer(run, text, checkpoints)
+    trainer.run.parts.append({"from": len(trainer.run.losses), **circumstances(args.commit)})
     while not trainer.run.done and not _agreed(time.monotonic() > end):
         count = len(trainer.run.losses)
         trainer.train(min(run.steps, count + CHUNK))
@@ -114,7 +119,7 @@ def complete(run: LongRun, text: Tensor, args: argparse.Namespace, end: float) -
         if count % EVALUATE == 0 or trainer.run.done:
             trainer.evaluate()
         if dist.get_rank() == 0:
-            trainer.run.write(args.folder, args.commit)
+            trainer.run.write(args.folder)
             rate = trainer.run.seconds / count
             print(f"{run.name}: step {count}, loss {trainer.run.losses[-1]:.4f}, {rate:.3f} s a step", flush=True)
         if count % args.save_every == 0 and not trainer.run.done:
@@ -138,7 +143,7 @@ def begin(method: str, seed: int, steps: int, text: Tensor, folder: Path) -> Lon
     """Return a run as its file has it, or a new one.
 
     Raises:
-        ValueError: the file is of another text.
+        ValueError: the file is of a run with another text, with other steps, or on another device.
     """
     kind = get_accelerator().device_name()
     device = torch.cuda.get_device_name() if kind == "cuda" else kind
@@ -146,12 +151,7 @@ def begin(method: str, seed: int, steps: int, text: Tensor, folder: Path) -> Lon
     path = folder / f"{run.name}.json"
     if not path.exists():
         return run
-    found = LongRun.read(path)
-    if (found.text, found.steps) != (run.text, run.steps):
-        raise ValueError(
-            f"{path}: expected {run.steps} steps on a text of {run.text}, got {found.steps} on {found.text}: move it "
-            "away, or take the DeepSpeed that it names."
-        )
+    run.check_same(found := LongRun.read(path), str(path))
     return found
 
 
@@ -177,8 +177,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--checkpoints", type=Path, default=Path("build", "long_training"))
     parser.add_argument("--commit", default="", metavar="REVISION", help="what this is a copy of")
     args = parser.parse_args()
-    if args.save_every % CHUNK:
-        parser.error(f"--save-every must be a multiple of {CHUNK}, got {args.save_every}")
+    if args.save_every < 1 or args.save_every % CHUNK:
+        parser.error(f"--save-every must be a positive multiple of {CHUNK}, got {args.save_every}")
     if int(os.environ.get("WORLD_SIZE", "0")) != RANKS:
         parser.error(f"expected {RANKS} ranks: torchrun --standalone --nproc-per-node {RANKS} -m {__spec__.name}")
     return args
@@ -190,6 +190,9 @@ def main() -> None:
     enter()
     text = read_text()
     runs = [begin(method, seed, args.steps, text, args.folder) for method, seed in planned(args.methods, args.seeds)]
+    for run in runs:
+        if run.done:
+            shutil.rmtree(args.checkpoints / run.name, ignore_errors=True)  # it may have ended as it was stopped
     left = [run for run in runs if not run.done]
     while left and complete(left[0], text, args, end).done:
         del left[0]

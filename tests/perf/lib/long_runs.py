@@ -7,12 +7,12 @@ Imports neither torch nor DeepSpeed.
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.perf.lib.records import RESULTS, circumstances
+from tests.perf.lib.records import RESULTS
 
 KEPT = RESULTS / "long_training"
 STEPS = 3000
@@ -52,7 +52,7 @@ class LongRun:
         seconds: that steps have taken until now.
         losses: of each step, means over ranks.
         held_out: the loss on held-out text, by the number of steps before.
-        about: date, versions, hardware and command.
+        parts: of each start of the program the step that came next, the date, versions, hardware and command.
     """
 
     method: str
@@ -63,7 +63,7 @@ class LongRun:
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
     held_out: dict[str, float] = field(default_factory=dict)
-    about: Mapping[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -85,9 +85,19 @@ class LongRun:
         """Return the loss on held-out text after the last step."""
         return self.held_out[str(self.steps)]
 
-    def write(self, folder: Path, commit: str = "") -> None:
-        """Write it down, whole or not at all; ``commit`` is that of a copy without git."""
-        self.about = circumstances(commit)
+    def check_same(self, found: "LongRun", where: str) -> None:
+        """Check that a run that was found is this one, as far as it has come.
+
+        Raises:
+            ValueError: it is another one.
+        """
+        names = ("method", "seed", "text", "steps", "device")
+        expected, got = ({name: getattr(run, name) for name in names} for run in (self, found))
+        if expected != got:
+            raise ValueError(f"{where}: expected a run of {expected}, got one of {got}: move it away.")
+
+    def write(self, folder: Path) -> None:
+        """Write it down, whole or not at all."""
         rounded = asdict(self) | {
             "seconds": round(self.seconds, 1),
             "losses": [round(loss, DIGITS) for loss in self.losses],
@@ -118,18 +128,21 @@ def planned(methods: Iterable[str], seeds: Iterable[int]) -> list[tuple[str, int
 
 
 def table(runs: Sequence[LongRun]) -> tuple[list[str], list[list[str]]]:
-    """Return a line for each method that has ended with ZeRO-2's seeds: losses, and how far they are from ZeRO-2's."""
+    """Return a line for each method that has ended: losses, and how far they are from ZeRO-2's with the same seed.
+
+    Cells have a value for each seed of ZeRO-2's, or a dash.
+    """
     done = {(run.method, run.seed): run for run in runs if run.done}
     seeds = sorted(seed for method, seed in done if method == REFERENCE)
     header = ["method", "training loss", f"from {REFERENCE}", "held-out loss", f"from {REFERENCE}"]
     lines = []
-    for method in METHODS:
-        if mine := [done[method, seed] for seed in seeds if (method, seed) in done]:
-            beside = [done[REFERENCE, run.seed] for run in mine]
-            cells = []
-            for kind in ("final_loss", "final_held_out"):
-                found = [getattr(run, kind) for run in mine]
-                apart = [value / getattr(one, kind) - 1 for value, one in zip(found, beside, strict=True)]
-                cells += [", ".join(f"{value:.4f}" for value in found), ", ".join(f"{one:+.2%}" for one in apart)]
-            lines.append([method, *cells])
+    for method in (name for name in METHODS if any((name, seed) in done for seed in seeds)):
+        cells: list[list[str]] = [[], [], [], []]
+        for seed in seeds:
+            run, beside = done.get((method, seed)), done[REFERENCE, seed]
+            for number, kind in enumerate(("final_loss", "final_held_out")):
+                loss = None if run is None else getattr(run, kind)
+                cells[2 * number].append("-" if loss is None else f"{loss:.4f}")
+                cells[2 * number + 1].append("-" if loss is None else f"{loss / getattr(beside, kind) - 1:+.2%}")
+        lines.append([method, *(", ".join(values) for values in cells)])
     return header, lines

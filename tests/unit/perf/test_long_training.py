@@ -4,7 +4,7 @@
 
 import math
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ def kept() -> dict[tuple[str, int], LongRun]:
 @QUICK
 def test_files_are_whole_and_each_has_its_reference() -> None:
     runs = kept()
-    assert runs
     for run in runs.values():
         assert run.done and len(run.losses) == STEPS == int(max(run.held_out, key=int)), run.name
         assert all(map(math.isfinite, run.losses)) and run.losses[0] > 5 > 2 > run.final_loss, run.name
@@ -53,9 +52,9 @@ def test_a_run_survives_its_file_and_a_table_has_its_losses(tmp_path: Path) -> N
 
     some = [made("NIG", 1.01), made(REFERENCE, 1.0)]
     for run in some:
-        run.write(tmp_path, "abc")
+        run.write(tmp_path)
     found = long_runs.read(tmp_path)
-    assert [run.method for run in found] == [REFERENCE, "NIG"] and found[0].about["versions"].endswith("commit abc")
+    assert [run.method for run in found] == [REFERENCE, "NIG"]
     assert asdict(found[1]) == asdict(some[0]) and found[0].done
     header, lines = long_runs.table(found)
     assert lines[1] == ["NIG", "1.0100", "+1.00%", "2.0200", "+1.00%"] and len(header) == 5
@@ -63,11 +62,28 @@ def test_a_run_survives_its_file_and_a_table_has_its_losses(tmp_path: Path) -> N
     assert not found[0].done and long_runs.table(found)[1] == []
 
 
-WITNESS = FOUR_BITS, 1
-OTHERS = sorted(kept().keys() - {WITNESS})
+@QUICK
+def test_a_seed_that_a_method_has_not_is_a_dash() -> None:
+    def made(method: str, seed: int) -> LongRun:
+        return LongRun(method, seed, "text", 10, "cpu", losses=[1.0] * 10, held_out={"10": 2.0})
+
+    _, lines = long_runs.table([made(REFERENCE, 0), made(REFERENCE, 1), made("NIG", 1), made("NIG", 2)])
+    assert lines[1] == ["NIG", "-, 1.0000", "-, +0.00%", "-, 2.0000", "-, +0.00%"]
 
 
-@pytest.mark.parametrize(("method", "seed"), [WITNESS, *deep(*OTHERS)])
+@QUICK
+def test_another_run_is_not_continued() -> None:
+    run = LongRun("NIG", 0, "text", 20, "cpu")
+    run.check_same(replace(run, losses=[1.0], seconds=2.0), "folder")
+    for changed in ({"steps": 10}, {"text": "other"}, {"device": "a GPU"}, {"seed": 1}, {"method": REFERENCE}):
+        with pytest.raises(ValueError, match="folder: expected a run of .*: move it away"):
+            run.check_same(replace(run, **changed), "folder")  # type: ignore[arg-type]
+
+
+RUNS = sorted(kept(), key=lambda run: (run[0] != FOUR_BITS, run))  # one of few bits is in the first tier
+
+
+@pytest.mark.parametrize(("method", "seed"), [*RUNS[:1], *deep(*RUNS[1:])])
 def test_the_first_steps_are_those_of_the_file(method: str, seed: int, ranks: RankPool, tmp_path: Path) -> None:
     """Half of them before a checkpoint, and half after it, by an engine that has loaded it."""
     expected = kept()[method, seed]
