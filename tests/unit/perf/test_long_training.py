@@ -76,7 +76,7 @@ def test_another_run_is_not_continued() -> None:
     run = LongRun("NIG", 0, "text", 20, "cpu")
     run.check_same(replace(run, losses=[1.0], seconds=2.0), "folder")
     for changed in ({"steps": 10}, {"text": "other"}, {"device": "a GPU"}, {"seed": 1}, {"method": REFERENCE}):
-        with pytest.raises(ValueError, match="folder: expected a run of .*: move it away"):
+        with pytest.raises(ValueError, match=r"folder: expected a run of .*: move it away"):
             run.check_same(replace(run, **changed), "folder")  # type: ignore[arg-type]
 
 
