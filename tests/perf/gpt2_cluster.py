@@ -87,7 +87,8 @@ class Worker:
         """Give a method its turn, and put down what that has shown at each rate."""
         taken = self._ranks.take(self._maker(name), self._rates, self._args.steps)
         for row, turns in zip(self._rows[name], taken.turns, strict=True):
-            row.setup, row.held, row.losses = taken.setup, taken.held, taken.losses
+            row.setup, row.held = taken.setup, taken.held
+            row.losses += taken.losses
             for turn in turns:
                 turn.count_in(row)
 

@@ -12,11 +12,13 @@ from tests.perf.lib.cluster_rows import BF16, BOTH, LOCO, Launch, MethodRow, rat
 from tests.perf.lib.records import RESULTS
 
 KEPT = RESULTS / "gpt2_cluster.csv"
-STOCK = "ZeRO-3"
+STOCK = "ZeRO-1"  # the fastest of DeepSpeed's stages where links are slow: it reduces once a step
 VOCABULARY = 50_257  # GPT-2's
-METHODS = ("ZeRO-2", STOCK, f"HSDP (reduces in {BF16})", "DDP", "NIG", "IIG", "NIG" + BOTH, "IIG" + BOTH)
+HSDP = tuple(f"HSDP{kept} (reduces in {BF16})" for kept in ("", " kept"))
+METHODS = (STOCK, "ZeRO-2", "ZeRO-3", *HSDP, "DDP", "NIG", "IIG", "NIG" + BOTH, "IIG" + BOTH)
 # Of how far the loss falls. Ranks of bf16 round sums in another order; a node that trains by itself is further away.
 LOSS_BOUND = 0.02
+LOCO_BOUND = 0.25  # rounding to 4 bits is seen in the first steps; who does not train is at 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Gpt2Row(MethodRow):
     """What one method took at one rate.
 
     Attributes:
-        losses: of the steps of a turn, in the mean over micro-batches and ranks.
+        losses: of the steps of all turns, in the mean over micro-batches and ranks.
     """
 
     compared: ClassVar[str] = "loss"
@@ -118,7 +120,8 @@ def problems(rows: Sequence[Gpt2Row]) -> list[str]:
     """Return what shows that methods did not train the same, or sent other bytes than they must."""
     found = []
     for row in rows:
-        if LOCO not in row.method and not row.difference <= LOSS_BOUND:  # NaN is not
+        bound = LOCO_BOUND if LOCO in row.method or BOTH in row.method else LOSS_BOUND
+        if not row.difference <= bound:  # NaN is not
             found.append(f"{row.method}: losses differ by {row.difference:.1e} of their fall from the first method's")
         found += verdict.other_bytes(row)
     return found

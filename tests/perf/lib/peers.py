@@ -269,7 +269,9 @@ class FSDP2(TorchMethod):
         reduce = reduce or workload.dtype
         policy = MixedPrecisionPolicy(workload.dtype, reduce) if workload.mixed else MixedPrecisionPolicy()
         for module in [*cast(nn.ModuleList, model.blocks), model]:
-            unit = fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+            # The backward of the root comes at once: FSDP2's default is not to cut it before.
+            cut = None if module is model and reshard is True else reshard
+            unit = fully_shard(module, mesh=mesh, reshard_after_forward=cut, mp_policy=policy)
             if workload.direct:
                 unit.set_custom_reduce_scatter(DirectReduceScatter())
         self._kept, self._nodes = between == "whole", nodes
