@@ -49,7 +49,7 @@ class LongRun:
         text: its fingerprint.
         steps: that it will have.
         device: where ranks compute: cpu, or the name of a GPU.
-        seconds: that steps have taken until now.
+        seconds: that steps have taken until now, and what the program was stopped for by signals.
         losses: of each step, means over ranks.
         held_out: the loss on held-out text, by the number of steps before.
         parts: of each start of the program the step that came next, the date, versions, hardware and command.
