@@ -138,12 +138,18 @@ class Background:
         """
         job = Job(self, run, self.next_tag() if tag is None else tag)
         with self._lock:
-            self._jobs.append(job)
-            self._last = job
-            if self._takes:
-                self._changed.notify()
-            else:
-                self._begin()
+            try:
+                self._jobs.append(job)
+                self._last = job
+                if self._takes:
+                    self._changed.notify()
+                else:
+                    self._begin()
+            except BaseException:
+                if not self._takes:  # nobody must wait for what nobody does
+                    self._jobs.clear()
+                    self._last = None
+                raise
         return job
 
     def _begin(self) -> None:
@@ -152,9 +158,8 @@ class Background:
             self._takes, self._leaves, self._thread = True, False, thread
             thread.start()
         except BaseException:  # the system has no more of them; or a signal, as ``start`` waits for it to begin
-            if not _has_begun(thread):  # nobody must wait for what nobody does
-                self._jobs.clear()
-                self._takes, self._last, self._thread = False, None, None
+            if not _has_begun(thread):
+                self._takes, self._thread = False, None
             raise
 
     def wait(self) -> None:

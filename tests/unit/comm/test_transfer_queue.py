@@ -79,6 +79,15 @@ def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
     assert not done.is_set()
 
 
+def test_nobody_waits_for_a_job_that_a_signal_kept_from_its_thread() -> None:
+    jobs, done = Background(), threading.Event()
+    with mock.patch.object(jobs, "_begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        jobs.add(done.set)
+    jobs.wait()
+    jobs.add(done.set).wait()
+    assert done.is_set() and jobs.join()
+
+
 @pytest.mark.parametrize("kind", [Before, Listed, Refused])
 def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
     jobs, done = Background(), threading.Event()
