@@ -12,6 +12,7 @@ Note [A script that is compared]
 
 import atexit
 import functools
+import itertools
 import json
 import os
 from pathlib import Path
@@ -23,8 +24,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from deepspeed_ext.clocks import Clock, make_clock
 from deepspeed_ext.comm.agreement import all_reduce_max, all_reduced
-from deepspeed_ext.compare.clock import Clock
 from deepspeed_ext.compare.turn import UNFINISHED, Turn
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
@@ -43,7 +44,8 @@ class Measurement:
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
-        self._clock = Clock()
+        self._clock: Clock | None = None
+        self._ends: list[Any] = []
         self._engine: Engine | None = None
         self._ended = 0
         self._peak_of_warm_up = 0
@@ -105,16 +107,23 @@ class Measurement:
             self._peak_of_warm_up = peak
             get_accelerator().reset_peak_memory_stats()
         if self._ended >= self._turn.warm_up:
-            self._clock.note()
+            self._clock = self._clock or make_clock()  # not before the script has chosen its device
+            self._ends.append(self._clock.mark())  # nobody waits, so what runs under the next forward does so
         if self._ended == self._turn.warm_up + self._turn.steps:
             self._finish(engine, losses)
 
     def _finish(self, engine: Engine, losses: Losses) -> None:
         """Write the report, and end the script on all ranks. Collective over all ranks."""
-        report = {"seconds": self._clock.seconds(), **_memory(engine, self._peak_of_warm_up), **_losses(losses)}
+        report = {"seconds": self._seconds(), **_memory(engine, self._peak_of_warm_up), **_losses(losses)}
         self._write({**_described(engine), **report})
         dist.barrier()  # no rank is gone while another one still sends, or writes
         raise SystemExit(0)
+
+    def _seconds(self) -> list[float]:
+        """Return the seconds from each end of a step to the next one."""
+        assert self._clock is not None
+        self._clock.settle()
+        return [end - begin for begin, end in itertools.pairwise(map(self._clock.seconds, self._ends))]
 
     def say_unfinished(self) -> None:
         """Write how many steps the script has taken, where it ends before it has taken all."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.report.clocks import Clock
+from deepspeed_ext.clocks import Clock
 from deepspeed_ext.report.recording import HANDLING, Communication, Phase, Step, Wait
 
 

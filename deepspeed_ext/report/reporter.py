@@ -21,11 +21,11 @@ from deepspeed import comm as dist
 from deepspeed.utils import log_dist, logger
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
+from deepspeed_ext.clocks import Clock, make_clock
 from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.config.report import AROUND, KEY, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
-from deepspeed_ext.report.clocks import Clock, make_clock
 from deepspeed_ext.report.hooks import looked_at, recorded_by
 from deepspeed_ext.report.made import make, write
 from deepspeed_ext.report.recorder import Recorder

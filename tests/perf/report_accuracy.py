@@ -26,8 +26,8 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
+from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.report import measures
-from deepspeed_ext.report.clocks import HostClock
 from deepspeed_ext.report.hooks import recorded_by
 from deepspeed_ext.report.recorder import Recorder
 from deepspeed_ext.report.recording import BETWEEN, WITHIN, Step, hop_of

@@ -195,16 +195,22 @@ class Event:
 
 def clock_case() -> tuple[bool, list[float], bool]:
     """Return whether the device was waited for after four steps, their seconds, and whether it was for these."""
-    from deepspeed_ext.compare import clock
+    import torch
+
+    from deepspeed_ext import clocks
+    from deepspeed_ext.compare.measuring import Measurement
 
     device = mock.Mock(Event=Event)
     device.is_synchronized_device.return_value = False
-    with mock.patch.object(clock, "get_accelerator", lambda: device):
-        times = clock.Clock()
+    engine = mock.Mock(pipeline_parallelism=True, train_batch=lambda: torch.zeros(()))
+    with mock.patch.object(clocks, "get_accelerator", lambda: device), mock.patch.object(Measurement, "_finish"):
+        measurement = Measurement(Turn(steps=3, warm_up=1, report=""))
+        measurement.watch(engine)
+        assert not Event.made, "a device is used before the script has chosen its own"
         for _ in range(4):
-            times.note()
+            engine.train_batch()
         early = device.synchronize.called
-        return early, times.seconds(), device.synchronize.called
+        return early, measurement._seconds(), device.synchronize.called
 
 
 def test_on_a_device_nothing_waits_before_the_end(ranks: Any) -> None:

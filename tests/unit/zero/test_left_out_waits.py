@@ -183,12 +183,11 @@ UNFOUND = {
     "zero/arrivals.py:wait_for_whole_parameters:wait": _BY_READING,
     **dict.fromkeys(
         (
-            *(f"compare/clock.py:Clock.{name}" for name in ("note:record", "note:synchronize", "seconds:synchronize")),
+            "clocks.py:DeviceClock.mark:record",
+            "clocks.py:DeviceClock.settle:synchronize",
             *(f"doctor/pinned.py:_best:synchronize{number}" for number in ("", " 2")),
             "doctor/wire.py:_round_trip:synchronize",
             *(f"doctor/wire.py:_send_and_receive:{name}" for name in ("synchronize", "wait")),
-            "report/clocks.py:DeviceClock.mark:record",
-            "report/clocks.py:DeviceClock.settle:synchronize",
         ),
         "it times something",
     ),
