@@ -36,10 +36,10 @@ from deepspeed_ext.zero.arrivals import wait_for_updates
 from tests.harness.model_states import held, storage_bytes
 from tests.perf.lib.cluster_rows import HSDP_REDUCTIONS, MUON, SHIPPED
 
-ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.01}
+ADAMW: dict[str, Any] = {"eps": 1e-4, "weight_decay": 0.01}
 # Adam's part is for what is no matrix: models here have nothing of that.
 MUON_RATE = 1e-2
-OPTIMIZERS = {"AdamW": {**ADAMW, "torch_adam": True}, MUON: {"muon_lr": MUON_RATE, "weight_decay": 0.01}}
+MUON_PARAMETERS = {"muon_lr": MUON_RATE, "weight_decay": 0.01}
 # As a model that fills memory needs it: gathered for forward and again for backward, and nothing stays whole. Blocks
 # are leaf modules besides: each is gathered as one, as FSDP2 does it, which takes half of the time.
 LEAN = {f"stage3_{key}": 0 for key in ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")}
@@ -68,6 +68,7 @@ class Workload:
         config: more keys of the configuration, for all of DeepSpeed's.
         whole: returns all parameters of a model, whole, in an order that all methods share, as one 1D tensor.
         dtype: of what is computed, fp32 or bf16; masters are in fp32.
+        rate: AdamW's learning rate.
     """
 
     accumulation: int
@@ -82,6 +83,12 @@ class Workload:
     config: Mapping[str, Any] = field(default_factory=dict)
     whole: Callable[[nn.Module], Tensor] = lambda model: torch.cat([part.flatten() for part in gathered(model)])
     dtype: torch.dtype = torch.float32
+    rate: float = 1e-3
+
+    @property
+    def adamw(self) -> dict[str, Any]:
+        """Arguments of PyTorch's AdamW."""
+        return {**ADAMW, "lr": self.rate}
 
     @property
     def mixed(self) -> bool:
@@ -183,7 +190,7 @@ class TorchMethod(Method):
         self._accumulation, self._whole = workload.accumulation, workload.whole
         self._model: Any = model
         self._autocast = nullcontext  # FSDP2 casts by itself
-        self._optimizer: Any = torch.optim.AdamW(model.parameters(), **ADAMW)
+        self._optimizer: Any = torch.optim.AdamW(model.parameters(), **workload.adamw)
 
     @abstractmethod
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -393,7 +400,10 @@ class Engine(Method):
         config = {
             "train_micro_batch_size_per_gpu": 1,  # not known here; used for reports of throughput only
             "gradient_accumulation_steps": workload.accumulation,
-            "optimizer": {"type": workload.optimizer, "params": OPTIMIZERS[workload.optimizer]},
+            "optimizer": {
+                "type": workload.optimizer,
+                "params": MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True},
+            },
             "gradient_clipping": 0.0,  # the default is 1.0, and the methods of PyTorch do not clip
             "steps_per_print": 1_000_000,
             "zero_optimization": {

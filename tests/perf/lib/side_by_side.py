@@ -28,7 +28,7 @@ from deepspeed_ext.planner.cost import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib.cluster_rows import FORMS, FP32, MUON, NATIVE, WIDE, MethodRow
-from tests.perf.lib.peers import ADAMW, MUON_RATE, PEERS, Batch, Method, Ours, Workload
+from tests.perf.lib.peers import MUON_RATE, PEERS, Batch, Method, Ours, Workload
 from tests.perf.lib.turns import Turn, Turns, give_back_memory, over_ranks
 
 ROWS = 8  # of a micro-batch
@@ -56,7 +56,7 @@ class Compute(Method):
         flat = torch.cat([p.detach().flatten() for p in trainable]).float()
         self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
         self._share.grad = torch.zeros_like(self._share)
-        self._optimizer = torch.optim.AdamW([self._share], **ADAMW)
+        self._optimizer = torch.optim.AdamW([self._share], **workload.adamw)
 
     def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
         (self._model(inputs, targets) / self._accumulation).backward()
