@@ -25,6 +25,11 @@ def rows(program: str, *keys: str) -> dict[Key, dict[str, str]]:
         return {tuple(row[key] for key in keys): row for row in csv.DictReader(kept)}
 
 
+def states(row: dict[str, str]) -> float:
+    """Bytes of a method's model states."""
+    return sum(float(row[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer"))
+
+
 def claims() -> list[list[str]]:
     """Claim, date, command and link of each row."""
     lines = [line for line in page(PAGE).section("## What is claimed").text.splitlines() if line.startswith("| ")]
@@ -72,12 +77,12 @@ def test_figures_of_claims_have_their_rows() -> None:
         return float(steps[setting, method, link]["seconds_median"])
 
     def held(method: str, setting: str = "2x2-large-4") -> float:
-        row = steps[setting, method, "100"]
-        return sum(float(row[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer"))
+        return states(steps[setting, method, "100"])
 
     few = "NIG + LoCo + updates"
     nig, muon = seconds("NIG"), "2x2-large-4-muon"
-    bf16, hsdp = "2x2-large-4-bf16", "HSDP (reduces in bf16)"
+    bf16, hsdp, kept = "2x2-large-4-bf16", "HSDP (reduces in bf16)", "HSDP kept (reduces in bf16)"
+    gpt2 = rows("gpt2_cluster", "setting", "method", "link_mbit")
     under = {row[0]: row[1] for row in shown("overlap").section("## Seconds of a step").rows("")}
     outer = rows("outer_cluster", "method", "link_mbit")
     host = rows("host_parameters", "setting", "method")
@@ -93,6 +98,11 @@ def test_figures_of_claims_have_their_rows() -> None:
     kernels = [row for row in rows("loco_kernels", "case").values() if "compress" not in row["case"]]
     reached = [float(row["of_copy_bandwidth"]) for row in kernels]
     assert exact <= 1.07 and loco <= 1.16 and len(choices) == 15
+
+    def gpt(method: str) -> tuple[float, float]:
+        """Seconds of a step of GPT-2, and bytes of its states."""
+        row = gpt2["2x2-gpt2", method, "100"]
+        return float(row["seconds_median"]), states(row)
 
     def step(method: str, link: str = "20") -> float:
         return float(outer[method, link]["seconds_median"])
@@ -116,6 +126,11 @@ def test_figures_of_claims_have_their_rows() -> None:
         f"make NIG {nig / seconds(few):.1f} times as fast",
         f"In bf16, NIG takes {seconds('NIG', setting=bf16) / seconds(hsdp, setting=bf16):.2f} of HSDP's seconds, "
         f"in {held('NIG', bf16) / held(hsdp, bf16):.2f} of its memory",
+        f"GPT-2 (124 M, bf16): NIG is {gpt('ZeRO-3')[0] / gpt('NIG')[0]:.1f} times as fast as ZeRO-3, "
+        f"{gpt('ZeRO-1')[0] / gpt('NIG')[0]:.2f} times as ZeRO-1, "
+        f"or {gpt('ZeRO-1')[0] / gpt(few)[0]:.1f} times with LoCo and updates.",
+        f"HSDP that keeps parameters takes {gpt(kept)[0] / gpt('NIG')[0]:.2f} of NIG's seconds "
+        f"in {gpt(kept)[1] / gpt('NIG')[1]:.2f} times its memory",
         f"IIG is {seconds('ZeRO-3', setting=muon) / seconds('IIG', setting=muon):.1f} times as fast as ZeRO-3",
         f"a step of NIG takes {under['NIG']} s, of DDP {under['DDP']} s, of HSDP {under['HSDP kept']} s, "
         f"of ZeRO-3 {under['ZeRO-3']} s",
