@@ -45,7 +45,7 @@ from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
 from deepspeed_ext.zero.sharded import saved
-from deepspeed_ext.zero.sharded.coordinator import coordinator_of
+from deepspeed_ext.zero.sharded.coordinator import coordinator_of, forget
 from deepspeed_ext.zero.sharded.expert_windows import WindowGradients
 from deepspeed_ext.zero.sharded.gathers import Gathers, GatherSettings, partition
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
@@ -838,12 +838,13 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     @override
     def destroy(self) -> None:
-        """Also give the parameters back to DeepSpeed, and drop gradients of an unfinished accumulation."""
+        """Also give the parameters back to DeepSpeed, drop unfinished gradients, and be let go of."""
         for gathers in self.gathers.values():
             gathers.release()
         for gradients in self.gradients.values():
             gradients.drop()
         super().destroy()
+        forget(self.module)
 
     def _find_stream(self) -> Any:
         """Return the stream of reductions; None on devices without streams."""

@@ -46,6 +46,7 @@ from deepspeed_ext.overrides import checked, override
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
 )
+_CACHED = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
 _coordinating: ContextVar[bool] = ContextVar("whether a coordinator that is made is one of ours", default=False)
 
 
@@ -247,3 +248,15 @@ def _record_use(params: Sequence[Any]) -> None:
         for param in params:
             if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so
                 param.data.record_stream(get_accelerator().current_stream())
+
+
+def forget(model: nn.Module) -> None:
+    """Let go of a model whose engine has been destroyed.
+
+    DeepSpeed keeps it in the list of modules whose forward runs, at whose bottom it is, and as a key of a cache that
+    belongs to a method of all coordinators. Its parameters refer to the optimizer: all states would stay in memory.
+    """
+    if model in parameter_offload.FWD_MODULE_STACK:
+        parameter_offload.FWD_MODULE_STACK.remove(model)
+    for cell in _CACHED.__closure__ or ():  # the cache is inside of what measures the method
+        getattr(cell.cell_contents, "cache_clear", lambda: None)()

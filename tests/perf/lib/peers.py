@@ -11,7 +11,6 @@ fp32 masters.
 ``PEERS`` has the methods of others by name; ``Ours`` is any section ``zero_optimization`` with a strategy.
 """
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +21,6 @@ from typing import Any, cast
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -36,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepspeed_ext.comm.pairwise import pairwise_all_to_all
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.arrivals import wait_for_updates
+from deepspeed_ext.zero.sharded.coordinator import forget
 from tests.harness.model_states import held, storage_bytes
 from tests.perf.lib.cluster_rows import HSDP_REDUCTIONS, MUON, SHIPPED
 
@@ -463,18 +461,7 @@ class Engine(Method):
         module = self.module
         self._engine.destroy()
         self._engine = None
-        _forget(module)
-
-
-def _forget(module: nn.Module) -> None:
-    """Make ZeRO-3 let go of a model whose engine is destroyed.
-
-    DeepSpeed keeps it, and with it the engine, for good: among the modules of a forward, and in a cache of a method.
-    """
-    if module in FWD_MODULE_STACK:
-        FWD_MODULE_STACK.remove(module)
-    instrumented = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
-    inspect.getclosurevars(instrumented).nonlocals["func"].cache_clear()
+        forget(module)  # that of DeepSpeed's own ZeRO-3 would stay
 
 
 class Ours(Engine):

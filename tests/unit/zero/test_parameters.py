@@ -43,6 +43,31 @@ def destroyed_case() -> list[tuple[bool, bool]]:
     return rows
 
 
+@pytest.mark.parametrize("name", ["NIG", "IIG", "GGG"])
+def test_nothing_is_left_of_an_engine_that_is_destroyed(ranks: Any, name: str) -> None:
+    assert ranks(2).run(left_case, name) == [[]] * 2
+
+
+def left_case(name: str) -> list[str]:
+    """What is left of an engine, while another one goes on."""
+    import gc
+    import weakref
+
+    job = Job(empty=False, optimizer="Adam", zero=SMALL)
+    one, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
+    data = training.batches(job)
+    for number, engine in enumerate((one, other) * 3):
+        training.micro_step(engine, job, number, *next(data))
+        engine.step()
+    left = {kind: weakref.ref(of) for kind, of in {"engine": one, "model": one.module, "os": one.optimizer}.items()}
+    one.destroy()
+    del one, engine
+    gc.collect()
+    training.micro_step(other, job, 6, *next(data))
+    other.step()
+    return [kind for kind, of in left.items() if of() is not None]
+
+
 def test_one_strategy_after_the_other_on_one_model(ranks: Any) -> None:
     for rank_rows in ranks(4).run(handover_case):
         for name, lost, difference, equal in rank_rows:
