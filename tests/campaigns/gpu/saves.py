@@ -64,6 +64,7 @@ def saves_aside(place: Any) -> None:
         Case("without the wait", _seen_without_the_wait),
         *(Case(f"files, {_title(*row)}", partial(_twins, row=row)) for row in TWINS[:some]),
         *(Case(f"export, {name} {how}", partial(_exported, name=name, how=how)) for name, how in EXPORTS[:some]),
+        Case("export without the wait", _seen_without_the_event),
         *(Case(f"in memory, {name}", partial(_in_memory, name=name, node=node)) for name, node in IN_MEMORY[:some]),
         *(Case(f"resumed, {_title(*row)}", partial(_resumed, row=row)) for row in RESUMED[:some]),
     ]
@@ -181,6 +182,18 @@ def _exported(place: Any, name: str, how: dict[str, Any]) -> None:
     with shared_folder() as folder, late(place):
         changed = cases.exported(f"{folder}/weights", name, **how)
     place.report.check("the weights of the model", changed == [])
+
+
+def _seen_without_the_event(place: Any) -> None:
+    """See that an export differs on a GPU if its thread reads buffers before they are filled: the same for exports."""
+    write, (name, how) = HostWriter._write, EXPORTS[-1]
+
+    def early(self: HostWriter, buffer: Any) -> None:
+        write(self, dataclasses.replace(buffer, copied=None))
+
+    with shared_folder() as folder, late(place), mock.patch.object(HostWriter, "_write", early):
+        changed = cases.exported(f"{folder}/weights", name, **how)
+    place.report.check("weights differ on a GPU without the wait", (changed != []) == place.cuda)
 
 
 def _in_memory(place: Any, name: str, node: int) -> None:
