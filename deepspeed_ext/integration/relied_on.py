@@ -89,6 +89,11 @@ CALLED: tuple[Patch, ...] = (
         (
             ("is_complete_trace", "release what persists by the record", "(self)"),
             ("is_record_trace", "put windows of experts into the record", "(self)"),
+            (
+                "_PartitionedParameterCoordinator__params_to_release",
+                "let go of a destroyed engine's model, which its cache keeps",
+                "(self, submodule_to_release, step_id)",
+            ),
         ),
     ),
     *_of(PIPELINE, (("_backward_epilogue", "end a micro-step", "(self)"),)),

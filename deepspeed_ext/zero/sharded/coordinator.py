@@ -46,7 +46,6 @@ from deepspeed_ext.overrides import checked, override
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
 )
-_CACHED = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
 _coordinating: ContextVar[bool] = ContextVar("whether a coordinator that is made is one of ours", default=False)
 
 
@@ -258,5 +257,6 @@ def forget(model: nn.Module) -> None:
     """
     if model in parameter_offload.FWD_MODULE_STACK:
         parameter_offload.FWD_MODULE_STACK.remove(model)
-    for cell in _CACHED.__closure__ or ():  # the cache is inside of what measures the method
+    cached: Any = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    for cell in cached.__closure__ or ():  # the cache is inside of what measures the method
         getattr(cell.cell_contents, "cache_clear", lambda: None)()
