@@ -17,6 +17,7 @@ import argparse
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Trainer:
 
     def _resume(self, folder: Path) -> None:
         if not (folder / "latest").exists():
-            self.run.losses, self.run.held_out, self.run.seconds = [], {}, 0.0
+            self.run = replace(self.run, losses=[], held_out={}, parts=[], seconds=0.0)
             return
         _, client = self.engine.load_checkpoint(str(folder))
         self.run.check_same(found := LongRun(**client["run"]), str(folder))

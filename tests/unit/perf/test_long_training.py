@@ -80,6 +80,16 @@ def test_another_run_is_not_continued() -> None:
             run.check_same(replace(run, **changed), "folder")  # type: ignore[arg-type]
 
 
+@QUICK
+def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    from tests.perf.long_training import Trainer
+
+    trainer = Trainer.__new__(Trainer)  # without an engine
+    trainer.run = LongRun("NIG", 0, "text", 20, "cpu", 2.0, [9.0], {"1": 9.0}, [{"from": 0}])
+    trainer._resume(tmp_path)
+    assert trainer.run == LongRun("NIG", 0, "text", 20, "cpu")
+
+
 RUNS = sorted(kept(), key=lambda run: (run[0] != FOUR_BITS, run))  # one of few bits is in the first tier
 
 
