@@ -32,8 +32,19 @@ def circumstances(commit: str = "") -> dict[str, Any]:
             [ours, *(f"{name} {metadata.version(name)}" for name in others), f"commit {commit or _commit()}"]
         ),
         "hardware": f"{os.cpu_count()} cores of {_processor()}",
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": command(sys.orig_argv),
     }
+
+
+def command(words: Sequence[str]) -> str:
+    """Return a command line without the options that name a file or a folder of this machine alone."""
+    kept = list[str]()
+    for word in words[1:]:
+        if os.path.isabs(word) and kept and kept[-1].startswith("--"):
+            kept.pop()
+        else:
+            kept.append(word)
+    return shlex.join(["python", *kept])
 
 
 def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
