@@ -23,7 +23,7 @@ LEAF_BYTES = "stage3_leaf_bytes"
 REPORT = "paro_report"  # the only one that is for plain stages, too
 OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES, REPORT)
 
-# DeepSpeed's own until 0.19.6; since then it refuses them, and they are ours.
+# DeepSpeed's own until 0.19.6 (MiCS) and 0.19.7 (LoCo); since then it refuses them, and they are ours.
 MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
 MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)

@@ -17,7 +17,7 @@ On a machine that has a copy of the working tree and no git, --commit says which
 --write-status then writes down in a clone what that run has found.
 
 Each runs in a process of its own and within a limit; one that crashes or hangs does not end the others. What the
-budget leaves no time for is listed as not run. Needs the development dependencies (pip install -e .[dev]), and nvcc
+budget leaves no time for is listed as not run. Needs the development dependencies (pip install -e .[test]), and nvcc
 where the kernels are to be built.
 
 The status in the README says whether this has run on a GPU, and what it found.

@@ -8,7 +8,7 @@ ours. A configuration that is refused by a documented refusal counts as refused,
 stock is kept, so that other strategies need no second run of it.
 
 Needs a checkout near the installed version (git clone https://github.com/deepspeedai/DeepSpeed), this package with its
-development dependencies (pip install -e .[dev]), and a C++ compiler for the tests that offload. Tests
+development dependencies (pip install -e .[test]), and a C++ compiler for the tests that offload. Tests
 that load a checkpoint with another number of ranks need an older pytest, and are errors of stock without it:
 
   pip install --target DIR 'pytest<8.4'   and then   --extra DIR
