@@ -3,6 +3,7 @@
 """What the arguments of a command line are made of."""
 
 import argparse
+import functools
 import json
 import os
 import pkgutil
@@ -15,6 +16,8 @@ from typing import Any
 def import_callable(text: str) -> Callable[..., Any]:
     """Return the function of that name; the current directory is searched, too.
 
+    A ValueError that it raises becomes the cause of a RuntimeError, since ours are shown without a traceback.
+
     Raises:
         ValueError: the text is not of the form, or names nothing that can be imported.
     """
@@ -25,7 +28,15 @@ def import_callable(text: str) -> Callable[..., Any]:
         found: Callable[..., Any] = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{text!r} cannot be imported: {error}.") from error
-    return found
+
+    @functools.wraps(found)
+    def given(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return found(*args, **kwargs)
+        except ValueError as error:
+            raise RuntimeError(f"{text} has failed.") from error
+
+    return given
 
 
 def number(kind: Callable[[str], float], zero: bool = False) -> Callable[[str], float]:

@@ -276,6 +276,14 @@ def test_bad_arguments_get_clear_errors(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_an_error_of_a_given_function_is_shown_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "failing_maker.py").write_text("def make():\n    raise ValueError('no such layer')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="failing_maker:make has failed") as failed:
+        plan(monkeypatch, "--model", "failing_maker:make", *NODES, *LINKS)
+    assert str(failed.value.__cause__) == "no such layer"
+
+
 def write_cluster(folder: Path, **changed: object) -> str:
     """A file that describes a cluster; None leaves a key out."""
     given = {"ranks_per_node": 8, "intra_gbps": 800, "inter_gbps": 100, "latency_us": 5, "memory_gb": 40, **changed}
