@@ -33,7 +33,7 @@ from deepspeed_ext.strategy import GroupSizes, StateBytes
 from deepspeed_ext.version import __version__
 
 FORMAT = 1
-_STAGES = ("ZeRO is off", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+_STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def make(

@@ -26,6 +26,38 @@ def test_a_report_says_what_was_trained_and_changes_nothing(ranks: Any, tmp_path
         assert found == {"NIG": [], "IIG": [], "ZeRO-2": [], "ZeRO-3": []}
 
 
+def without_section(folder: str) -> None:
+    """Train without ``zero_optimization``, and with ``true`` for it; leave a report of each."""
+    import os
+    from unittest import mock
+
+    import deepspeed
+    import torch
+
+    from deepspeed_ext.config.report import VARIABLE, ReportSettings
+    from tests.harness.reported import AFTER, STEPS, links_given
+
+    for name, section in (("none", {}), ("true", {"zero_optimization": True})):
+        settings = ReportSettings(f"{folder}/{name}", AFTER, STEPS)
+        model = torch.nn.Linear(4, 4)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **section}
+        with mock.patch.dict(os.environ, {VARIABLE: settings.as_variable()}), links_given():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            for _ in range(settings.last + 1):
+                engine.backward(engine(torch.ones(1, 4)).mean())
+                engine.step()
+        engine.destroy()
+
+
+def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(without_section, str(tmp_path))
+    found = {name: json.loads((tmp_path / name / "report.json").read_text()) for name in ("none", "true")}
+    called = {name: report["training"]["called"] for name, report in found.items()}
+    assert called == {"none": "training without ZeRO", "true": "ZeRO-1"}
+    assert all(report["choices"] for report in found.values())
+
+
 def pipeline(folder: str, name: str) -> list[str]:
     """Losses of two pipelines that train the same, of which the second is reported on."""
     from unittest import mock
