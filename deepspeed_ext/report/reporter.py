@@ -22,7 +22,7 @@ from deepspeed.utils import log_dist, logger
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from deepspeed_ext.clocks import Clock, make_clock
-from deepspeed_ext.comm.process_groups import ranks_per_node
+from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
 from deepspeed_ext.config.report import AROUND, KEY, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
@@ -130,10 +130,10 @@ class _Reporter:
 
     def _hop_of(self, group: ProcessGroup | None) -> str:
         ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)
-        topology = getattr(self._engine.optimizer, "topology", None)
+        topology: Topology | None = getattr(self._engine.optimizer, "topology", None)
         size = ranks_per_node() or dist.get_world_size()
-        if topology is not None and topology.sizes.ranks == dist.get_world_size():
-            size = topology.sizes.group_size
+        if topology is not None and topology.whole.sizes.ranks == dist.get_world_size():
+            size = topology.whole.sizes.group_size
         return hop_of(ranks, size)
 
     def _report(self) -> None:

@@ -58,6 +58,28 @@ def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path)
     assert all(report["choices"] for report in found.values())
 
 
+def apart(folder: str) -> None:
+    """Train groups that an outer optimizer brings together, and leave a report."""
+    from tests.harness.reported import AFTER, STEPS, links_given
+    from tests.harness.training import Job, placed, train
+
+    report = {"folder": folder, "after": AFTER, "steps": STEPS}
+    with links_given():
+        train(Job(steps=9), placed("NII", 2, paro_outer_optimizer={"steps": 2}, paro_report=report))
+
+
+def test_groups_that_train_apart_are_reported_on_together(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(apart, str(tmp_path))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {key: report["training"][key] for key in ("ranks", "groups", "group_size")} == {
+        "ranks": 4,
+        "groups": 2,
+        "group_size": 2,
+    }
+    assert any(one["bytes_between"] for one in report["choices"])
+    assert {row["hop"]: bool(row["bytes"]) for row in report["hops"]} == {"within": True, "between": True}
+
+
 def pipeline(folder: str, name: str) -> list[str]:
     """Losses of two pipelines that train the same, of which the second is reported on."""
     from unittest import mock
