@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def trainings(folder: str) -> dict[str, list[str]]:
     """Of each section, what is wrong on this rank, and on rank 0 with the report."""
@@ -24,6 +26,36 @@ def trainings(folder: str) -> dict[str, list[str]]:
 def test_a_report_says_what_was_trained_and_changes_nothing(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(4).run(trainings, str(tmp_path)):
         assert found == {"NIG": [], "IIG": [], "ZeRO-2": [], "ZeRO-3": []}
+
+
+@pytest.mark.quick
+def test_what_others_put_on_the_engine_stays_there() -> None:
+    from deepspeed_ext.config.report import ReportSettings
+    from deepspeed_ext.report.reporter import report_on
+
+    class Engine:
+        pipeline_parallelism, global_steps = False, 0
+
+        def step(self) -> None:
+            self.global_steps += 1
+
+        def destroy(self) -> None: ...
+
+    def wrapped(engine: Any) -> Any:
+        method = engine.step
+        return lambda: method()
+
+    engine: Any = Engine()
+    before = engine.step = wrapped(engine)
+    for since in (False, True):
+        report_on(engine, ReportSettings(after=2, steps=1))
+        if since:
+            after = engine.step = wrapped(engine)
+        engine.destroy()
+        assert vars(engine)["step"] is (after if since else before) and "destroy" not in vars(engine)
+        for _ in range(10):
+            engine.step()  # which would look at the engine if steps were still counted
+    assert engine.global_steps == 20
 
 
 def without_section(folder: str) -> None:
