@@ -53,7 +53,7 @@ def run(options: Options, document: Path | None, patch_problems: Callable[[], li
 
 
 def _chosen(meeting: Meeting, options: Options) -> list[Check]:
-    """Return the checks that are not skipped; those that communicate need process groups."""
+    """Return the checks that are not skipped."""
     return [check for check in all_checks(meeting.store) if check.title not in options.skip]
 
 

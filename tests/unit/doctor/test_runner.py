@@ -149,6 +149,19 @@ def meeting_case() -> list[str]:
 
 
 @pytest.mark.quick
+def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed_ext.cli.doctor import TITLES
+    from deepspeed_ext.doctor.command import run
+    from deepspeed_ext.doctor.place import Options
+
+    skipped = tuple(title for title in TITLES if title not in ("groups", "links", "clocks"))
+    assert "process groups" in skipped and run(Options(skip=skipped), None, list) == 0
+    said = capsys.readouterr().out
+    assert said.count("left out  it needs process groups, which are skipped") == 2
+    assert said.count("-> Do not skip them, and run the doctor again.") == 2
+
+
+@pytest.mark.quick
 def test_the_report_is_aligned_and_colored_on_a_terminal_only() -> None:
     from deepspeed_ext.doctor.findings import Finding, Level, Section
     from deepspeed_ext.doctor.printer import text
