@@ -79,8 +79,8 @@ def sub_key(text: str, alone: str) -> tuple[str, object]:
 
 
 def new_file(text: str) -> Path:
-    """Return the path of a file that can be written: its folder is there."""
+    """Return the path of a file that the first rank of a launch can write: its folder is there."""
     path = Path(text)
-    if not path.absolute().parent.is_dir():
+    if os.environ.get("RANK", "0") == "0" and not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder for {text}")
     return path

@@ -428,3 +428,14 @@ def test_a_launch_that_contradicts_the_arguments(
     with pytest.raises(SystemExit):
         __main__.main()
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_ranks_that_write_nothing_need_no_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "plan", "--params", "7B", *LINKS, "--json", "/nowhere/plan"])
+    __main__.main()
+    assert not capsys.readouterr().out
