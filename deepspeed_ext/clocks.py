@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""When something happened: on the host, or on a stream of a device.
+"""The device that trains: its name, and when something happened there or on the host.
 
 A device does things later than the host asks for them. So there a moment is an event on the current stream, and its
 time is known once the device has got there.
@@ -11,7 +11,14 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
+
+
+def device_name() -> str:
+    """Return the name of the device that trains, such as a GPU's model; torch alone would say what the machine has."""
+    kind = get_accelerator().current_device_name().partition(":")[0]
+    return str(getattr(torch.get_device_module(kind), "get_device_name", lambda: kind)())
 
 
 class Clock(ABC):

@@ -172,12 +172,13 @@ def _is_first(engine: Engine) -> bool:
 def _header(engine: Engine, name: str) -> dict[str, Any]:
     """Return the header that identifies the files of one save: plain values, for tools without torch."""
     optimizer: ParoOptimizer = engine.optimizer
+    sizes = optimizer.topology.whole.sizes
     return {
         "version": __version__,
         "save_id": all_reduce_min(secrets.randbits(_SAVE_ID_BITS)),
         "strategy": optimizer.strategy.name,
-        "group_size": optimizer.topology.sizes.group_size,
-        "ranks": optimizer.topology.sizes.ranks,
+        "group_size": sizes.group_size,
+        "ranks": sizes.ranks,
         EXPERT_ORDER: data_before_experts(engine),
         residuals.FOLDER: name if optimizer.error_state.keeps_errors else "",
     }

@@ -3,6 +3,7 @@
 """What the arguments of a command line are made of."""
 
 import argparse
+import functools
 import json
 import os
 import pkgutil
@@ -15,6 +16,8 @@ from typing import Any
 def import_callable(text: str) -> Callable[..., Any]:
     """Return the function of that name; the current directory is searched, too.
 
+    A ValueError that it raises becomes the cause of a RuntimeError, since ours are shown without a traceback.
+
     Raises:
         ValueError: the text is not of the form, or names nothing that can be imported.
     """
@@ -25,7 +28,15 @@ def import_callable(text: str) -> Callable[..., Any]:
         found: Callable[..., Any] = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{text!r} cannot be imported: {error}.") from error
-    return found
+
+    @functools.wraps(found)
+    def given(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return found(*args, **kwargs)
+        except ValueError as error:
+            raise RuntimeError(f"{text} has failed.") from error
+
+    return given
 
 
 def number(kind: Callable[[str], float], zero: bool = False) -> Callable[[str], float]:
@@ -68,8 +79,8 @@ def sub_key(text: str, alone: str) -> tuple[str, object]:
 
 
 def new_file(text: str) -> Path:
-    """Return the path of a file that can be written: its folder is there."""
+    """Return the path of a file that the first rank of a launch can write: its folder is there."""
     path = Path(text)
-    if not path.absolute().parent.is_dir():
+    if os.environ.get("RANK", "0") == "0" and not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder for {text}")
     return path

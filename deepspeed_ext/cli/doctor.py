@@ -4,8 +4,9 @@
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 
-from deepspeed_ext.cli.arguments import count, new_file, number
+from deepspeed_ext.cli.arguments import count, number
 from deepspeed_ext.strategy import parse_strategy
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -29,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=number(int), help="paro_group_size (default: ranks per node)")
     late = "seconds to wait for a rank, and for a message (default: 60)"
     parser.add_argument("--timeout", type=number(float), default=60.0, metavar="S", help=late)
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the report, with all that was measured")
+    written = "rank 0 writes the report, with all that was measured"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=written)
     skip = f"leave out a check, once for each: {', '.join(TITLES)}"
     parser.add_argument("--skip", action="append", choices=TITLES, default=[], metavar="TITLE", help=skip)
     model = parser.add_argument_group("a model whose states shall fit, without activations")

@@ -74,14 +74,14 @@ def add_zero_order_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
-    """Run a command; return the exit status."""
+    """Run a command, of ``report`` what comes before its script; return the exit status."""
     if arguments.command == comparing.NAME:
         return comparing.run_command(arguments, script)
     if arguments.command == "plan":
         planning.run(arguments)
         return 0
     if arguments.command == reporting.NAME:
-        reporting.run(arguments, script, arguments.local_rank)
+        reporting.prepare(arguments, script, arguments.local_rank)
         return 0
     if arguments.command == "convert":
         from deepspeed_ext.checkpoint.to_universal import convert
@@ -151,6 +151,8 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
             status = _run(arguments, script)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
+        if arguments.command == reporting.NAME:
+            reporting.run(script[0])  # not above, since a ValueError of the script is no refusal of ours
         if status:
             parser.exit(status)
         return

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The script, with its arguments, comes after --."
 
 
-def run(arguments: argparse.Namespace, command: Sequence[str], local_rank: str | None) -> None:
-    """Run the script in this process, which a launcher has started as one of the ranks.
+def prepare(arguments: argparse.Namespace, command: Sequence[str], local_rank: str | None) -> None:
+    """Check what was asked for, and set this process, one of a launcher's ranks, up for the script.
 
     Args:
         arguments: of ``report``.
@@ -47,4 +47,8 @@ def run(arguments: argparse.Namespace, command: Sequence[str], local_rank: str |
     passed_on = [] if local_rank is None else [f"--local_rank={local_rank}"]
     sys.argv = [command[0], *passed_on, *command[1:]]
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
-    runpy.run_path(command[0], run_name="__main__")
+
+
+def run(script: str) -> None:
+    """Run the script in this process; what it raises is its own."""
+    runpy.run_path(script, run_name="__main__")

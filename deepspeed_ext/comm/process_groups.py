@@ -120,7 +120,7 @@ class Topology:
         intra: this rank's group.
         inter: the ranks of its number in all groups.
         alone: this rank only, what a state that is replicated is "sharded" over; None unless asked for.
-        everybody: the ranks that have replicas of the model: ``world``, unless groups are worlds of their own.
+        apart_from: the topology of all groups, if this is of one that is a world of its own; see ``apart``.
     """
 
     sizes: GroupSizes
@@ -129,20 +129,18 @@ class Topology:
     intra: "ProcessGroup"
     inter: "ProcessGroup"
     alone: "ProcessGroup | None" = None
-    everybody: "ProcessGroup | None" = None
+    apart_from: "Topology | None" = None
 
     @property
-    def with_replicas(self) -> "ProcessGroup":
-        """``everybody``."""
-        return self.world if self.everybody is None else self.everybody
+    def whole(self) -> "Topology":
+        """Return the topology of all groups, whether they are worlds of their own or not."""
+        return self.apart_from or self
 
     def apart(self) -> "Topology":
         """Return the topology of this rank's group as a world of its own; ``alone`` must have been asked for."""
         m = self.sizes.group_size
         assert self.alone is not None
-        return Topology(
-            GroupSizes(m, m), self.rank % m, self.intra, self.intra, self.alone, self.alone, self.with_replicas
-        )
+        return Topology(GroupSizes(m, m), self.rank % m, self.intra, self.intra, self.alone, self.alone, self)
 
     def shard_group(self, placement: Placement) -> "ProcessGroup | None":
         """Return the process group over which a state in this placement is sharded."""

@@ -24,7 +24,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.clocks import Clock, make_clock
+from deepspeed_ext.clocks import Clock, device_name, make_clock
 from deepspeed_ext.comm.agreement import all_reduce_max, all_reduced
 from deepspeed_ext.compare.turn import UNFINISHED, Turn
 from deepspeed_ext.config.section import active_strategy
@@ -166,12 +166,10 @@ def _described(engine: Engine) -> dict[str, Any]:
     """Return what ran, the same on all ranks."""
     strategy = active_strategy(engine._config)
     dtype, _ = engine.get_data_types()
-    device = get_accelerator().current_device_name().partition(":")[0]
-    named = getattr(torch.get_device_module(device), "get_device_name", lambda: device)
     return {
         "strategy": f"ZeRO-{engine.zero_optimization_stage()}" if strategy is None else strategy.name,
         "ranks": dist.get_world_size(),
-        "device": named(),
+        "device": device_name(),
         "dtype": str(dtype).removeprefix("torch."),
         "samples": engine.train_batch_size(),
         "micro_batches": engine.gradient_accumulation_steps(),

@@ -58,6 +58,12 @@ def asked_by(section: Mapping[str, Any]) -> str:
     return next((key for key in (LOCO, LEAF_BYTES, QUANTIZED_UPDATES) if key in section), STAGE)
 
 
+def as_given(config: Mapping[str, Any], key: str) -> Any:
+    """Return what a raw configuration gives under a key of ``zero_optimization``; None if it does not."""
+    section = config.get(SECTION)
+    return section.get(key) if isinstance(section, Mapping) else None  # DeepSpeed takes true for stage 1
+
+
 def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration without the keys of MiCS and LoCo, which DeepSpeed would refuse as removed."""
     section = config.get(SECTION)

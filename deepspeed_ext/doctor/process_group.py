@@ -13,12 +13,13 @@ from deepspeed_ext.doctor.check import Answers, Check
 from deepspeed_ext.doctor.findings import Finding, Level
 from deepspeed_ext.doctor.place import Place
 
+TITLE = "process groups"
 _LATER = 60.0  # seconds after which NCCL's watchdog would end the process, later than the check gives up
 
 
 def check_of(store: Store) -> Check:
     """Return the check that forms them over this store; those after it use them."""
-    return Check("process groups", lambda place: examine(place, store), judge, together=True)
+    return Check(TITLE, lambda place: examine(place, store), judge, together=True)
 
 
 def examine(place: Place, store: Store) -> dict[str, Any]:

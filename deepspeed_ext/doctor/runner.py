@@ -3,7 +3,7 @@
 """Runs all checks on all ranks: each rank examines, the first one judges.
 
 All ranks go through the same checks in the same order. A check that raises or hangs on one rank is a finding; checks
-that communicate over process groups are left out from then on.
+that communicate over process groups are left out from then on. If process groups are skipped, all these are.
 """
 
 import json
@@ -16,6 +16,7 @@ from deepspeed_ext.doctor.findings import Finding, Level, Section, by_value, ran
 from deepspeed_ext.doctor.limited import within
 from deepspeed_ext.doctor.meeting import Meeting
 from deepspeed_ext.doctor.place import Place
+from deepspeed_ext.doctor.process_group import TITLE as PROCESS_GROUPS
 
 _GRACE = 5.0  # seconds that another rank may be later than its own limit
 _GO = "go"
@@ -45,7 +46,9 @@ class Runner:
     def __init__(self, meeting: Meeting, place: Place) -> None:
         self._meeting, self._place = meeting, place
         self._left = set(range(place.world))  # ranks that have answered so far
-        self._obstacle = ""  # why nothing more is communicated over process groups
+        self._obstacle: Finding | None = None  # why nothing more is communicated over process groups
+        if PROCESS_GROUPS in place.options.skip:
+            self._obstacle = _left_out(f"it needs {PROCESS_GROUPS}, which are skipped", "Do not skip them")
 
     def run(self, checks: Sequence[Check]) -> Report:
         """Run all checks. Collective over all ranks.
@@ -58,11 +61,11 @@ class Runner:
         for check in checks:
             if self._place.rank == 0:
                 if check.together:
-                    self._meeting.say(f"{check.title}/go", self._obstacle or _GO)
+                    self._meeting.say(f"{check.title}/go", self._obstacle.found if self._obstacle else _GO)
             elif check.together and self._meeting.hear(f"{check.title}/go", patience) != _GO:
                 continue
             if check.together and self._obstacle:
-                report.sections.append(_left_out(check, self._obstacle))
+                report.sections.append(Section(check.title, (self._obstacle,), {}))
                 continue
             outcome = within(check.seconds(self._place), lambda check=check: self._examine(check))  # type: ignore[misc]
             report.abandoned |= outcome.abandoned
@@ -91,7 +94,7 @@ class Runner:
         findings = [_failed(ranks, error, self._place) for error, ranks in errors.items()]
         findings += [_lost(lost, self._place)] if lost else []
         if (errors and check.together) or lost:
-            self._obstacle = self._obstacle or f"{check.title} failed"
+            self._obstacle = self._obstacle or _left_out(f"{check.title} failed", "Mend that")
         if answers and not (check.together and findings):
             try:
                 findings += check.judge(answers, self._place)
@@ -112,5 +115,5 @@ def _lost(ranks: list[int], place: Place) -> Finding:
     return Finding(f"{ranks_text(ranks)} on {hosts}", Level.WRONG, "no answer: dead, or out of reach", advice)
 
 
-def _left_out(check: Check, why: str) -> Section:
-    return Section(check.title, (Finding("left out", Level.LOOK, why, "Mend that, and run the doctor again."),), {})
+def _left_out(why: str, advice: str) -> Finding:
+    return Finding("left out", Level.LOOK, why, f"{advice}, and run the doctor again.")

@@ -23,16 +23,16 @@ def examine(place: Place) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    device = get_accelerator()
+    from deepspeed_ext.clocks import device_name
+
     found = {
         "deepspeed_ext": __version__,
         "deepspeed": deepspeed.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": device.device_name(),
+        "device": device_name(),
     }
-    if device.device_name() == "cuda":
-        found["device"] = torch.cuda.get_device_name()
+    if get_accelerator().device_name() == "cuda":
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         found["driver"] = _driver()
     return {"versions": found, "patches": place.patch_problems()}

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import all_reduced
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, SECTION
+from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, as_given
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
@@ -46,7 +46,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
         ),
         regathered=not kept,
         streams=not get_accelerator().is_synchronized_device(),
-        overlap=config._param_dict[SECTION].get("overlap_comm"),
+        overlap=as_given(config._param_dict, "overlap_comm"),
         overlap_updates=getattr(zero, OVERLAP_UPDATES, False),
         host=_host_parameters(config),
     )

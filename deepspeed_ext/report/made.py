@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed import version as deepspeed_version
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
+from deepspeed_ext.clocks import device_name
 from deepspeed_ext.comm.agreement import all_gather_texts, broadcast_text
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
@@ -33,7 +33,7 @@ from deepspeed_ext.strategy import GroupSizes, StateBytes
 from deepspeed_ext.version import __version__
 
 FORMAT = 1
-_STAGES = ("ZeRO is off", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+_STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
 def make(
@@ -119,7 +119,6 @@ def _predicted(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes
 
 
 def _made(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    device = get_accelerator()
     return {
         "when": datetime.now().astimezone().isoformat(timespec="minutes"),
         "versions": {
@@ -128,7 +127,7 @@ def _made(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "device": getattr(torch.get_device_module(), "get_device_name", device.device_name)(),
+        "device": device_name(),
         "hosts": list(dict.fromkeys(one["host"] for one in ranks)),
         "script": Path(sys.argv[0]).name,
     }

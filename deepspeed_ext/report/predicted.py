@@ -27,13 +27,13 @@ _SAME = 1e-6
 
 
 def topology_of(engine: Engine) -> Topology:
-    """Return the groups of an engine: its strategy's, or those that a strategy would have. Collective.
+    """Return the groups of all ranks: the strategy's of an engine, or those that one would have. Collective.
 
     Raises:
         ValueError: on all ranks; nodes have different numbers of ranks, or it is not known how many.
     """
     found: Topology | None = getattr(engine.optimizer, "topology", None)
-    return get_topology(groups._get_sequence_data_parallel_group()) if found is None else found
+    return get_topology(groups._get_sequence_data_parallel_group()) if found is None else found.whole
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@
 Note [Recorded steps]
     After a warm-up come steps that are only timed, then those that are recorded, then as many again that are only
     timed: the difference is what recording costs. Then all ranks make the report together, at the end of a step, where
-    they all are. From then on the engine is as it was.
+    they all are. From then on the engine is as it was. Where somebody has wrapped our methods since, they stay, and do
+    nothing but call the engine's.
 """
 
 import atexit
@@ -22,7 +23,7 @@ from deepspeed.utils import log_dist, logger
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from deepspeed_ext.clocks import Clock, make_clock
-from deepspeed_ext.comm.process_groups import ranks_per_node
+from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
 from deepspeed_ext.config.report import AROUND, KEY, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
@@ -61,9 +62,17 @@ class _Reporter:
         self._recorder: Recorder | None = None
         self._looking, self._recording = ExitStack(), ExitStack()
         self._held = StateBytes(0, 0, 0)
-        setattr(engine, self._counted, self._counting(engine, getattr(engine, self._counted)))
-        engine.destroy = self._destroying(engine.destroy)
+        self._ended = False
+        # By the method's name: what is in its place, weakly, since that refers to the engine; and whether it replaces
+        # one that was put on the engine, and not its class's.
+        self._wrappers: dict[str, tuple[weakref.ref[Any], bool]] = {}
+        self._wrap(engine, self._counted, self._counting(engine, getattr(engine, self._counted)))
+        self._wrap(engine, "destroy", self._destroying(engine.destroy))
         atexit.register(self._tell)
+
+    def _wrap(self, engine: Engine, name: str, ours: Callable[..., Any]) -> None:
+        self._wrappers[name] = weakref.ref(ours), name in vars(engine)
+        setattr(engine, name, ours)
 
     def _counting(self, engine: Engine, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes steps, such that they are counted."""
@@ -71,7 +80,7 @@ class _Reporter:
         @functools.wraps(method)
         def counted(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            if engine.global_steps != self._known:
+            if not self._ended and engine.global_steps != self._known:
                 self._known = engine.global_steps
                 self._after_step()
             return result
@@ -83,20 +92,27 @@ class _Reporter:
 
         @functools.wraps(destroy)
         def destroyed(*args: Any, **kwargs: Any) -> Any:
-            self._end()
-            self._tell()
+            if not self._ended:
+                self._end()
+                self._tell()
             return destroy(*args, **kwargs)
 
         return destroyed
 
     def _end(self) -> None:
-        """Leave the engine as it was."""
+        """Leave the engine as it was, but for what others have put on it since."""
         global _reporter
-        _reporter = None
+        _reporter, self._ended = None, True
         self._looking.close()
         self._recording.close()
-        for name in (self._counted, "destroy"):
-            delattr(self._engine, name)
+        for name, (ours, replaced) in self._wrappers.items():
+            found = vars(self._engine).get(name)
+            if found is not ours() or found is None:
+                continue
+            if replaced:
+                setattr(self._engine, name, found.__wrapped__)
+            else:
+                delattr(self._engine, name)
         atexit.unregister(self._tell)
 
     def _after_step(self) -> None:
@@ -130,10 +146,10 @@ class _Reporter:
 
     def _hop_of(self, group: ProcessGroup | None) -> str:
         ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)
-        topology = getattr(self._engine.optimizer, "topology", None)
+        topology: Topology | None = getattr(self._engine.optimizer, "topology", None)
         size = ranks_per_node() or dist.get_world_size()
-        if topology is not None and topology.sizes.ranks == dist.get_world_size():
-            size = topology.sizes.group_size
+        if topology is not None and topology.whole.sizes.ranks == dist.get_world_size():
+            size = topology.whole.sizes.group_size
         return hop_of(ranks, size)
 
     def _report(self) -> None:

@@ -23,7 +23,7 @@ from deepspeed_ext.comm.backends import MakeGather, MakeReduce
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY, as_given
 from deepspeed_ext.config.outer import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
@@ -294,7 +294,7 @@ def use_streams(config: Config, strategy: Strategy) -> list[str]:
     zero = config.zero_config
     # DeepSpeed refuses it at stage 1 where the caller manages accumulation.
     possible = strategy.stage > 1 or config.managed_gradient_accumulation
-    if not zero.overlap_comm and config._param_dict[SECTION].get("overlap_comm") is None and possible:
+    if not zero.overlap_comm and as_given(config._param_dict, "overlap_comm") is None and possible:
         zero.overlap_comm = True
         changed.append(f"{SECTION}.overlap_comm true")
     return changed

@@ -276,6 +276,14 @@ def test_bad_arguments_get_clear_errors(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_an_error_of_a_given_function_is_shown_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "failing_maker.py").write_text("def make():\n    raise ValueError('no such layer')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="failing_maker:make has failed") as failed:
+        plan(monkeypatch, "--model", "failing_maker:make", *NODES, *LINKS)
+    assert str(failed.value.__cause__) == "no such layer"
+
+
 def write_cluster(folder: Path, **changed: object) -> str:
     """A file that describes a cluster; None leaves a key out."""
     given = {"ranks_per_node": 8, "intra_gbps": 800, "inter_gbps": 100, "latency_us": 5, "memory_gb": 40, **changed}
@@ -420,3 +428,14 @@ def test_a_launch_that_contradicts_the_arguments(
     with pytest.raises(SystemExit):
         __main__.main()
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_ranks_that_write_nothing_need_no_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "plan", "--params", "7B", *LINKS, "--json", "/nowhere/plan"])
+    __main__.main()
+    assert not capsys.readouterr().out

@@ -2,7 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A check that raises or hangs on one rank is a finding, and holds up nobody; ranks that do not come are named."""
 
+import argparse
+import json
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +150,47 @@ def meeting_case() -> list[str]:
         except CannotMeet as error:
             found.append(str(error))
     return found
+
+
+@pytest.mark.quick
+def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed_ext.cli.doctor import TITLES
+    from deepspeed_ext.doctor.command import run
+    from deepspeed_ext.doctor.place import Options
+
+    skipped = tuple(title for title in TITLES if title not in ("groups", "links", "clocks"))
+    assert "process groups" in skipped and run(Options(skip=skipped), None, list) == 0
+    said = capsys.readouterr().out
+    assert said.count("left out  it needs process groups, which are skipped") == 2
+    assert said.count("-> Do not skip them, and run the doctor again.") == 2
+
+
+@pytest.mark.quick
+def test_rank_0_alone_needs_a_place_for_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And where it has none, or cannot write, all ranks end with the same status."""
+    from torch.distributed import HashStore
+
+    from deepspeed_ext.cli.doctor import TITLES, add_arguments
+    from deepspeed_ext.doctor.command import _examine
+    from deepspeed_ext.doctor.meeting import Meeting
+    from deepspeed_ext.doctor.place import Options, Place
+
+    def statuses(given: Path) -> list[int]:
+        add_arguments(parser := argparse.ArgumentParser())
+        document, store, hosts = parser.parse_args(["--json", str(given)]).json, HashStore(), ["a", "b"]
+        options = Options(timeout=10, skip=TITLES)
+
+        def examine(rank: int) -> int:
+            return _examine(Meeting(store, rank, hosts), Place(rank, 0, hosts, options), document)[0]
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(examine, range(2)))
+
+    assert statuses(tmp_path / "none" / "it.json") == [2, 2]
+    assert f"doctor: there is no folder for {tmp_path}/none/it.json on a, where rank 0" in capsys.readouterr().err
+    assert statuses(tmp_path) == [2, 2]  # a folder
+    assert capsys.readouterr().err.startswith("doctor: the report could not be written: ")
+    assert statuses(tmp_path / "it.json") == [0, 0] and json.loads((tmp_path / "it.json").read_text())["ranks"] == 2
 
 
 @pytest.mark.quick

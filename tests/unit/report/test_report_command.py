@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_ext.cli.main import main
+from deepspeed_ext.config.report import VARIABLE
 
 SCRIPT = """
 import json, os, sys
@@ -51,3 +52,15 @@ def test_what_cannot_run_is_refused(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_an_error_of_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one of the kind with which we refuse: nobody but Python tells of it, with a traceback."""
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('a bad batch')\n")
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "report", "--", str(script)])
+    with pytest.raises(ValueError, match="a bad batch"):
+        main()

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def trainings(folder: str) -> dict[str, list[str]]:
     """Of each section, what is wrong on this rank, and on rank 0 with the report."""
@@ -24,6 +26,90 @@ def trainings(folder: str) -> dict[str, list[str]]:
 def test_a_report_says_what_was_trained_and_changes_nothing(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(4).run(trainings, str(tmp_path)):
         assert found == {"NIG": [], "IIG": [], "ZeRO-2": [], "ZeRO-3": []}
+
+
+@pytest.mark.quick
+def test_what_others_put_on_the_engine_stays_there() -> None:
+    from deepspeed_ext.config.report import ReportSettings
+    from deepspeed_ext.report.reporter import report_on
+
+    class Engine:
+        pipeline_parallelism, global_steps = False, 0
+
+        def step(self) -> None:
+            self.global_steps += 1
+
+        def destroy(self) -> None: ...
+
+    def wrapped(engine: Any) -> Any:
+        method = engine.step
+        return lambda: method()
+
+    engine: Any = Engine()
+    before = engine.step = wrapped(engine)
+    for since in (False, True):
+        report_on(engine, ReportSettings(after=2, steps=1))
+        if since:
+            after = engine.step = wrapped(engine)
+        engine.destroy()
+        assert vars(engine)["step"] is (after if since else before) and "destroy" not in vars(engine)
+        for _ in range(10):
+            engine.step()  # which would look at the engine if steps were still counted
+    assert engine.global_steps == 20
+
+
+def without_section(folder: str) -> None:
+    """Train without ``zero_optimization``, and with ``true`` for it; leave a report of each."""
+    import os
+    from unittest import mock
+
+    import deepspeed
+    import torch
+
+    from deepspeed_ext.config.report import VARIABLE, ReportSettings
+    from tests.harness.reported import AFTER, STEPS, links_given
+
+    for name, section in (("none", {}), ("true", {"zero_optimization": True})):
+        settings = ReportSettings(f"{folder}/{name}", AFTER, STEPS)
+        model = torch.nn.Linear(4, 4)
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **section}
+        with mock.patch.dict(os.environ, {VARIABLE: settings.as_variable()}), links_given():
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+            for _ in range(settings.last + 1):
+                engine.backward(engine(torch.ones(1, 4)).mean())
+                engine.step()
+        engine.destroy()
+
+
+def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path) -> None:
+    ranks(2).run(without_section, str(tmp_path))
+    found = {name: json.loads((tmp_path / name / "report.json").read_text()) for name in ("none", "true")}
+    called = {name: report["training"]["called"] for name, report in found.items()}
+    assert called == {"none": "training without ZeRO", "true": "ZeRO-1"}
+    assert all(report["choices"] for report in found.values())
+
+
+def apart(folder: str) -> None:
+    """Train groups that an outer optimizer brings together, and leave a report."""
+    from tests.harness.reported import AFTER, STEPS, links_given
+    from tests.harness.training import Job, placed, train
+
+    report = {"folder": folder, "after": AFTER, "steps": STEPS}
+    with links_given():
+        train(Job(steps=9), placed("NII", 2, paro_outer_optimizer={"steps": 2}, paro_report=report))
+
+
+def test_groups_that_train_apart_are_reported_on_together(ranks: Any, tmp_path: Path) -> None:
+    ranks(4).run(apart, str(tmp_path))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {key: report["training"][key] for key in ("ranks", "groups", "group_size")} == {
+        "ranks": 4,
+        "groups": 2,
+        "group_size": 2,
+    }
+    assert any(one["bytes_between"] for one in report["choices"])
+    assert {row["hop"]: bool(row["bytes"]) for row in report["hops"]} == {"within": True, "between": True}
 
 
 def pipeline(folder: str, name: str) -> list[str]:

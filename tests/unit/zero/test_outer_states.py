@@ -57,13 +57,16 @@ def test_a_run_that_is_resumed_at_any_step_is_the_uninterrupted_one(
 
 
 def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
-    """Where a checkpoint's weights differ from the anchors: on disk, in a file of 16 bits, and in other runs."""
+    """Where a checkpoint's weights differ from the anchors: on disk, in a file of 16 bits, and in other runs; and
+    headers that tell of other ranks."""
     import os
+    from pathlib import Path
 
     import torch
     from deepspeed import comm as dist
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+    from deepspeed_ext.checkpoint.files import HEADER
     from tests.harness import snapshots, training
     from tests.harness.outer_oracle import KEY
 
@@ -84,6 +87,9 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
         dist.barrier()
         on_disk = get_fp32_state_dict_from_zero_checkpoint(where)
         differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
+        files = Path(where, "global_step3").glob("*_model_states.pt")
+        headers = [torch.load(file, weights_only=False)[HEADER] for file in files]
+        differ += [str(one) for one in headers if (one["ranks"], one["group_size"]) != (4, 2)]
         if dist.get_rank() == 0 and os.path.exists(f"{where}/weights.bin"):
             saved = torch.load(f"{where}/weights.bin")
             differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
