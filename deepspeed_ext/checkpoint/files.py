@@ -227,6 +227,22 @@ class CheckpointFiles(TorchCheckpointEngine):
             self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state
 
+    def header_of(self, folder: Path) -> Mapping[str, Any]:
+        """Return the header of a checkpoint's model; empty if it has none.
+
+        Raises:
+            CheckpointError: its file cannot be read.
+        """
+        experts = set(folder.glob("layer_*_expert_*"))  # left out, since each has been written by another rank
+        models = sorted(set(folder.glob("*mp_rank_*_model_states.pt")) - experts)[:1]
+        for path in models:
+            self.inspect(path)
+        return self.headers[str(models[0])] if models else {}
+
+    def is_of_save(self, path: Path, header: Mapping[str, Any]) -> bool:
+        """Return whether a file that has been inspected is of the same save as one with this header."""
+        return self.headers[str(path)].get("save_id") == header.get("save_id")
+
     def load(self, path: str, map_location: object = None) -> Any:
         """Load a file as DeepSpeed does, without our header, and with its amendments."""
         state = super().load(path, map_location=map_location)
