@@ -199,8 +199,13 @@ class CheckpointFiles(TorchCheckpointEngine):
         return self.aside is not None
 
     def cleanup(self) -> None:
-        """Wait for the save that runs. DeepSpeed calls it when the engine is destroyed."""
-        self.finish()
+        """Wait for the save that runs, and save no more. DeepSpeed calls it when the engine is destroyed.
+
+        Raises:
+            SaveFailed: on all ranks; it has failed.
+        """
+        if self.aside is not None:
+            self.aside.close()
 
     def finish(self) -> None:
         """Wait for the save that runs, if one does.
