@@ -141,6 +141,19 @@ class AsyncSaves:
                 self._job = None
                 self.buffers.take_back()
 
+    def close(self) -> None:
+        """Wait for the save that runs, and end the process groups: no save may follow.
+
+        Raises:
+            SaveFailed: on all ranks; it has failed.
+        """
+        try:
+            self.finish()
+        finally:
+            if self._job is None:  # a signal may have ended the wait, and the thread still agrees with the others
+                self._of_threads.close()
+                self._of_steps.close()
+
 
 def _thread() -> Background:
     return Background(owed=True, what="a checkpoint is still being written by this rank or another one")

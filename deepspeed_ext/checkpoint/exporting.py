@@ -19,6 +19,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, sync
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from deepspeed_ext.checkpoint.tensor_files import INDEX, NAMES, TensorFile, divide, index_of, interleaved
@@ -116,21 +117,21 @@ def export_weights(
         host_bytes: of host memory that a rank which writes takes; where it is full, gathers wait. None: 256 MiB, and
             if ``asynchronous`` as much more as the rank writes, so that nothing waits.
         asynchronous: return when all weights are gathered, though they may not be written yet. The folder appears in
-            ``Export.wait``, which the next export of this engine calls first.
+            ``Export.wait``, which the next export or save of this engine calls first.
 
     Returns:
         The export, which has ended unless it is ``asynchronous``.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not write, in this export or in the last one that nobody
-            has waited for. What was in the folder is untouched.
+        CheckpointError: on all ranks, if one of them could not write, in this export, or in the last export or save
+            that nobody has waited for. What was in the folder is untouched.
         NotImplementedError: nobody can put the model together; see ``weights_of``.
         RuntimeError: parameters are offloaded.
         ValueError: an argument has no meaning.
     """
-    last = _under_way.pop(engine, None)
-    if last is not None:
-        last.wait()
+    finish_last(engine)
+    if isinstance(engine.checkpoint_engine, CheckpointFiles):
+        engine.checkpoint_engine.finish()  # the save that runs may have set aside what ``prepare`` would put back
     place, ranks = Path(os.path.abspath(folder)), dist.get_world_size()
     asked = f"{place}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
     asked = f"{asked}, max_shard_bytes={max_shard_bytes}, writers={writers}, asynchronous={asynchronous}"
@@ -156,6 +157,19 @@ def export_weights(
     else:
         export.wait()
     return export
+
+
+def finish_last(engine: Engine) -> None:
+    """Wait for the last export of an engine. A save calls it first: no two may write to a folder and its neighbors.
+
+    Collective over all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if one of them could not write.
+    """
+    last = _under_way.pop(engine, None)
+    if last is not None:
+        last.wait()
 
 
 def _write(

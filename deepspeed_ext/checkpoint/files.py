@@ -199,8 +199,13 @@ class CheckpointFiles(TorchCheckpointEngine):
         return self.aside is not None
 
     def cleanup(self) -> None:
-        """Wait for the save that runs. DeepSpeed calls it when the engine is destroyed."""
-        self.finish()
+        """Wait for the save that runs, and save no more. DeepSpeed calls it when the engine is destroyed.
+
+        Raises:
+            SaveFailed: on all ranks; it has failed.
+        """
+        if self.aside is not None:
+            self.aside.close()
 
     def finish(self) -> None:
         """Wait for the save that runs, if one does.
@@ -226,6 +231,22 @@ class CheckpointFiles(TorchCheckpointEngine):
         if not holds_parameters_only(str(path)):
             self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state
+
+    def header_of(self, folder: Path) -> Mapping[str, Any]:
+        """Return the header of a checkpoint's model; empty if it has none.
+
+        Raises:
+            CheckpointError: its file cannot be read.
+        """
+        experts = set(folder.glob("layer_*_expert_*"))  # left out, since each has been written by another rank
+        models = sorted(set(folder.glob("*mp_rank_*_model_states.pt")) - experts)[:1]
+        for path in models:
+            self.inspect(path)
+        return self.headers[str(models[0])] if models else {}
+
+    def is_of_save(self, path: Path, header: Mapping[str, Any]) -> bool:
+        """Return whether a file that has been inspected is of the same save as one with this header."""
+        return self.headers[str(path)].get("save_id") == header.get("save_id")
 
     def load(self, path: str, map_location: object = None) -> Any:
         """Load a file as DeepSpeed does, without our header, and with its amendments."""

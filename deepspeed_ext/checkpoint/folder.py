@@ -20,6 +20,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -27,10 +28,31 @@ from deepspeed.runtime.zero.utils import ZeRORuntimeException
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _SAVING = ".saving"
 _REPLACED = ".replaced"
-# The files that a save writes: DeepSpeed's, and ours.
-_FILES = ("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt", "residuals_rank_*.pt")
 _STALE_SECONDS = 24 * 3600  # age from which another tag's staging folder counts as left by a dead save
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+
+
+class RankFile(Enum):
+    """What each rank may have a file of in a checkpoint, beside DeepSpeed's. A save replaces all that are listed."""
+
+    RESIDUALS = "residuals"
+    OUTER = "outer"
+
+    def of(self, rank: int, mp_rank: int) -> str:
+        """Return the name of the file of a data-parallel and model-parallel rank."""
+        return f"{self.value}_rank_{rank:05d}_mp_rank_{mp_rank:02d}.pt"
+
+    def of_all(self, mp_rank: int | None = None) -> str:
+        """Return a pattern of the files of all data-parallel ranks; None for all model-parallel ranks, too."""
+        return f"{self.value}_rank_*_mp_rank_{'*' if mp_rank is None else f'{mp_rank:02d}'}.pt"
+
+
+# The files that a save writes: DeepSpeed's, and ours. Others in the folder are kept, so one that is missing here would
+# stay from the save before.
+_FILES = (
+    *("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt"),
+    *(file.of_all() for file in RankFile),
+)
 
 
 class CheckpointError(ZeRORuntimeException, RuntimeError):

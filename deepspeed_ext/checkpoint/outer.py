@@ -18,13 +18,11 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
-from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.agreement import any_rank, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
-
-_NAME = "outer_rank_{:05d}_mp_rank_{:02d}.pt"
 
 
 def contents(engine: Engine) -> dict[str, Any] | None:
@@ -62,7 +60,7 @@ def save(engine: Engine, files: CheckpointFiles, content: dict[str, Any] | None,
 
 
 def _name(engine: Engine) -> str:
-    return _NAME.format(engine.optimizer.outer.topology.rank, engine.checkpoint_mp_rank)
+    return RankFile.OUTER.of(engine.optimizer.outer.topology.rank, engine.checkpoint_mp_rank)
 
 
 class OuterStates:
@@ -89,7 +87,9 @@ class OuterStates:
         files: CheckpointFiles = engine.checkpoint_engine
         if with_states and path.exists():
             found = files.inspect(path, "described", "outer", "weights", "states")
-            if found["described"] == _described(engine, outer):
+            # One of another save is what a save without an outer optimizer has left, before it replaced these, too.
+            of_this_save = files.is_of_save(path, files.header_of(folder))
+            if of_this_save and found["described"] == _described(engine, outer):
                 self._found = found
 
     def load(self) -> None:
@@ -100,7 +100,8 @@ class OuterStates:
             self._outer.restart()
             log_dist(
                 f"deepspeed_ext: {self._folder} has no states of this outer optimizer (other groups, other settings, "
-                f"or none): all groups begin with its weights and with the first group's optimizer states.",
+                f"another save, or none): all groups begin with its weights and with the first group's states of the "
+                f"optimizer.",
                 ranks=[0],
                 level=logging.WARNING,
             )

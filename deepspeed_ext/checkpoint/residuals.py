@@ -24,12 +24,11 @@ from deepspeed.utils import log_dist
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
-from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.checkpoint.folder import CheckpointError, RankFile
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
-_NAME = "residuals_rank_{:05d}_mp_rank_{:02d}.pt"
 FOLDER = "residuals"  # in the header of saved files: name of the folder with residuals; a path in old checkpoints
 
 
@@ -40,7 +39,7 @@ def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> Non
         return
     kept = optimizer.error_state
     content = {"states": kept.states(), "halves": sorted(kept.halves), **_described(optimizer)}
-    name = _NAME.format(optimizer.topology.rank, engine.checkpoint_mp_rank)
+    name = RankFile.RESIDUALS.of(optimizer.topology.rank, engine.checkpoint_mp_rank)
     files.save(content, str(Path(save_dir, tag, name)))
 
 
@@ -76,15 +75,11 @@ class Residuals:
         if not self._errors.keeps_errors:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
-        experts = set(folder.glob("layer_*_expert_*"))  # left out, since each has been written by another rank
-        models = sorted(set(folder.glob("*mp_rank_*_model_states.pt")) - experts)[:1]
-        for path in models:
-            self._files.inspect(path)
-        self._saved = self._files.headers[str(models[0])] if models else {}
+        self._saved = self._files.header_of(folder)
         if not self._saved.get(FOLDER):
             return
         mp_rank, described = engine.checkpoint_mp_rank, _described(self._optimizer)
-        own = folder / _NAME.format(described["rank"], mp_rank)
+        own = folder / RankFile.RESIDUALS.of(described["rank"], mp_rank)
         if own.exists() or engine.use_node_local_storage():
             self._same = self._look(own)
             if all(self._same.get(key) == value for key, value in described.items()):
@@ -101,12 +96,9 @@ class Residuals:
 
     def _look(self, path: Path) -> Mapping[str, Any]:
         content: Mapping[str, Any] = self._files.inspect(path, "states", "whereabouts")
-        if not self._is_of_this_save(path):
+        if not self._files.is_of_save(path, self._saved):
             raise CheckpointError(f"{path} is of another save than the other files of {self._folder}.")
         return content
-
-    def _is_of_this_save(self, path: Path) -> bool:
-        return self._files.headers[str(path)].get("save_id") == self._saved.get("save_id")
 
     def _paths_elsewhere(self, mp_rank: int) -> list[Path]:
         """Return the files of the checkpoint from which this one was converted, if it is still beside this one."""
@@ -114,11 +106,11 @@ class Residuals:
         paths = self._paths(self._folder.with_name(name), mp_rank) if name not in ("", os.pardir) else []
         if paths:
             self._files.inspect(paths[0])
-        return paths if paths and self._is_of_this_save(paths[0]) else []
+        return paths if paths and self._files.is_of_save(paths[0], self._saved) else []
 
     @staticmethod
     def _paths(folder: Path, mp_rank: int) -> list[Path]:
-        return sorted(folder.glob(_NAME.format(0, mp_rank).replace("00000", "*", 1)))
+        return sorted(folder.glob(RankFile.RESIDUALS.of_all(mp_rank)))
 
     def load(self) -> None:
         """Load the residuals into this rank's error feedback; without residuals, reset it to zero."""

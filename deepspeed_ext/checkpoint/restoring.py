@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.utils import log_dist
 
 from deepspeed_ext.checkpoint.commit import Commit
+from deepspeed_ext.checkpoint.exporting import finish_last
 from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder, sync
 from deepspeed_ext.checkpoint.in_memory import RUN
@@ -122,6 +123,7 @@ def _write(
     engine: Engine, load_dir: str, folder: MemoryFolder, save: Identity, files: Mapping[str, _Place], places: list[str]
 ) -> None:
     """Write a save into ``load_dir``, each file once, as ``engine.save_checkpoint`` would have done. Collective."""
+    finish_last(engine)
     target = CheckpointFolder(load_dir, save.tag)
     commit = Commit(target, dist.get_rank() == 0, True, True, after=folder.forget)
     commit.prepare(WORLD)

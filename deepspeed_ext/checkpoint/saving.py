@@ -12,7 +12,7 @@ from unittest import mock
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import Tensor
 
-from deepspeed_ext.checkpoint import outer, residuals
+from deepspeed_ext.checkpoint import exporting, outer, residuals
 from deepspeed_ext.checkpoint.asynchronous import AsyncSaves, SaveFailed
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
@@ -48,8 +48,8 @@ def save_checkpoint(
 
     Raises:
         KeyError: ``client_state`` has a key of ours.
-        CheckpointError: on all ranks, if one of them could not write, or if an asynchronous save before this one could
-            not, which is told once. The previous checkpoint is untouched.
+        CheckpointError: on all ranks, if one of them could not write, or if an asynchronous save or export before this
+            one could not, which is told once. The previous checkpoint is untouched.
         RuntimeError: parameters are offloaded; see ``ParoOptimizer.send_whole``.
     """
     if HEADER in (client_state or {}):
@@ -58,6 +58,8 @@ def save_checkpoint(
     require_same("the tag of a checkpoint", tag, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()
+    if files.elsewhere is None:  # a save in memory touches no folder of an export
+        exporting.finish_last(engine)
     commit = files.elsewhere or Commit(
         CheckpointFolder(save_dir, tag),
         _is_first(engine),

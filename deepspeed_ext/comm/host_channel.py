@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks over gloo on the host, beside the process groups that train: for what goes on while these are busy."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,17 @@ class HostChannel:
 
     def __init__(self) -> None:
         self.rank, self.world = int(dist.get_rank()), int(dist.get_world_size())
-        self._group = distributed.new_group(backend="gloo", timeout=timeout_of(None), group_desc=NAME)
+        self._group: Any = distributed.new_group(backend="gloo", timeout=timeout_of(None), group_desc=NAME)
+
+    def close(self) -> None:
+        """End the process group, with its threads and connections. Called when nothing is under way; not collective.
+
+        What this rank has sent still arrives: another one may be in the last call.
+        """
+        group, self._group = self._group, None  # which also closes the connections
+        if group is not None:
+            with suppress(ValueError):  # ``destroy_process_group`` has ended all
+                distributed.destroy_process_group(group)
 
     def start_min(self, value: int) -> Vote:
         """Begin to find the smallest of all ranks' values."""

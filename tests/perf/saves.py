@@ -295,11 +295,11 @@ class Turns:
         give_back_memory()
 
     def end(self) -> None:
-        """Give the host buffers back, and end the process that writes."""
+        """Give the host buffers back, and end the process or the process groups of whatever writes."""
         engine, (owner, name) = self._trained.engine, self._waits
         vars(owner).pop(name)
         self._counting.stop()
-        if self._method.decoupled:
+        if engine.checkpoint_engine.is_decoupled():
             engine.checkpoint_engine.cleanup()
         if self._aside is not None:
             for held in ("before_step", "before_change"):

@@ -56,6 +56,15 @@ def failing(fault: str, rank: int) -> Iterator[None]:
         yield
 
 
+def host_groups() -> int:
+    """How many process groups on the host there are, for saves beside the training."""
+    from torch.distributed import distributed_c10d
+
+    from deepspeed_ext.comm.host_channel import NAME
+
+    return sum(group.group_desc == NAME for group in distributed_c10d._world.pg_map)
+
+
 class Told(NamedTuple):
     """What has become of a save that failed.
 
@@ -79,20 +88,21 @@ def test_it_is_told_where_it_can_be_and_training_goes_on(
     ranks: Any, tmp_path: Path, name: str, boundary: str, accumulation: int
 ) -> None:
     answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, accumulation, timeout=120.0)
-    for told, losses, undisturbed, changed in answers:
+    for told, losses, undisturbed, changed, groups in answers:
         assert told == answers[0][0], "the same on all ranks"
         assert {one.at for one in told} == {"step", "save", "load", "destroy"}
         for one in told:
             rank, says = rank_of(one.fault, name), FAULTS[one.fault][-1]
             assert one.message.startswith("SaveFailed: the checkpoint ") and one.untouched, one
             assert f"rank {rank}: " in one.message and says in one.message, one
-        assert losses == undisturbed and changed == {}, (losses, undisturbed, changed)
+        assert losses == undisturbed and changed == {} and groups == 0, (losses, undisturbed, changed, groups)
 
 
 def faults_case(
     folder: str, name: str, boundary: str, accumulation: int
-) -> tuple[list[Told], list[float], list[float], dict[str, float]]:
-    """What was told; losses of that run, and of an undisturbed one; what a load of the next save does not restore."""
+) -> tuple[list[Told], list[float], list[float], dict[str, float], int]:
+    """What was told; losses of that run, and of an undisturbed one; what a load of the next save does not restore; how
+    many process groups on the host are left."""
     from deepspeed import comm as dist
 
     from tests.harness import saves, snapshots, training
@@ -135,19 +145,20 @@ def faults_case(
     changed = snapshots.difference(seen, snapshots.snapshot(run.engine, run.model, job))
     tell("a writer that dies", "destroy", run.engine.destroy)
     undisturbed.engine.destroy()
-    return told, losses, undisturbed.losses, changed
+    return told, losses, undisturbed.losses, changed, host_groups()
 
 
 def test_two_engines_save_at_once_and_what_cannot_be_saved_is_told_at_once(ranks: Any, tmp_path: Path) -> None:
-    for loaded, messages, latest in ranks(4).run(two_engines_case, str(tmp_path)):
-        assert loaded == [{}, {}] and latest == "1"
+    for loaded, messages, latest, groups in ranks(4).run(two_engines_case, str(tmp_path)):
+        assert loaded == [{}, {}] and latest == "1" and groups == [2, 0]
         for message, why in zip(messages, ("local object", "MemoryError"), strict=True):
             assert message.startswith("CheckpointError: rank 0: ") and why in message, message
 
 
-def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str]:
+def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str, list[int]]:
     """What two engines load that have saved at the same time, each twice, one on a rank without threads, the other on
-    disks of nodes; what saves raise that cannot be; what ``latest`` names."""
+    disks of nodes; what saves raise that cannot be; what ``latest`` names; process groups left as they are destroyed.
+    """
     from deepspeed import comm as dist
 
     from tests.harness import saves, snapshots, training
@@ -173,9 +184,12 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
         run.engine.load_checkpoint(run.folder)
         loaded.append(snapshots.difference(wanted, snapshots.snapshot(run.engine, run.model, run.job)))
     latest = Path(folder, "0", "latest").read_text()
+    groups = []
     for run in runs:
         run.engine.destroy()
-    return loaded, messages, latest
+        run.engine.checkpoint_engine.cleanup()  # another destroy, as of the garbage collector
+        groups.append(host_groups())
+    return loaded, messages, latest, groups
 
 
 def no_thread(*_: Any) -> None:
@@ -188,3 +202,20 @@ class Uncopyable:
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise MemoryError
+
+
+def test_what_saves_may_outlive_the_process_groups(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1).run(outliving_case, str(tmp_path)) == ["1"]
+
+
+def outliving_case(folder: str) -> str:
+    """What ``latest`` names after that, and after the end of what has saved."""
+    import deepspeed
+
+    from tests.harness import saves, snapshots, training
+
+    engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), placed("NIG", 1))
+    engine.save_checkpoint(folder, "1")
+    deepspeed.comm.destroy_process_group()
+    engine.checkpoint_engine.cleanup()
+    return Path(folder, "latest").read_text()

@@ -259,6 +259,60 @@ def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
     return at_once, later, names, same, again
 
 
+def test_exports_and_saves_beside_the_training_wait_for_each_other(ranks: Any, tmp_path: Path) -> None:
+    """One goes into the folder of the other: it would be moved while it is written, or set aside."""
+    tag, export = ["prepare tag", "publish tag"], ["prepare weights", "publish weights"]
+    for rank, (turns, told, again) in enumerate(ranks(2).run(turns_case, str(tmp_path))):
+        assert turns == ([] if rank else [*tag, *export, *export, *tag])
+        assert told.startswith("SaveFailed: ") and "no space" in told and again == ""
+    assert [path.name for path in (tmp_path / "tag" / "weights").iterdir()] == ["model.safetensors"]
+    assert not list(tmp_path.rglob(".*"))
+
+
+def turns_case(folder: str) -> tuple[list[str], str, str]:
+    """What has been done with folders: for a save, an export right after it, one that is asynchronous, a save right
+    after that. What an export raises after a save that fails on one rank, and what is raised once more."""
+    import time
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    import deepspeed_ext
+    from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+    from deepspeed_ext.checkpoint.host_writer import HostWriter
+    from tests.harness import saves, snapshots, training
+
+    turns: list[str] = []
+
+    def noted(what: str) -> Any:
+        act = getattr(CheckpointFolder, what)
+        return mock.patch.object(
+            CheckpointFolder, what, lambda self: (turns.append(f"{what} {self.path.name}"), act(self))
+        )
+
+    def export(**more: Any) -> Any:
+        return deepspeed_ext.export_weights(engine, f"{folder}/tag/weights", **more)
+
+    engine, _ = training.make_engine(training.Job(empty=False, config=saves.ASIDE), training.placed("NIG", 1))
+    files, write, late = engine.checkpoint_engine, HostWriter._write, 0.3
+    with noted("prepare"), noted("publish"):
+        with saves.late_copies(late):
+            engine.save_checkpoint(folder, "tag")
+            export()
+            files.finish()
+        with mock.patch.object(HostWriter, "_write", lambda *args: (time.sleep(late), write(*args))):
+            last = export(asynchronous=True)
+            engine.save_checkpoint(folder, "tag")
+            files.finish()
+            last.wait()
+    full = {"return_value": CheckpointError("no space")} if dist.get_rank() == 1 else {"side_effect": files.write}
+    with mock.patch.object(files, "write", **full):
+        engine.save_checkpoint(folder, "tag")
+    told, again = (snapshots.error_of(act) for act in (export, files.finish))
+    engine.destroy()
+    return turns, told, again
+
+
 def test_what_an_export_cannot_do_is_said(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(2).run(refused_case, str(tmp_path)):
         assert said["writers"].startswith("ValueError: expected 1 to 2 writers"), said

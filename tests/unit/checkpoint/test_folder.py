@@ -287,6 +287,15 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
     return None
 
 
+OF_A_LARGER_RUN = (
+    "zero_pp_rank_7_mp_rank_00_optim_states.pt",
+    "expp_rank_7_mp_rank_00_optim_states.pt",
+    "layer_07-model_states.pt",
+    "residuals_rank_00007_mp_rank_00.pt",
+    "outer_rank_00007_mp_rank_00.pt",
+)
+
+
 def test_what_others_keep_in_the_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed_ext.checkpoint.folder import CheckpointFolder
 
@@ -295,7 +304,8 @@ def test_what_others_keep_in_the_folder_stays(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "one" / "tokenizer" / "vocabulary.json").write_text("mine")
     (tmp_path / "one" / "link").symlink_to("tokenizer")
     write(folder, "first")
-    (folder.staging / "zero_pp_rank_7_mp_rank_00_optim_states.pt").write_text("of a larger run")
+    for name in OF_A_LARGER_RUN:
+        (folder.staging / name).write_text("of a larger run")
     publish(folder)
     for number in range(2):
         if number:  # a file system without hard links
@@ -308,4 +318,4 @@ def test_what_others_keep_in_the_folder_stays(tmp_path: Path, monkeypatch: pytes
         publish(folder)
         assert (folder.path / "tokenizer" / "vocabulary.json").read_text() == "mine"
         assert (folder.path / "link").is_symlink()
-        assert not (folder.path / "zero_pp_rank_7_mp_rank_00_optim_states.pt").exists() and read(folder) == {"again"}
+        assert not set(OF_A_LARGER_RUN) & set(names_in(folder.path)) and read(folder) == {"again"}

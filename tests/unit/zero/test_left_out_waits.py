@@ -100,13 +100,14 @@ _WRITER = "for the thread that writes, and the host"
 # By call: why no case can find it.
 UNFOUND = {
     "checkpoint/asynchronous.py:AsyncSaves.at_step:finish": _WRITER,
+    "checkpoint/asynchronous.py:AsyncSaves.close:finish": _WRITER,
     "checkpoint/asynchronous.py:AsyncSaves.finish:wait": _WRITER,
     "checkpoint/snapshots.py:Snapshot.give_up:synchronize": _WRITER,
     "checkpoint/asynchronous.py:_written:complete": _WRITER,
     "checkpoint/exporting.py:_write:finish": _WRITER,
+    "checkpoint/exporting.py:export_weights:finish": _WRITER,
     "checkpoint/exporting.py:export_weights:wait": _WRITER,
-    "checkpoint/exporting.py:export_weights:wait 2": _WRITER,
-    "checkpoint/files.py:CheckpointFiles.cleanup:finish": _WRITER,
+    "checkpoint/exporting.py:finish_last:wait": _WRITER,
     "checkpoint/host_writer.py:HostWriter._send:record": _WRITER,
     "checkpoint/host_writer.py:HostWriter._write:synchronize": _WRITER,
     "checkpoint/files.py:CheckpointFiles.finish:finish": _WRITER,

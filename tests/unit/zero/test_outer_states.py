@@ -167,3 +167,46 @@ def converted_case(folder: str, name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["NII", "III"])
 def test_other_strategies_and_numbers_of_groups_go_on_from_the_anchors(ranks: Any, tmp_path: Any, name: str) -> None:
     assert ranks(4).run(converted_case, str(tmp_path), name) == [[]] * 4
+
+
+def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
+    """Which files of an outer optimizer a save without one leaves, and where weights differ from that save's after a
+    load: of it, and of it beside such files of the save before it."""
+    import shutil
+    from pathlib import Path
+
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
+    from tests.harness.outer_oracle import KEY
+
+    job = snapshots.job_of("fp32")
+    outer, plain = training.placed("NII", 1, **{KEY: {"steps": 2}}), training.placed("NII", 1)
+    engine, model = training.make_engine(job, outer)
+    snapshots.run(engine, job, snapshots.steps_of(job, 3))
+    engine.save_checkpoint(folder, "tag")
+    engine.destroy()
+    old = sorted(Path(folder, "tag").glob("outer_rank_*.pt"))
+    own = old[dist.get_rank()]
+    shutil.copy(own, f"{folder}/{own.name}")
+    engine, model = training.make_engine(job, plain)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    engine.save_checkpoint(folder, "tag")
+    saved = _weights(engine, model)
+    engine.destroy()
+    left, differ = [path.name for path in old if path.exists()], []
+    for beside in (False, True):
+        if beside:  # as older versions left it
+            shutil.copy(f"{folder}/{own.name}", own)
+        engine, model = training.make_engine(job, outer)
+        engine.load_checkpoint(folder, "tag")
+        weights = _weights(engine, model)
+        differ.append([key for key in saved if not torch.equal(weights[key], saved[key])])
+        engine.destroy()
+        dist.barrier()
+    return left, differ[0], differ[1]
+
+
+def test_a_save_without_it_leaves_nothing_of_the_one_that_it_replaces(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2).run(replaced_case, str(tmp_path)) == [([], [], [])] * 2
