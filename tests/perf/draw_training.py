@@ -36,6 +36,8 @@ def draw(runs: Sequence[LongRun]) -> Any:
             panels[1].plot(steps, 100 * (losses / reference - 1), **style)
         on = mine[REFERENCE].device
         panels[0].set(xlabel="step", ylabel="loss", yscale="log", title=f"seed {seed}, on {on}: training loss")
+        panels[0].yaxis.set_major_formatter("{x:g}")
+        panels[0].yaxis.set_minor_formatter("{x:g}")
         panels[1].set(xlabel="step", ylabel=f"loss, % from {REFERENCE}", title=f"seed {seed}: difference")
     handles, names = drawing.axes[0].get_legend_handles_labels()
     drawing.legend(handles, names, loc="outside upper center", ncols=6)
