@@ -40,7 +40,7 @@ def draw(runs: Sequence[LongRun]) -> Any:
         panels[0].yaxis.set_minor_formatter("{x:g}")
         panels[1].set(xlabel="step", ylabel=f"loss, % from {REFERENCE}", title=f"seed {seed}: difference")
     handles, names = drawing.axes[0].get_legend_handles_labels()
-    drawing.legend(handles, names, loc="outside upper center", ncols=6)
+    drawing.legend(handles, names, loc="outside upper center", ncols=4)
     return drawing
 
 

@@ -50,7 +50,7 @@ class Trainer:
 
     def __init__(self, run: LongRun, text: Tensor, checkpoints: Path | None = None) -> None:
         self.run, self._checkpoints, self._saved = run, checkpoints, 0
-        model = make_model(run.seed)
+        model = make_model(run.seed, run.method)
         self.engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=configuration(run.method, run.steps)
         )

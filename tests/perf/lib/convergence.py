@@ -178,9 +178,7 @@ class Worker:
         torch.manual_seed(seed)
         model = ByteGPT(**MODEL)
         if method.noise:
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 + method.noise * torch.randn_like(parameter))
+            move(model, method.noise)
         count = sum(parameter.numel() for parameter in model.parameters())
         config = self._configuration(optimizer, method)
         with method.in_place():
@@ -208,6 +206,13 @@ class Worker:
         zero = {"paro_strategy": method.strategy, "paro_group_size": self._args.group_size, **method.zero}
         kind = self._task.optimizers[optimizer]
         return configuration(kind, zero, self._args.steps, self._args.accumulation, bf16=self._task.bf16)
+
+
+def move(model: torch.nn.Module, noise: float) -> None:
+    """Move the first weights by random parts of their size, with the random numbers that come next."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + noise * torch.randn_like(parameter))
 
 
 def configuration(

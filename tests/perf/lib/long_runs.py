@@ -23,13 +23,15 @@ DIGITS = 5  # of a loss, which bf16 does not have
 
 _LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
 _FOUR, _EXACTLY = ({"paro_quantized_updates": {"bits": bits}} for bits in (4, "exact"))
-REFERENCE, LOCO, LOSSLESS = "ZeRO-2", "NIG + LoCo", "NIG + LoCo + exact"
+REFERENCE, EXACT, LOCO, LOSSLESS = "ZeRO-2", "NIG", "NIG + LoCo", "NIG + LoCo + exact"
+CONTROL = "ZeRO-2, control"  # starts from weights that noise has moved a little: what is chance
 METHODS: dict[str, dict[str, Any]] = {  # zero_optimization
     REFERENCE: {"stage": 2},
+    CONTROL: {"stage": 2},
     **{
         name: {"paro_strategy": name[:3], "paro_group_size": GROUP_SIZE, **zero}
         for name, zero in {
-            "NIG": {},
+            EXACT: {},
             LOCO: _LOCO,
             "NIG + LoCo + updates": _LOCO | _FOUR,
             LOSSLESS: _LOCO | _EXACTLY,
@@ -68,7 +70,7 @@ class LongRun:
     @property
     def name(self) -> str:
         """Return the name of its file, without the ending."""
-        return f"{self.method.replace(' + ', '_')}-{self.seed}"
+        return f"{self.method.replace(' + ', '_').replace(', ', '_')}-{self.seed}"
 
     @property
     def done(self) -> bool:

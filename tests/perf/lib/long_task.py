@@ -12,17 +12,20 @@ from torch import Tensor
 
 from scripts.examples.gpt import ByteGPT
 from tests.perf.lib import convergence
-from tests.perf.lib.long_runs import METHODS, STEPS
+from tests.perf.lib.long_runs import CONTROL, METHODS, STEPS
 
 MODEL = {"dim": 384, "layers": 6, "heads": 6, "sequence_length": 128}
 MICRO_BATCH = 4
 HELD_OUT = 0.05  # of the text, its end
 
 
-def make_model(seed: int) -> ByteGPT:
-    """Return the model, of 10.9 million parameters, with the weights of a seed."""
+def make_model(seed: int, method: str) -> ByteGPT:
+    """Return the model, of 10.9 million parameters, with the weights of a seed; the control's are moved a little."""
     torch.manual_seed(seed)
-    return ByteGPT(**MODEL)
+    model = ByteGPT(**MODEL)
+    if method == CONTROL:
+        convergence.move(model, convergence.CONTROL_NOISE)
+    return model
 
 
 def configuration(method: str, steps: int = STEPS) -> dict[str, Any]:

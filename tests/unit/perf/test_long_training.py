@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from tests.harness.documents import page
 from tests.harness.ranks import RankPool
 from tests.harness.tiers import deep
 from tests.perf.lib import long_runs
-from tests.perf.lib.long_runs import LOCO, LOSSLESS, RANKS, REFERENCE, STEPS, LongRun
+from tests.perf.lib.long_runs import EXACT, LOCO, LOSSLESS, RANKS, REFERENCE, STEPS, LongRun
 
 BEGINNING = 20  # steps
 # Of a loss: other cores and other versions of torch add up in another order, and GPUs in yet another.
@@ -44,6 +45,26 @@ def test_lossless_updates_change_no_loss() -> None:
         if method == LOSSLESS:
             assert runs[LOSSLESS, seed].losses == runs[LOCO, seed].losses
             assert runs[LOSSLESS, seed].held_out == runs[LOCO, seed].held_out
+
+
+@QUICK
+def test_figures_of_the_page_have_their_files() -> None:
+    runs, text = kept(), " ".join(page("tests/perf/results/long_training.md").text.split())
+    exact, reference = runs[EXACT, 1], runs[REFERENCE, 1]
+
+    def higher(kind: str, than: LongRun = exact) -> list[str]:
+        methods = (LOCO, FOUR_BITS, "IIG + LoCo + updates")
+        return [f"{100 * (getattr(runs[method, 1], kind) / getattr(than, kind) - 1):.2f}" for method in methods]
+
+    loco, both, sharded = higher("final_loss")
+    assert f"LoCo ends {loco} % higher, with updates in 4 bits {both} %, and IIG with both {sharded} %" in text
+    assert "held-out losses are {}, {} and {} % higher".format(*higher("final_held_out")) in text
+    below, held_out = (
+        100 * (1 - getattr(exact, kind) / getattr(reference, kind)) for kind in ("final_loss", "final_held_out")
+    )
+    assert f"ends {below:.2f} % below ZeRO-2**, held out {held_out:.2f} %" in text
+    first = zip(exact.losses[:BEGINNING], reference.losses, strict=False)
+    assert max(abs(loss / other - 1) for loss, other in first) < 5e-5 and "within 5e-5 of each other" in text
 
 
 @QUICK
