@@ -241,7 +241,8 @@ class CheckpointFiles(TorchCheckpointEngine):
         experts = set(folder.glob("layer_*_expert_*"))  # left out, since each has been written by another rank
         models = sorted(set(folder.glob("*mp_rank_*_model_states.pt")) - experts)[:1]
         for path in models:
-            self.inspect(path)
+            if str(path) not in self.headers:  # others may have inspected it
+                self.inspect(path)
         return self.headers[str(models[0])] if models else {}
 
     def is_of_save(self, path: Path, header: Mapping[str, Any]) -> bool:
