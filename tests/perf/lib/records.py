@@ -40,6 +40,8 @@ def command(words: Sequence[str]) -> str:
     """Return a command line without the options that name a file or a folder of this machine alone."""
     kept = list[str]()
     for word in words[1:]:
+        if word.startswith("--") and os.path.isabs(word.partition("=")[2]):
+            continue
         if os.path.isabs(word) and kept and kept[-1].startswith("--"):
             kept.pop()
         else:
