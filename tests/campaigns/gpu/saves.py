@@ -185,7 +185,7 @@ def _exported(place: Any, name: str, how: dict[str, Any]) -> None:
 
 
 def _seen_without_the_event(place: Any) -> None:
-    """See that an export differs on a GPU if its thread reads buffers before they are filled: the same for exports."""
+    """See that an export differs on a GPU if its thread reads buffers before they are filled."""
     write, (name, how) = HostWriter._write, EXPORTS[-1]
 
     def early(self: HostWriter, buffer: Any) -> None:
