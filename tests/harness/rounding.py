@@ -1,0 +1,93 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Training in bf16 beside exact arithmetic, step by step; everything here runs inside rank processes."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from torch import Tensor, nn
+
+from tests.harness import training
+from tests.harness.training import Job, Network, placed
+
+
+class Rounding(NamedTuple):
+    """What a run in bf16 does beside rounding.
+
+    Attributes:
+        gradients: largest error of a step's reduced gradient, of its norm.
+        bias: mean over steps of this error along the exact gradient, of its norm.
+        masters: largest difference from those of Adam in double precision, which had the same reduced gradients.
+        losses: sum of differences from those of the rounded masters.
+    """
+
+    strategy: str
+    gradients: float
+    bias: float
+    masters: float
+    losses: float
+
+
+class Twin:
+    """A copy of the model on every rank whole, in bf16, to see each rank's gradients before they are reduced."""
+
+    def __init__(self, job: Job) -> None:
+        self._model = Network(job.sizes, empty=False).bfloat16()
+        self._weights = [p for layer in self._model.layers for p in layer.parameters()]
+
+    def take(self, masters: Iterable[Tensor]) -> None:
+        """Let weights be rounded masters."""
+        with torch.no_grad():
+            for weight, master in zip(self._weights, masters, strict=True):
+                weight.copy_(master)
+
+    def step(self, x: Tensor, y: Tensor, accumulation: int) -> tuple[float, Tensor]:
+        """Return the loss of this rank, and the mean of all ranks' gradients, of their part of a step, in fp64."""
+        self._model.zero_grad()
+        loss = ((self._model(x) - y) ** 2).float().mean()
+        (loss / accumulation).backward()  # so divides the engine: bf16 has no third, so this is no rounding of its own
+        total = flat(p.grad for p in self._weights if p.grad is not None)
+        dist.all_reduce(total)
+        return loss.item(), total / dist.get_world_size()
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Return all elements, 1D, in double precision."""
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def roundings(job: Job, names: tuple[str, ...]) -> list[Rounding]:
+    """Train with each strategy, or stage of DeepSpeed's."""
+    return [rounding(job, name) for name in names]
+
+
+def rounding(job: Job, name: str) -> Rounding:
+    """Train with a strategy."""
+    engine, model = training.make_engine(job, placed(name))
+    used = [p for layer in model.layers for p in layer.parameters()]
+    twin, data = Twin(job), training.batches(job)
+    oracle = nn.Parameter(flat(map(safe_get_full_fp32_param, used)))
+    adam = torch.optim.AdamW([oracle], lr=0.1, eps=1e-3)
+    gradients, biases, losses = [], [], 0.0
+    for step in range(job.steps):
+        twin.take(map(safe_get_full_fp32_param, used))
+        exact = torch.zeros_like(oracle.data)
+        for number in range(step * job.accumulation, (step + 1) * job.accumulation):
+            x, y = next(data)
+            loss, gradient = twin.step(x, y, job.accumulation)
+            losses += abs(training.micro_step(engine, job, number, x, y) - loss)
+            exact += gradient
+            if (number + 1) % job.accumulation:
+                engine.step()
+        found = flat(map(safe_get_full_grad, used))
+        gradients.append(float((found - exact).norm() / exact.norm()))
+        biases.append(float((found - exact) @ exact / (exact @ exact)))
+        engine.step()
+        oracle.grad = found * min(1.0, job.clipping / (float(found.norm()) + 1e-6))
+        adam.step()
+    difference = float((flat(map(safe_get_full_fp32_param, used)) - oracle.detach()).abs().max())
+    engine.destroy()
+    return Rounding(name, max(gradients), sum(biases) / job.steps, difference, losses)
