@@ -70,17 +70,17 @@ def rounding(job: Job, name: str) -> Rounding:
     used = [p for layer in model.layers for p in layer.parameters()]
     twin, data = Twin(job), training.batches(job)
     oracle = nn.Parameter(flat(map(safe_get_full_fp32_param, used)))
-    adam = torch.optim.AdamW([oracle], lr=0.1, eps=1e-3)
+    adam = torch.optim.AdamW([oracle], lr=0.1, eps=1e-3)  # as of training.configuration and parameter_groups
     gradients, biases, losses = [], [], 0.0
-    for step in range(job.steps):
+    for _ in range(job.steps):
         twin.take(map(safe_get_full_fp32_param, used))
         exact = torch.zeros_like(oracle.data)
-        for number in range(step * job.accumulation, (step + 1) * job.accumulation):
+        for number in range(job.accumulation):
             x, y = next(data)
             loss, gradient = twin.step(x, y, job.accumulation)
             losses += abs(training.micro_step(engine, job, number, x, y) - loss)
             exact += gradient
-            if (number + 1) % job.accumulation:
+            if number + 1 < job.accumulation:
                 engine.step()
         found = flat(map(safe_get_full_grad, used))
         gradients.append(float((found - exact).norm() / exact.norm()))

@@ -31,9 +31,11 @@ def states(row: dict[str, str]) -> float:
     return sum(float(row[f"{state}_bytes"]) for state in ("parameter", "gradient", "optimizer"))
 
 
-def dates_of_runs() -> set[str]:
-    """Dates of starts of the trainings whose files take the place of rows."""
-    return {part["date"][:10] for run in long_runs.read() for part in run.parts}
+def dates(program: str) -> set[str]:
+    """Days of a program's rows, or of the starts of its trainings, whose files take the place of rows."""
+    if program == long_runs.KEPT.name:
+        return {part["date"][:10] for run in long_runs.read() for part in run.parts}
+    return {day[:10] for (day,) in rows(program, "date")}
 
 
 def claims() -> list[list[str]]:
@@ -62,17 +64,17 @@ def test_each_claim_has_rows_of_its_date() -> None:
     assert len(found) == 22
     for claim, date, command, _ in found:
         program = program if command == "the same" else re.findall(r"-m tests\.perf\.(\w+)", command)[0]
-        dates = dates_of_runs() if program == "long_training" else {day[:10] for (day,) in rows(program, "date")}
-        assert set(date.split(", ")) <= dates, claim
+        assert set(date.split(", ")) <= dates(program), claim
 
 
 @pytest.mark.parametrize("path", sorted((PERF / "results").glob("*.md")), ids=lambda path: path.stem)
 def test_a_page_of_results_begins_with_dates_of_its_rows(path: Path) -> None:
     said = path.read_text(encoding="utf-8").splitlines()[2]
-    dates = set(re.findall(r"\d{4}-\d\d-\d\d", said))
-    assert dates and said.startswith("*"), said
-    if path.with_suffix(".csv").exists():
-        assert dates <= {day[:10] for (day,) in rows(path.stem, "date")} and f"({path.stem}.csv)" in said
+    days = set(re.findall(r"\d{4}-\d\d-\d\d", said))
+    assert days and said.startswith("*"), said
+    for kept in (path.with_suffix(".csv"), path.with_suffix("")):
+        if kept.exists():
+            assert days <= dates(path.stem) and f"({kept.name})" in said
 
 
 def test_commands_of_rows_name_no_folder_of_a_machine() -> None:

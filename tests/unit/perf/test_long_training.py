@@ -58,7 +58,8 @@ def test_figures_of_the_page_have_their_files() -> None:
 
     kinds = ("final_loss", "final_held_out")
     ends, held_out = (
-        [[beyond(method, EXACT, kind, seed) for seed in (0, 1)] for method in (LOCO, FOUR_BITS, IIG)] for kind in kinds
+        [[beyond(method, EXACT, kind, seed) for seed in long_runs.SEEDS] for method in (LOCO, FOUR_BITS, IIG)]
+        for kind in kinds
     )
     loco, both, sharded = ends
     assert f"LoCo ends {-loco[0]:.2f} % lower with one seed and {loco[1]:.2f} % higher with the other" in text
@@ -72,7 +73,8 @@ def test_figures_of_the_page_have_their_files() -> None:
     assert claim in page("tests/perf/README.md").text and f"within {max(few):.2f} %" in page("CHANGELOG.md").text
     assert f"It ends {ended:.2f} % below it, held out {unseen:.2f} %" in text
     below = [
-        "{:.2f} and {:.2f} %".format(*(-beyond(EXACT, REFERENCE, kind, seed) for seed in (0, 1))) for kind in kinds
+        "{:.2f} and {:.2f} %".format(*(-beyond(EXACT, REFERENCE, kind, seed) for seed in long_runs.SEEDS))
+        for kind in kinds
     ]
     assert "ends {} below it, held out {}".format(*below) in text
     for seed, count in ((0, 5), (1, 6)):
