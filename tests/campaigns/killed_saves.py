@@ -41,8 +41,8 @@ def main() -> int:
             pool.close()  # what it calls is counted for good
     for number in range(args.number):
         kill, begin = kills.draw(chance, counts), time.monotonic()
-        with _QUIET:
-            which, wrong = kills.run(pool, tempfile.mkdtemp(), kill)
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _QUIET:
+            which, wrong = kills.run(pool, folder, kill)
         failures += bool(wrong)
         loaded[("the first save", "the second save", "WRONG")[which if not wrong else -1]] += 1
         told = f"NOT AS IT HAD TO: {wrong}" if wrong else f"loads save {which + 1}"

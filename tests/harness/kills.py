@@ -7,11 +7,10 @@
 
 import os
 import random
-import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,18 +207,24 @@ def survived_case(folder: str, strategy: str) -> Found:
     engine.load_checkpoint(f"{folder}/saved")
     again = snapshots.difference(seen, snapshots.snapshot(engine, model, job))
     dist.barrier()
-    left = sorted(path.name for path in Path(folder, "saved").glob(".*"))
+    left = hidden_names(f"{folder}/saved")
     committed = Path(folder, "committed").exists()
     engine.destroy()
     return Found((one, two), again, left, committed)
 
 
-def run(pool: Any, folder: str, kill: Kill) -> tuple[int, str]:
+def hidden_names(folder: str) -> list[str]:
+    """Return the hidden names in a folder."""
+    return sorted(path.name for path in Path(folder).glob(".*"))
+
+
+def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tuple[int, str]:
     """Kill and load; return the number of the save that was loaded, and what is wrong.
 
     Args:
         pool: of ranks.
-        folder: of what it saves; it is made and removed.
+        folder: of what it saves; it is made.
+        hidden: names beside the checkpoints that were there before.
     """
     from tests.harness.ranks import RankError
 
@@ -231,8 +236,8 @@ def run(pool: Any, folder: str, kill: Kill) -> tuple[int, str]:
         if "killed by SIGKILL" not in str(error):
             return -1, str(error)
     found: list[Found] = pool(4).run(survived_case, folder, kill.strategy, timeout=60.0)
-    shutil.rmtree(folder)
-    wrong = [one for one in found if one.which < 0 or one.again or one.left or one.which != found[0].which]
+    left = set(found[0].left) - set(hidden)
+    wrong = [one for one in found if one.which < 0 or one.again or left or one.which != found[0].which]
     return found[0].which, str(wrong[0]) if wrong else ""
 
 

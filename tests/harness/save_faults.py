@@ -1,0 +1,301 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Faults during saves, among files of other programs. Cases run inside rank processes.
+
+Every case saves into ``<base>/saved`` and ``<base>/memory``, where ``plant`` has put files that are not ours.
+"""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+STRATEGIES = ("NIG", "IIG", "NII", "III")
+ERRORS = (OSError(28, "No space left on device"), OSError(5, "Input/output error"), MemoryError())
+CALLS = {  # what a save calls outside of DeepSpeed's collectives
+    "torch.save": ("torch", "save"),
+    "fsync": ("os", "fsync"),
+    "link": ("os", "link"),
+    "copytree": ("shutil", "copytree"),
+    "rmtree": ("shutil", "rmtree"),
+    "rename": ("pathlib:Path", "rename"),
+    "replace": ("pathlib:Path", "replace"),
+    "write_text": ("pathlib:Path", "write_text"),
+    "fallocate": ("os", "posix_fallocate"),
+}
+TIMEOUT, SLOW = 10.0, 14.0  # seconds, of collectives and of a write
+FOREIGN = (
+    ".saved.saving/notes",
+    ".saved.replaced/notes",
+    "saved/.notes.replaced/notes",
+    "saved/.photos.saving/photo",
+    "saved/.latest.saving.txt",
+    "saved/.first.converting/notes",
+    "saved/.second.saving/notes",
+    f"memory/deepspeed_ext-{os.getuid()}-0123456789abcdef/1-0/notes",
+    f"memory/deepspeed_ext-{os.getuid()}-0123456789abcdef/.1-0.saving/notes",
+    "memory/deepspeed_ext-notes.txt",
+)
+RUN = ".deepspeed_ext_memory"  # a file that stays
+_DAYS_AGO = time.time() - 3 * 24 * 3600
+
+
+def plant(base: str | Path) -> None:
+    """Write files of other programs, three days old, under names like those of unfinished saves."""
+    Path(base, "memory").mkdir(parents=True, exist_ok=True)
+    for name in FOREIGN:
+        path = Path(base, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+        for changed in (path, path.parent):
+            os.utime(changed, (_DAYS_AGO, _DAYS_AGO))
+
+
+def lost_files(base: str | Path) -> list[str]:
+    """Return which files of other programs are gone or changed."""
+    paths = {name: Path(base, name) for name in FOREIGN}
+    return [name for name, path in paths.items() if not path.is_file() or path.read_text() != name]
+
+
+def leftovers(base: str | Path) -> list[str]:
+    """Return what is left of failed saves: hidden names that ``plant`` did not write."""
+    planted = {Path(base, *Path(name).parts[:depth]) for name in FOREIGN for depth in range(1, 4)}
+    found = {*Path(base, "saved").glob(".*"), *Path(base, "memory").glob("*/.*")} - planted
+    return sorted(path.name for path in found if path.name != RUN)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault in the second of three saves.
+
+    Attributes:
+        strategy: of the run.
+        kind: of the save: ``"at once"``, ``"aside"`` or ``"in memory"``.
+        same: whether the second save has the tag of the first one.
+        rank: where it happens.
+        call: what raises there, of ``CALLS``.
+        number: of the call, from 0.
+        error: what is raised, by its index in ``ERRORS``; None to sleep for longer than a collective may wait.
+    """
+
+    strategy: str
+    kind: str
+    same: bool
+    rank: int
+    call: str
+    number: int
+    error: int | None
+
+    def __str__(self) -> str:
+        what = f"{SLOW:g} s" if self.error is None else repr(ERRORS[self.error])
+        tag = "same" if self.same else "new"
+        return f"{self.strategy} {self.kind}, {tag} tag, rank {self.rank}: {what} in {self.call} {self.number}"
+
+
+class Outcome(NamedTuple):
+    """Outcome of a fault on one rank.
+
+    Attributes:
+        fired: whether the call was made.
+        error: of the save with the fault.
+        loaded: number of the save that a load restores after it, 0 or 1; -1 if neither.
+        again: error of the third save, or what a load of it does not restore.
+    """
+
+    fired: bool
+    error: str
+    loaded: int
+    again: str
+
+
+def fault_case(base: str, fault: Fault) -> Outcome:
+    """Save three times, the second time with a fault. Load after the second and the third one."""
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots
+
+    if fault.error is None:
+        _limit_collectives(base)
+    run = _Run(base, fault.strategy, fault.kind)
+    first = run.step_and_save("first")
+    fired: list[bool] = []
+    if dist.get_rank() == fault.rank:
+        _arm(fault, fired)
+    second, error = run.step(), ""
+    try:
+        error = run.save("first" if fault.same else "second")
+    finally:
+        mock.patch.stopall()
+    torch.distributed.barrier()
+    run.load()
+    seen = run.snapshot()
+    both = [snapshots.difference(wanted, seen) == {} for wanted in (first, second)]
+    third = run.step()
+    again = run.save("third")
+    run.step()
+    run.load()
+    again = again or str(snapshots.difference(third, run.snapshot()) or "")
+    run.engine.destroy()
+    return Outcome(bool(fired), error, both.index(True) if any(both) else -1, again)
+
+
+def engines_case(base: str, strategies: tuple[str, str]) -> Outcome:
+    """Save two engines into one folder under two tags, both beside the training, three times; load both."""
+    from tests.harness import snapshots
+
+    runs = [_Run(base, strategy, "aside") for strategy in strategies]
+    errors: list[str] = []
+    for _ in range(3):
+        seen = [run.step() for run in runs]
+        errors += [run.start(tag) for run, tag in zip(runs, ("first", "second"), strict=True)]
+        errors += [run.finish() for run in runs]
+    latest = Path(base, "saved", "latest").read_text()
+    again = []
+    for run, tag, wanted in zip(runs, ("first", "second"), seen, strict=True):
+        run.step()
+        run.load(tag)
+        again.append(snapshots.difference(wanted, run.snapshot()))
+        run.engine.destroy()
+    return Outcome(True, "".join(errors), ("first", "second").index(latest), "" if again == [{}, {}] else str(again))
+
+
+def saved_case(base: str, strategy: str, kind: str, steps: int) -> None:
+    """Train, save, and write what was saved to ``<base>/seen<steps>.pt``."""
+    import torch
+    from deepspeed import comm as dist
+
+    run = _Run(base, strategy, kind)
+    for _ in range(steps - 1):
+        run.step()
+    seen = run.step_and_save(f"step{steps}")
+    if dist.get_rank() == 0:
+        torch.save(seen, f"{base}/seen{steps}.pt")
+    run.engine.destroy()
+
+
+def loaded_case(base: str, strategy: str, steps: int, delay: float = 0.0) -> dict[str, float]:
+    """Return what a load does not restore of what ``saved_case`` has saved."""
+    import torch
+
+    from tests.harness import snapshots
+
+    run = _Run(base, strategy, "in memory", load_universal=True)
+    time.sleep(delay)
+    if run.load() is None:
+        return {"no checkpoint was found": 1.0}
+    found = snapshots.difference(torch.load(f"{base}/seen{steps}.pt"), run.snapshot())
+    found.pop("counters", None)  # samples of a step, which depend on the number of ranks
+    run.engine.destroy()
+    return found
+
+
+class _Run:
+    """An engine that saves into ``<base>/saved``."""
+
+    def __init__(self, base: str, strategy: str, kind: str, **checkpoint: Any) -> None:
+        import torch
+
+        from tests.harness import snapshots, training
+
+        keys = {"async_save": True, "memory_folder": f"{base}/memory", **checkpoint} if kind != "at once" else {}
+        job = snapshots.job_of("bf16", checkpoint=keys)
+        group_size = 2 if torch.distributed.get_world_size() > 2 else 1
+        self.folder, self.kind, self.job, self._steps = f"{base}/saved", kind, job, 0
+        self.engine, self.model = training.make_engine(job, training.placed(strategy, group_size))
+        snapshots.mark(self.engine, self.model)
+
+    def snapshot(self) -> dict[str, Any]:
+        from tests.harness import snapshots
+
+        return snapshots.snapshot(self.engine, self.model, self.job)
+
+    def step(self) -> dict[str, Any]:
+        """Take a step, and return all states after it."""
+        from tests.harness import snapshots
+
+        snapshots.run(self.engine, self.job, snapshots.steps_of(self.job, 1, self._steps))
+        self._steps += 1
+        return self.snapshot()
+
+    def step_and_save(self, tag: str) -> dict[str, Any]:
+        seen = self.step()
+        error = self.save(tag)
+        assert not error, error
+        return seen
+
+    def start(self, tag: str) -> str:
+        """Begin to save; return the error."""
+        import deepspeed_ext
+        from tests.harness import snapshots
+
+        if self.kind == "in memory":
+            return snapshots.error_of(deepspeed_ext.save_in_memory, self.engine, self.folder, tag)
+        return snapshots.error_of(self.engine.save_checkpoint, self.folder, tag)
+
+    def finish(self) -> str:
+        """Wait for the save; return its error."""
+        from tests.harness import snapshots
+
+        return snapshots.error_of(self.engine.checkpoint_engine.finish) if self.kind != "at once" else ""
+
+    def save(self, tag: str) -> str:
+        return self.start(tag) or self.finish()
+
+    def load(self, tag: str | None = None) -> str | None:
+        path: str | None = self.engine.load_checkpoint(self.folder, tag)[0]
+        return path
+
+
+def _arm(fault: Fault, fired: list[bool]) -> None:
+    """Let the chosen call of this rank fail, or sleep, until ``mock.patch.stopall``."""
+    import pkgutil
+
+    owner, attribute = CALLS[fault.call]
+    place: Any = pkgutil.resolve_name(owner)
+    original: Callable[..., Any] = getattr(place, attribute)
+    calls: list[None] = []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == fault.number + 1:
+            fired.append(True)
+            if fault.error is not None:
+                raise ERRORS[fault.error]
+            time.sleep(SLOW)
+        return original(*args, **kwargs)
+
+    mock.patch.object(place, attribute, fail).start()
+
+
+def _limit_collectives(base: str) -> None:
+    """Make the process group anew, with a short timeout."""
+    from datetime import timedelta
+
+    import deepspeed
+    from deepspeed import comm as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    deepspeed.init_distributed(
+        "gloo", timeout=timedelta(seconds=TIMEOUT), init_method=f"file://{base}/again", rank=rank, world_size=world
+    )
+
+
+def draw(chance: random.Random) -> Fault:
+    """Draw a fault."""
+    slow = chance.random() < 0.1
+    call = "torch.save" if slow else chance.choice(("torch.save", *sorted(CALLS)))
+    return Fault(
+        strategy=chance.choice(STRATEGIES),
+        kind=chance.choice(("aside", "in memory") if slow else ("at once", "aside", "in memory")),
+        same=chance.random() < 0.5,
+        rank=chance.randrange(4) if call in ("torch.save", "fallocate") else 0,  # the one that commits
+        call=call,
+        number=0 if slow else chance.choice((0, 0, 0, 1, 2)),
+        error=None if slow else chance.randrange(len(ERRORS)),
+    )
