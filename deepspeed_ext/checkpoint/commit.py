@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.owned import new_token
 from deepspeed_ext.comm.agreement import Channel, raise_together, run_on_all_or_raise
 
 _LOOKS = 5
@@ -75,6 +76,7 @@ class Commit:
         Raises:
             CheckpointError: on all ranks, if it cannot be made.
         """
+        self.folder.use_token(over.broadcast_text(new_token(), 0))
         self._on_first(self.folder.prepare, over)
 
     def revert(self, failure: Exception, over: Channel) -> None:

@@ -7,40 +7,54 @@ Note [Converted checkpoints]
     its ordinary checkpoint D/T. A checkpoint that fits is loaded as it is, bit for bit. Otherwise the first rank runs
     ``python -m deepspeed_ext convert`` to make D/T_converted, and all ranks load that. The converted folder appears
     complete or not at all. It records the files that it was made from, and is used again as long as these are the
-    same. Only the newest one is kept. A universal checkpoint that the user has made is loaded as DeepSpeed does.
+    same. Only the newest one is kept, and those that other jobs are loading. A universal checkpoint that the user has
+    made is loaded as DeepSpeed does.
+
+    Several jobs may load one checkpoint at the same time. Each converts it in a folder of its own (``owned.py``); the
+    first one that is done renames its result to D/T_converted, and the others use that.
 
     Converting may take minutes, longer than a collective may wait. So the other ranks watch the disk, not the network.
-    While the first rank is at work, it keeps appending to a file; if the file stops growing, that rank has died, and
-    the others raise. They look for growth and not at times, since the clocks of hosts differ. They count only the time
-    in which they could look, since a file server may stall all of them.
+    While the first rank is at work, it keeps changing the time of a file, and it removes the file at the end, for
+    which a full disk has room, too. If the file stops changing, that rank has died, and the others raise. They look
+    for changes and not at times, since the clocks of hosts differ, and less and less often, since they may be many.
+    They count only the time in which they could look, since a file server may stall all of them.
 """
 
 import contextlib
+import errno
 import json
-import shutil
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from deepspeed import comm as dist
 from deepspeed.utils import logger
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, put_in_place
+from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.checkpoint.owned import OwnedFolder, claim, hold, new_token, remove_if_left
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 
 SUFFIX = "_converted"
-STAGING = ".converting"  # at the end of the name of a hidden folder beside the converted one
 _SOURCE = "converted_from.json"  # names, sizes and times of the files that were converted
-_DONE = "done"
-_AT_WORK = "at_work"  # grows by a byte in each second in which the first rank is at work
-_BEAT = 1.0  # seconds between two bytes
-_LOOKS = 0.2  # seconds between two looks of the other ranks
-_SILENT = 60.0  # seconds without growth after which the first rank counts as dead
+_AT_WORK = "at_work"  # its time changes every second while the first rank is at work
+_BEAT = 1.0  # seconds between two changes
+_LOOKS = 0.2  # seconds between the first two looks of the other ranks
+_LONGER, _RAREST = 1.2, 10.0  # by which factor each pause between looks is longer, up to so many seconds
+_SILENT = 60.0  # seconds without a change after which the first rank counts as dead
 _VISIBLE = 60.0  # seconds until other nodes see what one has written; NFS may take so long
 _SHOWN = 2000  # last characters of the converter's output that an error shows
+# ``-m`` would import from the current folder, and Python 3.10 has no ``-P``. The package may be no installed one.
+_RUN = """
+import sys
+sys.path[:] = [path for path in sys.path if path] + [sys.argv.pop(1)]
+from deepspeed_ext.__main__ import main
+main()
+"""
 
 
 def is_universal(folder: Path) -> bool:
@@ -48,8 +62,8 @@ def is_universal(folder: Path) -> bool:
     return (folder / "zero").is_dir()
 
 
-def converted(load_dir: str, tag: str, why: str) -> str:
-    """Return the tag of a universal checkpoint made of an ordinary one; see Note [Converted checkpoints].
+def converted(load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
+    """Convert an ordinary checkpoint into a universal one; see Note [Converted checkpoints].
 
     Collective over all ranks.
 
@@ -58,31 +72,41 @@ def converted(load_dir: str, tag: str, why: str) -> str:
         tag: of the ordinary checkpoint.
         why: why it cannot be loaded as it is.
 
+    Returns:
+        The tag of the universal checkpoint; on the first rank, what keeps other jobs from removing it until it is
+        closed.
+
     Raises:
         CheckpointError: on all ranks, if it cannot be converted; nothing is left of the attempt. If the first rank has
-            died, on all other ranks.
+            died or cannot write, each rank raises its own.
     """
     folder = Path(load_dir, tag)
     target = folder.with_name(folder.name + SUFFIX)
-    staging = folder.with_name(f".{folder.name}{STAGING}")
     first = dist.get_rank() == 0
-    current = run_on_all_or_raise(
-        lambda: first and _is_current(folder, target), f"{folder} cannot be read", CheckpointError
+    lease = run_on_all_or_raise(
+        lambda: _current(folder, target) if first else None, f"{folder} cannot be read", CheckpointError
     )
-    if broadcast_text(str(current), 0) != str(True):
-        run_on_all_or_raise(lambda: begin(staging) if first else None, f"{staging} cannot be written", CheckpointError)
-        dist.barrier()
-        run_on_all_or_raise(lambda: _find(staging), f"{staging} is not seen by all ranks", CheckpointError)
+    if broadcast_text(str(lease is not None), 0) != str(True):
+        owned = OwnedFolder(target, broadcast_text(new_token(), 0))
+        at_work = owned.path / _AT_WORK
+        run_on_all_or_raise(
+            lambda: _begin(owned, at_work) if first else None, f"{owned.path} cannot be written", CheckpointError
+        )
+        run_on_all_or_raise(lambda: _find(at_work), f"{owned.path} is not seen by all ranks", CheckpointError)
+        problem = ""
         if first:
             logger.warning(
                 f"deepspeed_ext: {folder} cannot be loaded as it is. It is converted into {target} first, which may "
                 f"take minutes."
             )
-        problem = _convert(folder, target, staging) if first else _wait(folder, staging)
+            lease, problem = _convert(folder, owned, at_work)
+            owned.remove()
+        else:
+            _wait(folder, at_work)
         run_on_all_or_raise(lambda: _raise(problem, folder, why), f"{folder} cannot be converted", CheckpointError)
         if first:
-            _clear(target, staging)
-    return str(Path(tag).with_name(target.name))
+            _clear(target)
+    return str(Path(tag).with_name(target.name)), lease
 
 
 def _signature(folder: Path) -> list[list[str | int]]:
@@ -90,57 +114,79 @@ def _signature(folder: Path) -> list[list[str | int]]:
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def _is_current(folder: Path, target: Path) -> bool:
-    source = target / _SOURCE
-    return source.is_file() and json.loads(source.read_text()) == _signature(folder)
+def _current(folder: Path, target: Path) -> IO[str] | None:
+    """Return a lease of the conversion that is there, if it was made of the files that are there."""
+    if not (target / _SOURCE).is_file():
+        return None
+    lease = hold(target)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # another job replaces it
+        if lease is not None and json.loads((target / _SOURCE).read_text()) == _signature(folder):
+            return lease
+    return None
 
 
-def begin(staging: Path) -> None:
-    """Make an empty folder to convert into."""
-    if staging.exists():  # left by a conversion that was killed
-        shutil.rmtree(staging)
-    staging.mkdir()
+def _begin(owned: OwnedFolder, at_work: Path) -> None:
+    """Make an empty folder to convert into.
+
+    Raises:
+        CheckpointError: something else has the name of the converted folder.
+    """
+    if os.path.lexists(owned.place) and not (owned.place / _SOURCE).is_file():
+        raise CheckpointError(f"{owned.place} is there, and no load has made it: remove or rename it.")
+    owned.create()
+    try:
+        at_work.touch()
+    except OSError:
+        owned.remove()
+        raise
 
 
-def _find(staging: Path) -> None:
+def _find(at_work: Path) -> None:
     ends = time.monotonic() + _VISIBLE
-    while not staging.is_dir():
+    while not at_work.is_file():
         if time.monotonic() > ends:
             raise CheckpointError(
-                f"{staging}, which the first rank has made, is not there on rank {dist.get_rank()}: to be converted, "
+                f"{at_work}, which the first rank has made, is not there on rank {dist.get_rank()}: to be converted, "
                 f"a checkpoint must be in a folder that all nodes share."
             )
         time.sleep(_LOOKS)
 
 
-def _convert(folder: Path, target: Path, staging: Path) -> str:
-    """Run the converter, and show the other ranks when it has ended. Return its problem; empty if none."""
-    problem = ""
-    with _at_work(staging):
+def _convert(folder: Path, owned: OwnedFolder, at_work: Path) -> tuple[IO[str] | None, str]:
+    """Run the converter, and show the other ranks when it has ended.
+
+    Returns:
+        A lease of the converted folder; why it could not be made, empty if it was.
+
+    Raises:
+        CheckpointError: the other ranks cannot be shown. They find out on their own, and this rank must not wait.
+    """
+    lease, problem = None, ""
+    with _showing_work(at_work):
         try:
-            _run(folder, target, staging / target.name)
+            lease = _run(folder, owned)
         except CheckpointError as error:
             problem = str(error)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
     try:
-        (staging / _DONE).write_text("")
-    except OSError as error:  # a full disk, say; without its folder, the other ranks know that the work has ended
-        problem = problem or f"{type(error).__name__}: {error}"
-        shutil.rmtree(staging)
-    return problem
+        at_work.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{folder} was not converted: {problem or error}") from error
+    return lease, problem
 
 
-def _run(folder: Path, target: Path, made: Path) -> None:
-    """Convert ``folder`` into ``made``, and rename that to ``target``, replacing what was there.
+def _run(folder: Path, owned: OwnedFolder) -> IO[str]:
+    """Convert a checkpoint, and put the result in place, unless another job has done so; return a lease of it.
 
     Raises:
         CheckpointError: the converter has failed; with the end of its output.
     """
-    command = [sys.executable, "-m", "deepspeed_ext", "convert"]
     signature = _signature(folder)
+    packages = str(Path(__file__).parents[2])
+    arguments = ["convert", "--input_folder", str(folder), "--output_folder", str(owned.made)]
     done = subprocess.run(
-        [*command, "--input_folder", str(folder), "--output_folder", str(made)],
+        [sys.executable, "-c", _RUN, packages, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -148,20 +194,30 @@ def _run(folder: Path, target: Path, made: Path) -> None:
         check=False,
     )
     if done.returncode:
-        raise CheckpointError(f"{' '.join(command[1:])} has failed: {done.stdout[-_SHOWN:].strip()}")
-    (made / _SOURCE).write_text(json.dumps(signature))
-    put_in_place(made, target)
+        command = " ".join(["python -m deepspeed_ext", *arguments])
+        raise CheckpointError(f"{command} has failed: {done.stdout[-_SHOWN:].strip()}")
+    (owned.made / _SOURCE).write_text(json.dumps(signature))
+    lease = claim(owned.made, shared=True)
+    others = _current(folder, owned.place)
+    if others is None:
+        try:
+            owned.put_in_place()
+        except OSError:  # another job has just done so
+            others = _current(folder, owned.place)
+            if others is None:
+                raise
+    return lease if others is None else others
 
 
 @contextlib.contextmanager
-def _at_work(staging: Path) -> Iterator[None]:
+def _showing_work(at_work: Path) -> Iterator[None]:
     """Show the other ranks, within this context, that this one is at work."""
     over = threading.Event()
 
     def show() -> None:
         while not over.wait(_BEAT):
-            with contextlib.suppress(OSError), (staging / _AT_WORK).open("ab") as file:
-                file.write(b".")
+            with contextlib.suppress(OSError):
+                os.utime(at_work)
 
     thread = threading.Thread(target=show, name="deepspeed_ext converting", daemon=True)
     thread.start()
@@ -172,39 +228,41 @@ def _at_work(staging: Path) -> Iterator[None]:
         thread.join()
 
 
-def _wait(folder: Path, staging: Path) -> str:
-    """Wait until the first rank has ended its work. Returns no problem, since the first rank reports it.
+def _wait(folder: Path, at_work: Path) -> None:
+    """Wait until the first rank has ended its work.
 
     Raises:
         CheckpointError: the first rank has died. Every other rank finds this on its own; none may wait for that one.
     """
-    seen, silent = b"", 0.0
-    while not (staging / _DONE).exists() and staging.exists():
+    seen, silent, pause = 0, 0.0, _LOOKS
+    while True:
+        shown = seen
+        try:
+            with at_work.open("rb") as file:  # opening it makes NFS fetch what another node has written
+                shown = os.fstat(file.fileno()).st_mtime_ns
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ESTALE):
+                return
+        silent = silent + pause if shown == seen else 0.0
         if silent > _SILENT:
             raise CheckpointError(
                 f"{folder} was not converted: for {_SILENT:g} s the first rank, which converts it, has not written to "
-                f"{staging / _AT_WORK}, so it has died or cannot write."
+                f"{at_work}, so it has died or cannot write."
             )
-        time.sleep(_LOOKS)
-        shown = b""
-        with contextlib.suppress(OSError):
-            shown = (staging / _AT_WORK).read_bytes()  # opening it makes NFS fetch what another node has written
-        silent = silent + _LOOKS if shown == seen else 0.0
         seen = shown
-    return ""
+        time.sleep(pause)
+        pause = min(pause * _LONGER, _RAREST)
 
 
 def _raise(problem: str, folder: Path, why: str) -> None:
     if problem:
-        shutil.rmtree(folder.with_name(f".{folder.name}{STAGING}"), ignore_errors=True)
         raise CheckpointError(
             f"{folder} cannot be loaded as it is ({why.splitlines()[0]}), and it cannot be converted: {problem}"
         )
 
 
-def _clear(target: Path, staging: Path) -> None:
-    """Remove the staging folder, and earlier conversions."""
-    shutil.rmtree(staging, ignore_errors=True)
+def _clear(target: Path) -> None:
+    """Remove earlier conversions, unless they are in use."""
     for other in target.parent.glob(f"*{SUFFIX}"):
         if other != target and (other / _SOURCE).is_file():
-            shutil.rmtree(other, ignore_errors=True)
+            remove_if_left(other)

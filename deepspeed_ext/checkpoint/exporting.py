@@ -20,8 +20,9 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from deepspeed_ext.checkpoint.files import CheckpointFiles
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
+from deepspeed_ext.checkpoint.owned import new_token, sync
 from deepspeed_ext.checkpoint.tensor_files import INDEX, NAMES, TensorFile, divide, index_of, interleaved
 from deepspeed_ext.checkpoint.weights import gathered, weights_of
 from deepspeed_ext.comm.agreement import broadcast_text, raise_together, require_same, run_on_all_or_raise
@@ -146,6 +147,7 @@ def export_weights(
     _require_parameters(engine)
     files = divide(weights_of(engine, dtype, exclude_frozen_parameters), max_shard_bytes, writers)
     target = CheckpointFolder(place.parent, place.name, NAMES)
+    target.use_token(broadcast_text(new_token(), 0))
     first = dist.get_rank() == 0
     run_on_all_or_raise(lambda: target.prepare() if first else None, _DOING, CheckpointError)
     if host_bytes is None:

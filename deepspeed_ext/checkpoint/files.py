@@ -16,7 +16,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import logger
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, behind_links, sync, told
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, told
+from deepspeed_ext.checkpoint.owned import replacing, sync
 
 if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
@@ -148,13 +149,8 @@ class CheckpointFiles(TorchCheckpointEngine):
     def save(self, state_dict: object, path: str) -> None:
         """Write a file: into the staging folder during a save, otherwise to ``path``, once it is complete."""
         if self._folder is None:
-            final = behind_links(Path(path))
-            new = final.with_name(f".{final.name}.saving.pt")
-            try:
-                self._write(state_dict, str(new))
-                new.replace(final)
-            finally:
-                new.unlink(missing_ok=True)
+            with replacing(Path(path)) as new:
+                super().save(state_dict, str(new))
             return
         if self._left_to_others(path):
             return

@@ -2,34 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a checkpoint, ``<save_dir>/<tag>``: it appears complete or not at all.
 
-A save writes into a hidden folder beside it, ``.<tag>.saving``. When all ranks have written their files, that folder
-is renamed to the tag, and only then the file ``latest`` is replaced. So a save that is killed at any moment leaves the
-previous checkpoint intact. This relies on the file system: it must rename folders atomically.
+A save writes into a hidden folder beside it; see Note [Owned folders] in ``owned.py``. When all ranks have written
+their files, that folder is renamed to the tag, and only then the file ``latest`` is replaced. So a save that is killed
+at any moment leaves the previous checkpoint intact. This relies on the file system: it must rename folders atomically.
 
 If the tag exists already, Linux exchanges the two folders in one call. If the file system cannot do that, the old
-folder is renamed to ``.<tag>.replaced`` first. A save that is killed right between the two renames leaves both folders
-under hidden names; our loads find the old one there, and the next save puts it back.
+folder is set aside first. A save that is killed right between the two renames leaves both folders under hidden names;
+our loads find the old one there, and the next save puts it back.
 
 A tag that is a link to a folder stays a link. All this is then done beside the folder that it leads to, so that each
 rename stays on one file system.
 """
 
-import ctypes
-import logging
 import os
 import shutil
-import time
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_text, replaced_by
+
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-_SAVING = ".saving"
-_REPLACED = ".replaced"
-_STALE_SECONDS = 24 * 3600  # age from which another tag's staging folder counts as left by a dead save
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 class RankFile(Enum):
@@ -87,10 +82,14 @@ class CheckpointFolder:
             raise CheckpointError(f"the tag of a checkpoint must name a folder in {save_dir}, got {tag!r}.")
         self.path = self.save_dir / inside
         self._place = behind_links(self.path)
-        self.staging = self._place.with_name(f".{self._place.name}{_SAVING}")
-        self._replaced = self._place.with_name(f".{self._place.name}{_REPLACED}")
+        self.use_token(None)
         self._published = False
         self._latest: list[str | None] = []  # the text of ``latest`` before it named this tag; None: no file
+
+    def use_token(self, token: str | None) -> None:
+        """Name the staging folder by a token that all ranks have in common, or by a new one."""
+        self._owned = OwnedFolder(self._place, token)
+        self.staging = self._owned.made
 
     def staged(self, path: str) -> str:
         """Return the path in the staging folder for ``path``; ``path`` itself if it is not in this folder."""
@@ -107,15 +106,12 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the tag's name is taken by something that is no folder, or cannot be replaced.
         """
-        _put_back(self._replaced)  # first, since a link to the folder would lead nowhere without it
+        replaced = self._replaced()
+        if replaced is not None and not os.path.lexists(self._place):
+            replaced.rename(self._place)  # first, since a link to the folder would lead nowhere without it
         self._require_replaceable()
-        beside = self.path.parent
-        beside.mkdir(parents=True, exist_ok=True)
-        for left in beside.glob(f".*{_REPLACED}"):
-            _put_back(left)
-        for left in (self.staging, *beside.glob(f".*{_SAVING}")):
-            if left == self.staging or left.lstat().st_mtime < time.time() - _STALE_SECONDS:
-                remove(left)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._owned.create()
         self.staging.mkdir()
 
     def _require_replaceable(self) -> None:
@@ -148,14 +144,8 @@ class CheckpointFolder:
         if self._place.is_dir():
             ignored = self._staged_already if keeps_all else self._ignored
             shutil.copytree(self._place, self.staging, True, ignored, _link, dirs_exist_ok=True)
-        sync(self.staging)
-        if not os.path.lexists(self._place):
-            self.staging.rename(self._place)
-        elif not _exchange(self.staging, self._place):
-            self._place.rename(self._replaced)
-            self.staging.rename(self._place)
+        self._owned.put_in_place()
         self._published = True
-        sync(self._place.parent)
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
         """Return the names in the old folder that a save replaces; all others are kept."""
@@ -173,22 +163,21 @@ class CheckpointFolder:
 
     def revert(self) -> None:
         """Undo everything since ``prepare``. Called when the save has failed on some rank."""
-        if self._published and not _exchange(self.staging, self._place):
-            self._place.rename(self.staging)
+        if self._published:
+            self._owned.take_back()
+        latest = self.save_dir / LATEST
         for text in self._latest:
+            if latest.read_text() != self.tag:  # another engine has saved to the same ``save_dir`` since
+                continue
             if text is None:
-                behind_links(self.save_dir / LATEST).unlink()
+                behind_links(latest).unlink()
             else:
-                replace_text(self.save_dir / LATEST, text)
+                replace_text(latest, text)
         self.clear()
 
     def clear(self) -> None:
         """Remove the replaced folder, or what a failed save has written."""
-        try:
-            _put_back(self._replaced)
-            remove(self.staging)
-        except OSError as error:  # only a warning, since the checkpoint itself is in place
-            logging.getLogger("DeepSpeed").warning(f"deepspeed_ext: a save could not remove its old files: {error}")
+        self._owned.remove()
 
     # Loading ##########################################################################################
 
@@ -202,56 +191,19 @@ class CheckpointFolder:
         """
         if self.path.is_dir():
             return os.path.relpath(self.path, self.save_dir)
-        if self._replaced.is_dir():
-            beside = self._replaced.parent == self.path.parent
-            return os.path.relpath(self._replaced, self.save_dir) if beside else str(self._replaced)
+        replaced = self._replaced()
+        if replaced is not None:
+            beside = self._place.parent == self.path.parent
+            return os.path.relpath(replaced, self.save_dir) if beside else str(replaced)
         raise CheckpointError(f"there is no checkpoint {self.path}.")
 
-
-def behind_links(path: Path) -> Path:
-    """Return the final target of a link, whether it exists or not; ``path`` itself if it is no link."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-def _put_back(replaced: Path) -> None:
-    """Put a folder that was set aside back, or remove it if another has taken its place."""
-    place = replaced.with_name(replaced.name[1 : -len(_REPLACED)])
-    if not os.path.lexists(replaced):
-        return
-    if not os.path.lexists(place):
-        replaced.rename(place)
-        return
-    removed = replaced.with_name(f"{replaced.name}{_SAVING}")  # so that, if we are killed now, nobody puts it back
-    remove(removed)
-    replaced.rename(removed)
-    remove(removed)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one call; return False if the system cannot."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    return rename is not None and rename(*arguments) == 0
-
-
-def put_in_place(made: Path, place: Path) -> None:
-    """Give a complete folder its name, and remove what had it: where the system can, the name is there throughout."""
-    place = behind_links(place)
-    sync(made)
-    if os.path.lexists(place) and _exchange(made, place):
-        remove(made)
-    else:
-        remove(place)
-        made.rename(place)
-    sync(place.parent)
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, a file or a link, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    def _replaced(self) -> Path | None:
+        """Return where a killed save has left the folder that it was to replace; None if none has."""
+        replaced = replaced_by(self._place)
+        older = self._place.with_name(f".{self._place.name}.replaced")  # of versions without ``owned.py``
+        if any(any(older.glob(pattern)) for pattern in self._files):
+            replaced.append(older)
+        return replaced[0] if replaced else None
 
 
 def _link(source: str, target: str) -> None:
@@ -262,21 +214,3 @@ def _link(source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def sync(path: str | os.PathLike[str]) -> None:
-    """Flush a file or folder to disk. Call it before anything refers to the path."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of a small file atomically; a link stays one."""
-    path = behind_links(path)
-    new = path.with_name(f".{path.name}{_SAVING}.txt")
-    new.write_text(text)
-    sync(new)
-    new.replace(path)

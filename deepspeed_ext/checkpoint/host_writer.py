@@ -12,7 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.checkpoint.owned import sync
 
 _LARGEST = 32 * 2**20  # bytes of a buffer: more than what disks and copies want at once
 _ALIGNED = 16  # bytes: no element of any dtype is cut

@@ -13,8 +13,8 @@ Note [Saves in memory]
     After a restart, ``engine.load_checkpoint`` writes a save that is newer than the one on disk into ``save_dir``, as
     an ordinary checkpoint, and loads that (``restoring.py``).
 
-    A folder of memory is found by the path of ``save_dir``. What is in that may have gone since, or been replaced. So
-    ``save_dir`` has a file with a random text, made by the first save in memory, that a save in memory remembers.
+    What is in ``save_dir`` may be removed or replaced after a save in memory. So a folder of memory belongs to a run
+    in ``save_dir``, which ends when somebody empties that, and a save records what ``latest`` named.
 """
 
 import functools
@@ -36,9 +36,10 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.files import CheckpointFiles
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, replace_text
-from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
+from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, run_of
 from deepspeed_ext.checkpoint.model_key import model_key
+from deepspeed_ext.checkpoint.owned import replace_text
 from deepspeed_ext.checkpoint.snapshots import nbytes_of
 from deepspeed_ext.comm.agreement import (
     Channel,
@@ -55,7 +56,6 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
-RUN = ".deepspeed_ext_memory"  # the file in ``save_dir``
 _NUMBER_BITS = 62
 _CHUNK = 16 * 2**20  # bytes of a message
 _BESIDE = 2**16  # bytes of a file beside its tensors, at most
@@ -193,13 +193,13 @@ class MemorySave:
 
     def __init__(self, engine: Engine, save_dir: str) -> None:
         self._engine, self._save_dir = engine, Path(save_dir)
-        self._folder = MemoryFolder(engine._config, save_dir)
         self._rank = dist.get_rank()
         self._step = engine.global_steps
         self._number, self._time = 0, time.time()
-        self._model = self._run = ""
-        self._staging = self._folder.path
-        self._place, self._free = "", 0
+        self._model = self._latest = ""
+        self._folder: MemoryFolder
+        self._staging: Path
+        self._place = ""
         self._rounds: list[list[Transfer]] = []
         self._names: list[str] = []  # of all ranks
         self._files: dict[str, int] = {}  # of this rank's folder, the rank that wrote each
@@ -209,29 +209,33 @@ class MemorySave:
         # After this, no thread of any rank still writes or removes anything of an earlier save.
         self._number = all_reduce_min(secrets.randbits(_NUMBER_BITS))
         self._model = model_key(self._engine)
-        self._run = self._run_of(self._save_dir)
+        run, self._latest = self._run_and_latest()
+        self._folder = MemoryFolder(self._engine._config, self._save_dir, run)
         run_on_all_or_raise(self._begin, _DOING, CheckpointError, over)
         return self._staging
 
     def _begin(self) -> None:
         self._staging = self._folder.begin(self._number, self._rank)
-        self._place, self._free = self._folder.place, self._folder.free
+        self._place = self._folder.place
         if not self._folder.is_in_memory:
             _warn_once(f"{self._folder.parent} is not in memory (tmpfs): saves in memory are written to a disk.")
 
-    def _run_of(self, save_dir: Path) -> str:
-        """Return what the run in ``save_dir`` is known by; it gets a text if it has none. Collective."""
-        path = save_dir / RUN
+    def _run_and_latest(self) -> tuple[str, str]:
+        """Return the run in ``save_dir``, which begins one if it has none, and what ``latest`` names. Collective."""
+        path = self._save_dir / RUN
 
-        def text() -> str:
+        def look() -> str:
             if self._rank != 0:
                 return ""
-            if not path.is_file():
-                save_dir.mkdir(parents=True, exist_ok=True)
+            if not run_of(self._save_dir):
+                self._save_dir.mkdir(parents=True, exist_ok=True)
                 replace_text(path, secrets.token_hex(16))
-            return path.read_text().strip()
+            latest = self._save_dir / LATEST
+            return json.dumps([run_of(self._save_dir), latest.read_text().strip() if latest.is_file() else ""])
 
-        return broadcast_text(run_on_all_or_raise(text, f"{path} cannot be made", CheckpointError), 0)
+        found = run_on_all_or_raise(look, f"{path} cannot be made", CheckpointError)
+        run, latest = json.loads(broadcast_text(found, 0))
+        return run, latest
 
     def expect(self, sizes: Mapping[str, int], folder: CheckpointFolder) -> None:
         """Decide what is copied where, and whether there is room. Collective.
@@ -249,7 +253,7 @@ class MemorySave:
             "group": data_parallel_ranks(self._engine.optimizer.topology.intra)[0],
             "targets": self._targets(),
             "place": self._place,
-            "free": self._free,
+            "free": run_on_all_or_raise(lambda: self._folder.free, _DOING, CheckpointError),
             "time": self._time,
         }
         ranks = [json.loads(text) for text in all_gather_texts(json.dumps(mine))]
@@ -281,8 +285,7 @@ class MemorySave:
         steps = range(1, min(copies, sizes.groups - 1) + 1)
         return [everybody[(topology.rank + step * sizes.group_size) % sizes.ranks] for step in steps]
 
-    @staticmethod
-    def _require_room(ranks: Sequence[Mapping[str, Any]], files: Sequence[Mapping[str, int]]) -> None:
+    def _require_room(self, ranks: Sequence[Mapping[str, Any]], files: Sequence[Mapping[str, int]]) -> None:
         for place in dict.fromkeys(one["place"] for one in ranks):
             there = [rank for rank, one in enumerate(ranks) if one["place"] == place]
             needed = sum(sum(files[rank].values()) for rank in there)
@@ -292,8 +295,17 @@ class MemorySave:
                     f"a save in memory needs {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free beside the one "
                     f"before it, in {place.split(':', 3)[3]} on the node of ranks {there}. Make that larger (mount -o "
                     f"remount,size=..., docker --shm-size), set checkpoint.memory_folder to another one, or "
-                    f"checkpoint.memory_copies to 0."
+                    f"checkpoint.memory_copies to 0.{self._others(there[0])}"
                 )
+
+    def _others(self, rank: int) -> str:
+        """Return a sentence on other saves in memory on the node of a rank; empty if there are none. Collective."""
+
+        def look() -> str:
+            return "; ".join(self._folder.others()) if self._rank == rank else ""
+
+        others = broadcast_text(run_on_all_or_raise(look, _DOING, CheckpointError), rank)
+        return f" Saves of other runs take room there, too: {others}. Remove those that have ended." if others else ""
 
     # In the thread ####################################################################################
 
@@ -331,7 +343,7 @@ class MemorySave:
 
     def publish(self, tag: str) -> None:
         """Make this rank's files count."""
-        save = Identity(self._number, tag, self._step, self._time, self._run, self._model, len(self._names))
+        save = Identity(self._number, tag, self._step, self._time, self._latest, self._model, len(self._names))
         self._folder.publish(self._staging, Part(save, f"{self._number}-{self._rank}", self._files), self._names)
 
     def clear(self) -> None:

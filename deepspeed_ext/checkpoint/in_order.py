@@ -31,7 +31,8 @@ from deepspeed.utils.zero_to_fp32 import natural_keys
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.files import HEADER, checked
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.owned import sync
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.progress import followed

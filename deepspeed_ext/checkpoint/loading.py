@@ -4,18 +4,21 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
 import deepspeed.runtime.engine
+from deepspeed import comm as dist
+from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint import in_order, universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.converting import converted, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.memory_folder import age
 from deepspeed_ext.checkpoint.outer import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.checkpoint.restoring import bring_back
@@ -57,6 +60,8 @@ def load_checkpoint(
     if tag is None and files.aside is not None:
         bring_back(engine, load_dir)
     from_universal = engine.load_universal_checkpoint()
+    if tag is None and from_universal and dist.get_rank() == 0:
+        _warn_if_older(Path(load_dir, LATEST_UNIVERSAL), Path(load_dir, LATEST))
     tag = run_on_all_or_raise(
         lambda: _tag(engine, load_dir, tag),
         f"the latest checkpoint of {load_dir} cannot be determined",
@@ -81,6 +86,7 @@ def load_checkpoint(
     )
     require_same(f"the place of checkpoint {tag}", present, CheckpointError)
     strict = None if custom_load_fn is not None else load_module_strict
+    lease: IO[str] | None = None  # of a conversion
     if from_universal and not is_universal(Path(load_dir, present)):
         with _ordinary(engine):
             check = Check(engine, load_dir, present, load_optimizer_states and not load_module_only)
@@ -92,7 +98,7 @@ def load_checkpoint(
                 f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
                 f"experts of MoE layers ({', '.join(layers)})."
             )
-        present = converted(load_dir, present, why)
+        present, lease = converted(load_dir, present, why)
     kind = UniversalCheck if from_universal else Check
     check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
     try:
@@ -119,6 +125,8 @@ def load_checkpoint(
         return loaded
     finally:
         files.forget()
+        if lease is not None:
+            lease.close()
 
 
 def _loaded(load: Callable[[], Any], folder: Path) -> Any:
@@ -193,6 +201,17 @@ def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
     names = [LATEST_UNIVERSAL, LATEST] if engine.load_universal_checkpoint() else [LATEST]
     latest = next((path for name in names if (path := Path(load_dir, name)).is_file()), None)
     return "" if latest is None else latest.read_text().strip()
+
+
+def _warn_if_older(loaded: Path, other: Path) -> None:
+    """Warn if the file that names what is loaded is older than another one. Never raises."""
+    with suppress(OSError):
+        first, second = loaded.stat().st_mtime, other.stat().st_mtime
+        if first < second:
+            logger.warning(
+                f"deepspeed_ext: {loaded} takes precedence, though it is {age(first)} old and {other} only "
+                f"{age(second)}. Remove it to load the newer checkpoint."
+            )
 
 
 def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:

@@ -1,37 +1,47 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What memory of a node holds of saves into one ``save_dir``, for processes that come after those that saved.
+"""Saves into one ``save_dir`` that the memory of a node holds, for processes that come after those that saved.
 
-``<memory_folder>/deepspeed_ext-<user>-<hash of save_dir>`` has a folder ``<number of the save>-<rank>`` for each rank
-that wrote into it. That appears by a rename, when all its files are there, with a manifest. So a save is whole if the
-folders of all nodes hold all its files together, and the one before it goes only when all ranks have theirs.
+``<memory_folder>/deepspeed_ext-<user>-<key>`` has a folder ``<number of the save>-<rank>`` for each rank that wrote
+into it. That appears by a rename, when all its files are there, with a manifest. So a save is whole if the folders of
+all nodes hold all its files together, and the one before it is removed only when all ranks have theirs.
+
+The key is made of the path of ``save_dir`` and the run in it: a random text in a file there, which the first save in
+memory writes. So containers that share ``/dev/shm`` and use one path for different volumes have different folders, and
+whoever empties a ``save_dir`` begins another run.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.folder import CheckpointError
+from deepspeed_ext.checkpoint.host_memory import available_memory
+from deepspeed_ext.checkpoint.owned import OwnedFolder, boot_id
 from deepspeed_ext.config.saves import memory_folder
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
+RUN = "deepspeed_ext_run"  # the file in ``save_dir``; not hidden, so that ``rm -r save_dir/*`` removes it, too
+_RUN_TEXT = re.compile(r"[0-9a-f]{32}")
+_ABOUT = "about.json"  # in a folder of memory, what it belongs to
 _MANIFEST = "manifest.json"
-_SAVING = ".saving"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
+_UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Identity:
         number: of the save; random.
         tag, step: of the checkpoint; the number of steps that the engine has taken.
         time: of rank 0's clock, in seconds; of two saves of a step, the later one counts.
-        run: what ``save_dir`` was known by; see ``in_memory.py``.
+        latest: what the file ``latest`` of ``save_dir`` named; empty if there was none.
         model: what names and shapes of parameters are known by.
         files: the number of files of all ranks.
     """
@@ -51,7 +61,7 @@ class Identity:
     tag: str
     step: int
     time: float
-    run: str
+    latest: str
     model: str
     files: int
 
@@ -72,13 +82,38 @@ class Part:
 
     @classmethod
     def from_json(cls, text: str) -> "Part":
-        """Return what ``to_json`` has made a text of."""
-        fields = json.loads(text)
-        return cls(Identity(**fields["save"]), str(fields["folder"]), dict(fields["files"]))
+        """Return the part of a text that ``to_json`` has made.
+
+        Raises:
+            KeyError, TypeError, ValueError: another version has made it.
+        """
+        content = json.loads(text)
+        part = cls(Identity(**content["save"]), content["folder"], content["files"])
+        for field in fields(Identity):
+            _require_type(getattr(part.save, field.name), field.type)
+        _require_type(part.folder, str)
+        for name, rank in part.files.items():
+            _require_type(name, str)
+            _require_type(rank, int)
+        return part
 
     def to_json(self) -> str:
         """Return a text that all ranks can read."""
         return json.dumps(asdict(self))
+
+
+def _require_type(value: Any, kind: Any) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind}")
+
+
+def run_of(save_dir: str | os.PathLike[str]) -> str:
+    """Return the run in a folder; empty if no save in memory has begun one, or its file is damaged."""
+    try:
+        text = Path(save_dir, RUN).read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+    return text if _RUN_TEXT.fullmatch(text) else ""
 
 
 class MemoryFolder:
@@ -87,19 +122,21 @@ class MemoryFolder:
     Args:
         config: of the engine.
         save_dir: where the same run saves to disk.
+        run: in ``save_dir``.
     """
 
-    def __init__(self, config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:
-        self.parent = Path(memory_folder(config))
-        key = hashlib.sha256(os.fsencode(os.path.abspath(save_dir))).hexdigest()[:16]
-        self.path = self.parent / f"deepspeed_ext-{os.getuid()}-{key}"
+    def __init__(self, config: "DeepSpeedConfig", save_dir: str | os.PathLike[str], run: str) -> None:
+        self.parent, self._save_dir = Path(memory_folder(config)), os.path.abspath(save_dir)
+        key = hashlib.sha256(os.fsencode(self._save_dir) + run.encode()).hexdigest()[:16]
+        self.path = self.parent / f"{_prefix()}{key}"
+        self._owned: OwnedFolder | None = None  # what a save is written into
 
     @property
     def place(self) -> str:
         """What is the same on ranks that have the same folder. It must be there."""
         found = self.path.stat()
-        boot = _BOOT.read_text().strip() if _BOOT.exists() else ""  # like nodes may have one name
-        return f"{socket.gethostname()}:{boot}:{found.st_dev}:{found.st_ino}:{self.path}"
+        # Several nodes may have one name.
+        return f"{socket.gethostname()}:{boot_id()}:{found.st_dev}:{found.st_ino}:{self.path}"
 
     @property
     def is_ours(self) -> bool:
@@ -123,9 +160,10 @@ class MemoryFolder:
 
     @property
     def free(self) -> int:
-        """Bytes that may still be written."""
+        """Bytes that may still be written: of the file system, and of memory if it is in that."""
         found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
+        room = found.f_bavail * found.f_frsize
+        return min(room, available_memory()) if self.is_in_memory else room
 
     # Saving ###########################################################################################
 
@@ -148,12 +186,13 @@ class MemoryFolder:
                 f"{self.path} must be a folder that only this user can write into. Remove it, or set "
                 f"checkpoint.memory_folder to another place."
             )
-        for left in self.path.glob(f".*{_SAVING}"):
-            if not left.name.startswith(f".{number}-"):  # which is another rank's, of this save
-                shutil.rmtree(left, ignore_errors=True)
-        staging = self.path / f".{number}-{rank}{_SAVING}"
-        staging.mkdir()
-        return staging
+        about = self.path / _ABOUT
+        if not about.exists():
+            about.write_text(json.dumps({"save_dir": self._save_dir}))
+        self._owned = OwnedFolder(self.path / f"{number}-{rank}")
+        self._owned.create()
+        self._owned.made.mkdir()
+        return self._owned.made
 
     def publish(self, staging: Path, part: Part, names: list[str]) -> None:
         """Make complete files count.
@@ -167,23 +206,44 @@ class MemoryFolder:
         content = {"part": part.to_json(), "sizes": sizes, "names": names}
         (staging / _MANIFEST).write_text(json.dumps(content))
         staging.rename(self.path / part.folder)
+        self._end()
 
     def keep_only(self, number: int) -> None:
         """Remove all other saves; never raises, for the save is there, and other ranks take it to be."""
         with contextlib.suppress(OSError):
-            for path in list(self.path.iterdir()):
+            for path in list(self.path.glob("[0-9]*-*")):
                 if not path.name.startswith(f"{number}-"):
                     shutil.rmtree(path, ignore_errors=True)  # another rank does so, too
 
     def drop(self, number: int, rank: int) -> None:
         """Remove what a rank has of a save, published or not."""
-        for name in (f".{number}-{rank}{_SAVING}", f"{number}-{rank}"):
-            shutil.rmtree(self.path / name, ignore_errors=True)
+        self._end()
+        shutil.rmtree(self.path / f"{number}-{rank}", ignore_errors=True)
+
+    def _end(self) -> None:
+        if self._owned is not None:
+            self._owned.remove()
 
     def forget(self) -> None:
         """Remove all saves."""
         if self.is_ours:
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def others(self, same: bool = False) -> list[str]:
+        """Describe folders of this user's other saves in memory: path, save_dir, size and age. Never raises.
+
+        Args:
+            same: only those of other runs in the same ``save_dir``.
+        """
+        found = []
+        for path in sorted(self.parent.glob(f"{_prefix()}*")):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                about = path / _ABOUT
+                save_dir = json.loads(about.read_text())["save_dir"] if about.exists() else "unknown"
+                if path != self.path and (save_dir == self._save_dir or not same):
+                    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                    found.append(f"{path} (of {save_dir}, {size / 1e9:.3f} GB, {age(path.stat().st_mtime)} old)")
+        return found
 
     # Loading ##########################################################################################
 
@@ -206,12 +266,31 @@ class MemoryFolder:
         for path in sorted(self.path.glob(f"[0-9]*/{_MANIFEST}")):
             try:
                 content = json.loads(path.read_text())
-                part = Part.from_json(content["part"])
-            except (OSError, ValueError, KeyError, TypeError):  # of another version
+                part, sizes, names = Part.from_json(content["part"]), content["sizes"], content["names"]
+                for name in names:
+                    _require_type(name, str)
+                whole = {name: rank for name, rank in part.files.items() if _size(path.parent / name) == sizes[name]}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another version
                 continue
-            sizes = content["sizes"]
-            whole = {name: rank for name, rank in part.files.items() if _size(path.with_name(name)) == sizes[name]}
-            yield Part(part.save, path.parent.name, whole), content["names"]
+            yield Part(part.save, path.parent.name, whole), names
+
+
+def forget(config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:
+    """Remove the saves in memory of the run in ``save_dir`` from this node. Never raises."""
+    with contextlib.suppress(OSError):
+        if any(Path(memory_folder(config)).glob(f"{_prefix()}*")) and (run := run_of(save_dir)):
+            MemoryFolder(config, save_dir, run).forget()
+
+
+def age(since: float) -> str:
+    """Return the time since then in words."""
+    seconds = max(0.0, time.time() - since)
+    unit, name = next(((unit, name) for unit, name in _UNITS if seconds >= unit), _UNITS[-1])
+    return f"{seconds / unit:.0f} {name}"
+
+
+def _prefix() -> str:
+    return f"deepspeed_ext-{os.getuid()}-"
 
 
 def _size(path: Path) -> int | None:

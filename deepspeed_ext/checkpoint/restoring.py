@@ -5,7 +5,7 @@
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from deepspeed.utils import log_dist
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.exporting import finish_last
 from deepspeed_ext.checkpoint.files import inspect
-from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder, sync
-from deepspeed_ext.checkpoint.in_memory import RUN
-from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
+from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, age, run_of
 from deepspeed_ext.checkpoint.model_key import model_key
+from deepspeed_ext.checkpoint.owned import sync
 from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, broadcast_text, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
 
@@ -38,56 +38,82 @@ class _Place:
 def bring_back(engine: Engine, load_dir: str) -> None:
     """Write the newest save in memory into ``load_dir``, if it is newer than the one that ``latest`` names.
 
-    Collective over all ranks. Without a folder of memory anywhere, it is two small all-reduces.
+    Collective over all ranks. Without a folder of memory anywhere, it is a few small collectives.
 
     Raises:
         CheckpointError: on all ranks; it could not be written. What was there is untouched.
     """
-    folder = MemoryFolder(engine._config, load_dir)
-    parts = run_on_all_or_raise(folder.parts, f"{folder.path} cannot be read", CheckpointError)
+    run = _of_rank(0, lambda: run_of(load_dir), f"{Path(load_dir, RUN)} cannot be read")
+    folder = MemoryFolder(engine._config, load_dir, run)
+    others = folder.others(same=True) if dist.get_rank() == 0 else []
+    if others:
+        _warn(f"saves in memory of another run in {load_dir} are left alone: {'; '.join(others)}.")
+    doing = f"{folder.path} cannot be read"
+    parts = run_on_all_or_raise(lambda: folder.parts() if run else [], doing, CheckpointError)
     if not any_rank(bool(parts)):
         return
-    disk = json.loads(broadcast_text(json.dumps(_disk(engine, load_dir)) if dist.get_rank() == 0 else "", 0))
+    disk = json.loads(_of_rank(0, lambda: json.dumps(_disk(load_dir)), f"{load_dir} cannot be read"))
     model = model_key(engine)
-    places = all_gather_texts(folder.place if parts else "")
-    first = bool(parts) and places.index(folder.place) == dist.get_rank()
+    place = run_on_all_or_raise(lambda: folder.place if parts else "", doing, CheckpointError)
+    places = all_gather_texts(place)
+    first = bool(parts) and places.index(place) == dist.get_rank()
     texts = all_gather_texts(json.dumps([part.to_json() for part in parts] if first else []))
     saves = _gathered([[Part.from_json(one) for one in json.loads(text)] for text in texts])
     newer = sorted((save for save in saves if save.step > disk["step"]), key=lambda save: (-save.step, -save.time))
     whole: Identity | None = None
     for save in newer:
-        if (save.run, save.model) != (disk["run"], model):
-            _warn(
-                f"the save in memory of {save.tag} is of another {'model' if save.run == disk['run'] else 'run'} than "
-                f"the one that is loaded from {load_dir}, and is left alone."
-            )
+        why = _misfit(save, model, disk["latest"])
+        if engine.load_universal_checkpoint() and disk["universal"]:
+            why = f"{LATEST_UNIVERSAL} takes precedence"
+        if why:
+            _warn(f"the save in memory of {save.tag} is left alone by this load from {load_dir}: {why}.")
         elif len(saves[save]) == save.files:
             whole = save
             break
         else:
             _tell_missing(folder, save, saves[save], texts)
+    on_disk = f"of step {disk['step']}" if disk["step"] >= 0 else "none"
     if whole is not None:
+        _warn(
+            f"{whole.tag} is resumed from a save in memory, of step {whole.step}, {age(whole.time)} old, in "
+            f"{folder.path}; the last one on disk is {on_disk}."
+        )
         _write(engine, load_dir, folder, whole, saves[whole], places)
     elif newer:
-        found = f"the last save on disk, of step {disk['step']}, is loaded" if disk["step"] >= 0 else "none is on disk"
-        _warn(f"no save in memory can be loaded from {load_dir}: {found}.")
+        _warn(f"no save in memory can be loaded from {load_dir}; the last one on disk is {on_disk}.")
 
 
-def _disk(engine: Engine, load_dir: str) -> dict[str, Any]:
-    """Return the run in a folder, and the step of the checkpoint that a load takes from it; -1 if there is none."""
-    run = Path(load_dir, RUN)
-    step: float = -1
+def _of_rank(rank: int, act: Callable[[], str], doing: str) -> str:
+    """Return on all ranks what one of them finds, or raise on all. Collective.
+
+    Raises:
+        CheckpointError: it failed there.
+    """
+    found = run_on_all_or_raise(lambda: act() if dist.get_rank() == rank else "", doing, CheckpointError)
+    return broadcast_text(found, rank)
+
+
+def _misfit(save: Identity, model: str, latest: str) -> str:
+    """Return why a save in memory does not continue what is on disk; empty if it does."""
+    if save.model != model:
+        return "it is of another model"
+    if save.latest != latest:
+        return f"when it was made, {LATEST} named {save.latest or 'nothing'}, and now {latest or 'nothing'}"
+    return ""
+
+
+def _disk(load_dir: str) -> dict[str, Any]:
+    """Return what ``latest`` names in a folder, and the step of that; -1 if there is none."""
+    latest, step = "", -1
     try:
-        tag = Path(load_dir, LATEST).read_text().strip()
-        saved = Path(load_dir, CheckpointFolder(load_dir, tag).present_tag())
+        latest = Path(load_dir, LATEST).read_text().strip()
+        saved = Path(load_dir, CheckpointFolder(load_dir, latest).present_tag())
         models = (path for path in sorted(saved.glob("*mp_rank_*_model_states.pt")) if "layer_" not in path.name)
         step = int(inspect(next(models))["global_steps"])
-        if engine.load_universal_checkpoint() and Path(load_dir, LATEST_UNIVERSAL).is_file():
-            step = 2**62  # the user's own takes precedence
     except Exception as error:
         if not isinstance(error, FileNotFoundError):
             _warn(f"the step of the latest checkpoint in {load_dir} cannot be read: {type(error).__name__}: {error}")
-    return {"run": run.read_text().strip() if run.is_file() else "", "step": step}
+    return {"latest": latest, "step": step, "universal": Path(load_dir, LATEST_UNIVERSAL).is_file()}
 
 
 def _gathered(parts: list[list[Part]]) -> dict[Identity, dict[str, _Place]]:
@@ -110,7 +136,7 @@ def _gathered(parts: list[list[Part]]) -> dict[Identity, dict[str, _Place]]:
 def _tell_missing(folder: MemoryFolder, save: Identity, found: Mapping[str, _Place], texts: list[str]) -> None:
     """Warn that files of a save are gone. Collective."""
     has = next(rank for rank, text in enumerate(texts) if str(save.number) in text)
-    names = json.loads(broadcast_text(json.dumps(folder.names(save.number)) if dist.get_rank() == has else "", has))
+    names = json.loads(_of_rank(has, lambda: json.dumps(folder.names(save.number)), f"{folder.path} cannot be read"))
     missing = sorted(set(names) - found.keys())
     more = ", ..." if len(missing) > _SHOWN else ""
     _warn(
@@ -137,7 +163,6 @@ def _write(
     except Exception as failure:
         error = CheckpointError(f"the save in memory of {save.tag} could not be written to {load_dir}: {failure}")
     commit.run(written, error, WORLD)
-    log_dist(f"deepspeed_ext: {target.path} was written from memory of the nodes.", ranks=[0])
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
+from deepspeed_ext.checkpoint.memory_folder import forget
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, all_reduce_min, raise_together, require_same
 from deepspeed_ext.config.saves import saves_in_zeros_order
@@ -65,7 +65,7 @@ def save_checkpoint(
         _is_first(engine),
         not engine.use_node_local_storage(),
         save_latest,
-        after=MemoryFolder(engine._config, save_dir).forget if save_latest else lambda: None,
+        after=partial(forget, engine._config, save_dir) if save_latest else lambda: None,
     )
     commit.prepare(WORLD)
     more = {} if exclude_frozen_parameters else _frozen(engine)

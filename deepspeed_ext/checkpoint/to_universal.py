@@ -23,13 +23,11 @@ Note [States in several files]
 
 Note [Whole or absent]
     DeepSpeed's converter writes into the folder that it is to make, and momentum gets its name after it has ended. A
-    conversion that is killed in between would leave what looks like a universal checkpoint. So all is made in a hidden
-    folder beside it, ``.<name>.converting``, which the next conversion to that name removes if a killed one has left
-    it. The made folder gets its name at the end, and only then ``latest_universal`` has it.
+    conversion that is killed in between would leave what looks like a universal checkpoint. So the folder is made in
+    an owned one (``owned.py``). It gets its name at the end, and only then ``latest_universal`` names it.
 """
 
 import argparse
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -54,10 +52,11 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.converting import STAGING, begin, is_universal
+from deepspeed_ext.checkpoint.converting import is_universal
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
-from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL, put_in_place, replace_text
+from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
+from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_text
 from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
@@ -90,15 +89,14 @@ def convert(arguments: argparse.Namespace) -> None:
     source, target = Path(arguments.input_folder), Path(arguments.output_folder)
     _refuse_experts(source)
     _require_replaceable(target)
-    staging = target.with_name(f".{target.name}{STAGING}")
     target.parent.mkdir(parents=True, exist_ok=True)
-    begin(staging)
+    owned = OwnedFolder(behind_links(target))
+    owned.create()
     try:
-        made = staging / target.name
-        _make(argparse.Namespace(**{**vars(arguments), "output_folder": str(made)}))
-        put_in_place(made, target)
+        _make(argparse.Namespace(**{**vars(arguments), "output_folder": str(owned.made)}))
+        owned.put_in_place()
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        owned.remove()
     replace_text(target.with_name(LATEST_UNIVERSAL), target.name)
 
 

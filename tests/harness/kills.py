@@ -25,7 +25,7 @@ CALLS = {
     "HostChannel": ("deepspeed_ext.comm.host_channel:HostChannel", "_start"),
     "copytree": ("shutil", "copytree"),
     "rename": ("pathlib:Path", "rename"),
-    "exchange": ("deepspeed_ext.checkpoint.folder", "_exchange"),
+    "exchange": ("deepspeed_ext.checkpoint.owned", "_exchange"),
     "replace": ("pathlib:Path", "replace"),
     "rmtree": ("shutil", "rmtree"),
 }

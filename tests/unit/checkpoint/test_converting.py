@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run of another size or strategy continues from an ordinary checkpoint, which the load converts."""
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +122,8 @@ def test_a_conversion_that_fails_is_told_on_all_ranks_and_leaves_nothing(ranks: 
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: ") and not changed
-        assert "cannot be loaded as it is" in message and "-m deepspeed_ext convert has failed" in message, message
+        assert "cannot be loaded as it is" in message and "has failed" in message, message
+        assert f"python -m deepspeed_ext convert --input_folder {tmp_path}/global_step3 " in message, message
         assert names == ["global_step3", "latest"]
 
 
@@ -154,8 +157,7 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
 
     from tests.harness.snapshots import convert, error_of
 
-    hidden, target = Path(folder, ".global_step3_universal.converting"), Path(folder, "global_step3_universal")
-    (hidden / "left by a killed one").mkdir(parents=True)
+    target = Path(folder, "global_step3_universal")
     rename = Path.rename
 
     def stop(path: Path, target: Path) -> Path:
@@ -176,31 +178,41 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
 
 
 def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "file").write_text("")
     place = tmp_path / "one"
-    failed = (
-        f"CheckpointError: rank 0: {place} cannot be loaded as it is (another strategy), and it cannot be converted: "
-    )
+    place.mkdir()
+    (place / "file").write_text("")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two_converted").mkdir()
+    hidden = r"\.one_converted\.[0-9a-f]{8}\.saving"
+    failed = rf"CheckpointError: rank 0: {place} cannot be loaded as it is \(another strategy\), and it cannot be "
+    failed += "converted: "
     given_up = (
-        f"CheckpointError: {place} was not converted: for 1 s the first rank, which converts it, has not written to "
-        f"{tmp_path}/.one.converting/at_work, so it has died or cannot write."
+        rf"CheckpointError: {place} was not converted: for 1 s the first rank, which converts it, has not written to "
+        rf"{tmp_path}/{hidden}/at_work, so it has died or cannot write\."
     )
-    own = tmp_path / "1"
     apart = (
-        f"CheckpointError: rank 1: {own}/.one.converting, which the first rank has made, is not there on rank 1: to "
-        "be converted, a checkpoint must be in a folder that all nodes share."
+        rf"CheckpointError: rank 1: {tmp_path}/1/{hidden}/at_work, which the first rank has made, is not there on "
+        r"rank 1: to be converted, a checkpoint must be in a folder that all nodes share\."
     )
-    for rank, (slow, broken, gone, alone) in enumerate(ranks(2).run(ends_case, str(tmp_path))):
-        assert alone == apart
-        assert slow == f"{failed}-m deepspeed_ext convert has failed: so"
-        assert broken == f"{failed}ValueError: no text"
-        assert gone == (given_up if rank else "gone")
+    expected = {
+        "late": rf"{failed}python -m deepspeed_ext convert .* has failed: so",
+        "broken": rf"{failed}ValueError: no text",
+        "full": rf"CheckpointError: rank 0: .*/{hidden} cannot be written: OSError: .*No space left on device",
+        "taken": rf"CheckpointError: rank 0: {tmp_path}/two_converted is there, and no load has made it.*",
+        "apart": apart,
+    }
+    for rank, found in enumerate(ranks(2).run(ends_case, str(tmp_path))):
+        unwritable = rf"CheckpointError: {place} was not converted: ValueError: no text"
+        wanted = {**expected, "gone": given_up if rank else "gone", "unwritable": given_up if rank else unwritable}
+        for what, message in found.items():
+            assert re.fullmatch(wanted.pop(what), message), (what, message)
+        assert not wanted
+    assert list((tmp_path / "two_converted").iterdir()) == []
 
 
-def ends_case(folder: str) -> list[str]:
-    """The errors of a converter that fails late, of one that raises, of a first rank that is gone, and where each rank
-    has a folder of its own."""
+def ends_case(folder: str) -> dict[str, str]:
+    """The errors of a converter that fails late, of one that raises, of a full disk, of a name that is taken, of a
+    first rank that is gone, of one that can write nothing more, and where each rank has a folder of its own."""
     import subprocess
     import time
     from unittest import mock
@@ -217,18 +229,119 @@ def ends_case(folder: str) -> list[str]:
         time.sleep(1.6)
         return subprocess.CompletedProcess([], 1, "so")
 
-    messages = []
-    for what in (fail_late, ValueError("no text"), Gone()):
-        with (
-            mock.patch.multiple(converting, _SILENT=1.0, _BEAT=0.05, _LOOKS=0.05),
-            mock.patch.object(subprocess, "run", side_effect=what),
-        ):
+    def error(tag: str = "one", inside: str = folder) -> str:
+        return error_of(converting.converted, inside, tag, "another strategy")
+
+    def failing(name: str) -> Any:
+        act = getattr(Path, name)
+
+        def fail(path: Path, *args: Any, **kwargs: Any) -> Any:
+            if path.name == "at_work":
+                raise OSError(28, "No space left on device")
+            return act(path, *args, **kwargs)
+
+        return mock.patch.object(Path, name, fail)
+
+    found = {}
+    with mock.patch.multiple(converting, _SILENT=1.0, _BEAT=0.05, _LOOKS=0.05):
+        with mock.patch.object(subprocess, "run", side_effect=fail_late):
+            found["late"] = error()
+        with mock.patch.object(subprocess, "run", side_effect=ValueError("no text")):
+            found["broken"] = error()
+            with failing("touch"):
+                found["full"] = error()
+            found["taken"] = error("two")
+            with failing("unlink"):
+                found["unwritable"] = error()
+        with mock.patch.object(subprocess, "run", side_effect=Gone()):
             try:
-                messages.append(error_of(converting.converted, folder, "one", "another strategy"))
+                found["gone"] = error()
             except Gone:
-                messages.append("gone")
+                found["gone"] = "gone"
     own = Path(folder, str(dist.get_rank()))
     (own / "one").mkdir(parents=True)
     with mock.patch.multiple(converting, _VISIBLE=0.1, _LOOKS=0.05):
-        messages.append(error_of(converting.converted, str(own), "one", "another strategy"))
-    return messages
+        found["apart"] = error(inside=str(own))
+    return found
+
+
+def test_two_jobs_may_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "file").write_text("")
+    for name in ("older_converted", "foreign_converted", "used_converted"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "converted_from.json").write_text("[]")
+    for first, second, found, left in ranks(2).run(jobs_case, str(tmp_path)):
+        assert first == second == "one_converted" and found == ["by job 2"]
+        assert left == ["foreign_converted", "one", "one_converted", "used_converted"]
+
+
+def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
+    """What two jobs load, of which the second begins and ends while the first converts; what is in it and beside it.
+
+    Of earlier conversions one is left by a dead process, one has no marker, and another job loads one."""
+    import subprocess
+    from unittest import mock
+
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.checkpoint import converting, owned
+
+    first = dist.get_rank() == 0
+    second: list[str] = []
+    jobs = iter((1, 2))
+
+    def convert(command: list[str], **_: Any) -> Any:
+        job = next(jobs)
+        if job == 1:
+            second.append(converting.converted(folder, "one", "another strategy")[0])
+        made = Path(command[-1])
+        made.mkdir()
+        (made / f"by job {job}").touch()
+        return subprocess.CompletedProcess([], 0, "")
+
+    wait = converting._wait
+
+    def wait_for_both(source: Path, at_work: Path) -> None:
+        if not second:
+            second.append("")
+            second[0] = converting.converted(folder, "one", "another strategy")[0]
+        wait(source, at_work)
+
+    if first:
+        owned.claim(Path(folder, "older_converted"), shared=True).close()
+        used = owned.claim(Path(folder, "used_converted"), shared=True)
+    with (
+        mock.patch.object(subprocess, "run", side_effect=convert),
+        mock.patch.object(converting, "_wait", wait_for_both),
+    ):
+        tag, lease = converting.converted(folder, "one", "another strategy")
+    dist.barrier()
+    names = names_in(folder)
+    found = [path.name for path in Path(folder, tag).glob("by*")]
+    if first and lease is not None:
+        lease.close()
+        used.close()
+    return tag, second[0], found, names
+
+
+def test_the_converter_imports_nothing_from_the_current_folder(ranks: Any, tmp_path: Path) -> None:
+    ranks(1).run(imports_case, str(tmp_path))
+    assert not (tmp_path / "imported").exists()
+
+
+def imports_case(folder: str) -> None:
+    """A conversion of what is no checkpoint, in a folder with modules of the standard library's names."""
+    from deepspeed_ext.checkpoint import converting
+    from tests.harness.snapshots import error_of
+
+    base, before = Path(folder), Path.cwd()
+    for name in ("statistics", "queue", "argparse"):
+        Path(folder, f"{name}.py").write_text(f"open({str(base / 'imported')!r}, 'w')\n")
+    (base / "one").mkdir()
+    os.chdir(folder)
+    try:
+        message = error_of(converting.converted, folder, "one", "another strategy")
+    finally:
+        os.chdir(before)
+    assert "can't find *_optim_states.pt files" in message, message

@@ -4,6 +4,8 @@
 
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,10 @@ def read(folder: Any) -> set[str]:
 @pytest.fixture(params=["exchanged", "renamed"])
 def _rename(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a file system that exchanges names."""
-    from deepspeed_ext.checkpoint import folder
+    from deepspeed_ext.checkpoint import owned
 
     if request.param == "renamed":
-        monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(owned, "_exchange", lambda one, other: False)
 
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("_rename")]
@@ -101,18 +103,87 @@ def test_latest_is_left_alone_if_so_asked(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "one" and read(folder) == {"two"}
 
 
-def test_what_killed_saves_have_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_removed_and_nothing_else(tmp_path: Path) -> None:
     from deepspeed_ext.checkpoint.folder import CheckpointFolder
 
-    write(CheckpointFolder(tmp_path, "one"), "killed")
-    shutil.copytree(CheckpointFolder(tmp_path, "one").staging, CheckpointFolder(tmp_path, "two").staging)
-    os.utime(CheckpointFolder(tmp_path, "two").staging, (0, 0))
-    (tmp_path / ".three.saving").write_text("a file")
+    mine = [".notes.replaced", ".photos.saving", ".three.0123abcd.saving", ".three.replaced", ".three.saving"]
+    for name in mine:  # also those of versions without a marker
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "notes").mkdir()
+    running, killed = CheckpointFolder(tmp_path, "one"), CheckpointFolder(tmp_path, "two")
+    for folder in (running, killed):
+        write(folder, folder.tag)
+    del folder, killed  # its lease ends with the process
     folder = CheckpointFolder(tmp_path, "three")
     write(folder, "done")
     publish(folder)
-    # What is not old may be another job's.
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".one.saving", "latest", "three"]
+    left = [running.staging.parent.name, *mine, "latest", "notes", "three"]
+    assert names_in(tmp_path) == sorted(left)
+    assert all(names_in(tmp_path / name) == ["file"] for name in mine)
+    publish(running)
+    assert read(running) == {"one"} and names_in(tmp_path) == sorted([*left[1:], "one"])
+
+
+def test_two_saves_into_one_folder_do_not_undo_each_other(tmp_path: Path) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    def save(tag: str) -> None:
+        for _ in range(20):
+            folder = CheckpointFolder(tmp_path, tag)
+            write(folder, tag)
+            publish(folder)
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(save, tag) for tag in ("actor", "critic")]:
+            done.result()
+    assert names_in(tmp_path) == ["actor", "critic", "latest"]
+
+
+def test_a_failed_save_leaves_latest_of_another_engine_alone(tmp_path: Path) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    actor, critic = CheckpointFolder(tmp_path, "actor"), CheckpointFolder(tmp_path, "critic")
+    for folder in (actor, critic):
+        write(folder, "new")
+        folder.publish()
+        folder.point()
+    actor.revert()
+    assert (tmp_path / "latest").read_text() == "critic"
+
+
+@pytest.mark.parametrize("host, days", [("this", 0), ("another", 0), ("another", 2)])
+def test_what_another_host_has_left_is_removed_after_a_day(tmp_path: Path, host: str, days: int) -> None:
+    from deepspeed_ext.checkpoint import owned
+
+    left = owned.OwnedFolder(tmp_path / "one")
+    left.create()
+    marker = left.path / "owner.json"
+    if host == "another":
+        marker.write_text('{"host": "another"}')
+    os.utime(marker, (time.time() - days * 86400,) * 2)
+    path = left.path
+    owned.OwnedFolder(tmp_path / "two").create()
+    assert path.exists(), "it is in use"
+    del left
+    owned.OwnedFolder(tmp_path / "two").create()
+    assert path.exists() == (host == "another" and not days)
+
+
+def test_a_folder_that_an_older_version_set_aside_is_found(tmp_path: Path) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder(tmp_path, "one")
+    write(folder, "first")
+    publish(folder)
+    folder.path.rename(tmp_path / ".one.replaced")
+    assert read(folder) == {"first"} and folder.present_tag() == ".one.replaced"
+    folder = CheckpointFolder(tmp_path, "one")
+    folder.prepare()
+    assert folder.present_tag() == "one"
+    folder.revert()
+    assert read(folder) == {"first"}
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "../other", "/absolute", "a/../.."])
@@ -154,7 +225,7 @@ def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
     for text in ("first", "second"):
         folder = CheckpointFolder(saves, "last")
         write(folder, text)
-        assert folder.staging.parent == disk and names_in(saves) == ["last", "latest"]
+        assert folder.staging.parent.parent == disk and names_in(saves) == ["last", "latest"]
         publish(folder)
         assert read(folder) == {text} and (disk / "target" / "tokenizer.json").read_text() == "mine"
         assert {path.read_text() for path in (disk / "target").glob("*_states.pt")} == {text}
@@ -234,18 +305,25 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
         assert found in ({"first"}, {"second"}), (calls, latest, found)
         assert (folder.path / "tokenizer.json").exists() or tag == "two" or found == {"first"}
         calls += 1
-        # The next save works, too, and leaves no extra files.
+        # The next save works, too, and leaves no extra files, but for a folder that was not marked as ours yet.
+        folder = type(folder)(folder.save_dir, tag)
         write(folder, "third")
         publish(folder)
-        names = names_in(folder.save_dir)
+        names = left_in(folder.save_dir)
         assert read(folder) == {"third"} and names == sorted({"one", tag, "latest"}), (calls, names)
-        assert not disk or (folder.path.is_symlink() and names_in(tmp_path / f"disk{calls - 1}") == ["target"])
+        assert not disk or (folder.path.is_symlink() and left_in(tmp_path / f"disk{calls - 1}") == ["target"])
     assert calls >= 5
+
+
+def left_in(folder: Path) -> list[str]:
+    """What is in a folder, but for empty hidden folders."""
+    return [name for name in names_in(folder) if name[0] != "." or any((folder / name).iterdir())]
 
 
 def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) -> Any:
     """Save to tag "one", then to ``tag``, killed before a call; the second folder, or None if it came to its end."""
     from deepspeed_ext.checkpoint import folder as module
+    from deepspeed_ext.checkpoint import owned
 
     folder = module.CheckpointFolder(path, "one")
     write(folder, "first")
@@ -276,7 +354,8 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
             (os, "unlink"),
             (os, "rmdir"),
             (shutil, "copystat"),
-            (module, "_exchange"),
+            (owned, "_exchange"),
+            (owned, "claim"),
         ):
             patch.setattr(owner, name, guarded(getattr(owner, name)))
         try:

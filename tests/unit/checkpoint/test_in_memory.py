@@ -49,7 +49,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
 def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(four_ranks_case, str(tmp_path))
     for differences, names in ranks(2).run(two_ranks_case, str(tmp_path)):
-        assert differences == {} and names == ["global_step1", "global_step1_converted", "latest"]
+        assert differences == {} and names == ["deepspeed_ext_run", "global_step1", "global_step1_converted", "latest"]
 
 
 def four_ranks_case(base: str) -> None:
@@ -95,13 +95,16 @@ def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
 
 # What happens to the last of three saves, to disk and twice in memory; which one is loaded, and what is said of it.
 CASES = {
-    "": ("3", "", ""),
+    "": ("3", "", "3 is resumed from a save in memory, of step 3, "),
     "torn": ("2", "", "of 3 4 of 8 files are missing"),
-    "failed": ("2", "no room here", ""),
+    "failed": ("2", "no room here", "2 is resumed from a save in memory"),
     "full": ("1", "GB are free", ""),
     "old": ("3 from disk", "", ""),
-    "missing": ("1", "", "the last save on disk, of step"),
-    "run": ("", "", "of another run"),
+    "missing": ("1", "", "the last one on disk is of step"),
+    "run": ("", "", "saves in memory of another run in "),
+    "edited": ("0", "", "when it was made, latest named 1, and now 0"),
+    "damaged": ("1", "", "saves in memory of another run in "),
+    "version": ("1", "", ""),
     "model": ("", "", "of another model"),
     "others": ("1", "only this user", "are left alone"),
 }
@@ -230,7 +233,16 @@ def spoil(base: str, folder: str, what: str) -> None:
             if what == "missing" or tag == "3":
                 shutil.rmtree(manifest.parent)
     if what == "run":
-        shutil.rmtree(folder)
+        for path in Path(folder).glob("[!.]*"):  # as rm -r folder/* does
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if what == "edited":
+        shutil.copytree(Path(folder, "1"), Path(folder, "0"))
+        Path(folder, "latest").write_text("0")
+    if what == "damaged":
+        Path(folder, "deepspeed_ext_run").write_bytes(b"\xff\xfe damaged")
+    if what == "version":
+        for manifest in Path(base).glob("node*/*/*/manifest.json"):
+            manifest.write_text(json.dumps({"part": json.loads(manifest.read_text())["part"], "version": 2}))
 
 
 def test_what_it_needs_is_said(ranks: Any, tmp_path: Path) -> None:

@@ -167,13 +167,13 @@ def killed_case(folder: str, rank: int, function: str, call: int) -> None:
     import torch
     from deepspeed import comm as dist
 
-    from deepspeed_ext.checkpoint import folder as folders
+    from deepspeed_ext.checkpoint import owned
     from tests.harness import snapshots, training
 
     owner, name = {
         "torch.save": (torch, "save"),
         "barrier": (deepspeed.comm, "barrier"),
-        "exchange": (folders, "_exchange"),
+        "exchange": (owned, "_exchange"),
         "Path.replace": (Path, "replace"),
     }[function]
     job = training.Job(optimizer="Adam", empty=False)

@@ -1,0 +1,224 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Temporary folders in places that other jobs and users share.
+
+Note [Owned folders]
+    Whatever is incomplete is made in a hidden folder beside its final place, ``.<name>.<token>.saving``, and renamed
+    to that place when it is complete. The token is random, so no two saves, exports, conversions or jobs use the same
+    folder. Its file ``owner.json`` marks it as ours. The process that made the folder keeps that file locked (flock),
+    and the kernel releases the lock when the process dies, however it dies.
+
+    The next ``OwnedFolder`` beside it removes the folders of dead processes. A folder without our marker, or whose
+    lock is held, is never touched. A file system may hide locks from other hosts. So what another host has made is
+    removed only a day after it was last used.
+
+    If the system cannot exchange two names in one call, the old folder is first renamed to ``replaced`` in the owned
+    folder. A save that is killed between its two renames leaves it there: our loads find it, and whoever removes the
+    owned folder renames it back first, unless something else has its name.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import glob
+import json
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_SUFFIX, _TOKEN_BYTES = ".saving", 4
+_MARKER = "owner.json"
+_MADE, _REPLACED, _REMOVED = "made", "replaced", "removed"
+_STALE_SECONDS = 24 * 3600
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
+
+
+def boot_id() -> str:
+    """Return an identifier of the running kernel, the same in all of its containers; empty if there is none."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else ""
+
+
+def new_token() -> str:
+    """Return a random token for the name of an owned folder."""
+    return secrets.token_hex(_TOKEN_BYTES)
+
+
+class OwnedFolder:
+    """A hidden folder, in which a file or folder is made that then takes its place. See Note [Owned folders].
+
+    Args:
+        place: path of what is made; a link is not followed.
+        token: the same on all ranks that write into the folder; by default a new one.
+
+    Attributes:
+        path: the hidden folder.
+        made: path in it of what is made.
+    """
+
+    def __init__(self, place: Path, token: str | None = None) -> None:
+        self.place = place
+        self.path = place.with_name(f".{place.name}.{token or new_token()}{_SUFFIX}")
+        self.made = self.path / _MADE
+        self._replaced = self.path / _REPLACED
+        self._lease: IO[str] | None = None
+
+    def create(self) -> None:
+        """Create the folder, and remove those beside it that dead processes have left."""
+        for left in self.place.parent.glob(f".*{_SUFFIX}"):
+            remove_if_left(left)
+        self.path.mkdir()
+        self._lease = claim(self.path)
+
+    def put_in_place(self) -> None:
+        """Rename what was made to its place. What was there stays in this folder until ``remove``."""
+        sync(self.made)
+        if not os.path.lexists(self.place):
+            self.made.rename(self.place)
+        elif not _exchange(self.made, self.place):
+            self.place.rename(self._replaced)
+            self.made.rename(self.place)
+        sync(self.place.parent)
+
+    def take_back(self) -> None:
+        """Undo ``put_in_place``, together with ``remove``."""
+        if not _exchange(self.made, self.place):
+            self.place.rename(self.made)
+
+    def remove(self) -> None:
+        """Remove the folder, if this process has created it. Logs a warning instead of raising."""
+        if self._lease is None:
+            return
+        with self._lease:
+            try:
+                _discard(self.path)
+            except OSError as error:
+                _warn(f"{self.path} could not be removed: {error}")
+        self._lease = None
+
+
+def replaced_by(place: Path) -> list[Path]:
+    """Return the folders of this place that killed processes have set aside and not renamed back."""
+    token = "[0-9a-f]" * 2 * _TOKEN_BYTES
+    return sorted(place.parent.glob(f".{glob.escape(place.name)}.{token}{_SUFFIX}/{_REPLACED}"))
+
+
+def claim(folder: Path, shared: bool = False) -> IO[str]:
+    """Mark a new folder as ours; it is in use until the returned file is closed.
+
+    Args:
+        shared: whether other processes may ``hold`` it as well.
+    """
+    marker = (folder / _MARKER).open("x")
+    host = boot_id()
+    try:
+        fcntl.flock(marker, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    except OSError:  # the file system has no locks
+        host = ""
+    marker.write(json.dumps({"host": host}))  # after the lock, without which a marker counts for nothing
+    marker.flush()
+    return marker
+
+
+def hold(folder: Path) -> IO[str] | None:
+    """Keep others from removing a complete folder until the returned file is closed; None if it is not ours."""
+    try:
+        marker = (folder / _MARKER).open()
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # the file system has no locks
+        fcntl.flock(marker, fcntl.LOCK_SH)
+    with contextlib.suppress(OSError):  # it is read-only
+        os.utime(marker.name)
+    return marker
+
+
+def remove_if_left(folder: Path) -> None:
+    """Remove a folder of ours if no process uses it, and leave everything else alone. Never raises."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError), (folder / _MARKER).open("r+") as marker:
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:
+            visible = False
+        else:
+            visible = json.load(marker)["host"] == boot_id() != ""
+        if visible or time.time() - os.fstat(marker.fileno()).st_mtime > _STALE_SECONDS:
+            hidden = folder
+            if not folder.name.endswith(_SUFFIX):  # in use under this name; half of it must not be
+                hidden = folder.rename(OwnedFolder(folder).path)
+            _discard(hidden)
+
+
+def _discard(folder: Path) -> None:
+    """Remove an owned folder, its marker last; rename back what it has replaced if nothing else has that name."""
+    replaced, removed = folder / _REPLACED, folder / _REMOVED
+    for path in folder.iterdir():
+        if path.name not in (_MARKER, _REPLACED):
+            remove(path)
+    if os.path.lexists(replaced):
+        place = folder.with_name(folder.name[1 : -len(_SUFFIX) - 2 * _TOKEN_BYTES - 1])
+        if os.path.lexists(place):
+            remove(replaced.rename(removed))  # renamed, so that half of it is never renamed back
+        else:
+            replaced.rename(place)
+    (folder / _MARKER).unlink()
+    folder.rmdir()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that replaces ``path`` at the end of the context; a link stays one."""
+    owned = OwnedFolder(behind_links(path))
+    owned.create()
+    try:
+        yield owned.made
+        sync(owned.made)
+        owned.made.replace(owned.place)
+    finally:
+        owned.remove()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of a small file atomically; a link stays one."""
+    with replacing(path) as new:
+        new.write_text(text)
+
+
+def behind_links(path: Path) -> Path:
+    """Return the final target of a link, whether it exists or not; ``path`` itself if it is no link."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, a file or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Flush a file or folder to disk. Call it before anything refers to the path."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one call; return False if the system cannot, or one of them does not exist."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return rename is not None and rename(*arguments) == 0
+
+
+def _warn(text: str) -> None:
+    logging.getLogger("DeepSpeed").warning(f"deepspeed_ext: {text}")
