@@ -31,6 +31,7 @@ from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.flat.arrivals import BeforeUse
 from deepspeed_ext.zero.optimizer import ParoOptimizer
+from deepspeed_ext.zero.parameter_order import first_difference
 
 _LARGEST = 2**62
 _MODULE = "module"
@@ -177,16 +178,14 @@ class Check:
 
     def _check_order(self, file: str, state: Mapping[str, Any]) -> None:
         """Compare the order in which DeepSpeed flattened parameters with the order in which it will load them."""
-        saved, wanted = (
+        saved, own = (
             [(name, tuple(shape)) for group in groups for name, shape in group.items()]
             for groups in (state.get(PARAM_SHAPES) or (), self._engine._get_zero_param_shapes())
         )
-        differing = [(a, b) for a, b in zip(saved, wanted, strict=False) if a[1] != b[1]]
-        if saved and (differing or len(saved) != len(wanted)):
-            first = f", the first that differs: {differing[0][0]}, expected {differing[0][1]}" if differing else ""
+        if saved and (difference := first_difference(saved, own, self._engine.param_names.values())):
             raise CheckpointError(
-                f"{file} is of another model, or of parameters in another order (round_robin_gradients): its "
-                f"optimizer has {len(saved)} parameters, expected {len(wanted)}{first}."
+                f"{file} is of another model, or of parameters in another order (round_robin_gradients, parameter "
+                f"groups), by which DeepSpeed loads the optimizer's states: {difference}.{self._saved_as()}"
             )
 
     # The optimizer's states ###########################################################################

@@ -44,6 +44,7 @@ from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
 from deepspeed_ext.zero.momentum import of_partition, sharded_otherwise, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
+from deepspeed_ext.zero.parameter_order import first_difference
 
 State = Mapping[str, Any]
 
@@ -205,16 +206,18 @@ def check(
             raise sharded_otherwise(
                 f"of {layout.numel} elements in parameter group {number}", f"have {wanted} in that group"
             )
-    maps = state[PARAM_SLICE_MAPPINGS], own_mappings(layouts)
-    # DeepSpeed takes them by place. Names tell parameters of one size apart, unless the model has renamed them.
-    renamed = any(name not in names for group in maps[0] for name in group)
     saved, own = (
-        [[("" if renamed else name, piece.start, piece.numel) for name, piece in group.items()] for group in some]
-        for some in maps
+        [
+            (name, f"at {piece.start} of group {number}, {piece.numel} elements")
+            for number, group in enumerate(mapping)
+            for name, piece in group.items()
+        ]
+        for mapping in (state[PARAM_SLICE_MAPPINGS], own_mappings(layouts))
     )
-    if saved != own:
+    if difference := first_difference(saved, own, names):
         raise sharded_otherwise(
-            "in another order", "go by round_robin_gradients, the parameter groups and the sizes of parameters"
+            f"in another order ({difference})",
+            "go by round_robin_gradients, the parameter groups and the sizes of parameters",
         )
 
 

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fault in a save or a load loses nothing that was there, and every rank reports what it was."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.snapshots import SHARD, after_a_step, error_of
+from tests.harness.tiers import deep
 from tests.harness.training import placed
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
@@ -228,4 +230,93 @@ def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, boo
             if name == "NIG":  # a function of the user's may know what to do
                 engine.load_checkpoint(f"{folder}/{name}", load_module_only=True, custom_load_fn=lambda src, dst: None)
             engine.destroy()
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("NIG", "NIG"), ("IIG", "IIG"), ("3", "GGG"), *deep(("III", "III"), ("GGG", "GGG"))]
+)
+def test_parameters_of_one_shape_are_told_apart_by_name(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+    for rows in ranks(2).run(order_case, str(tmp_path), saved, loaded):
+        for what in ("reversed", "reversed, other frozen"):
+            message, _ = rows.pop(what)
+            assert message.startswith("CheckpointError: rank 0: ") and "in another order" in message, (what, message)
+            assert "'layers.0.weight' (8, 8)" in message and "'layers.2.weight' (8, 8)" in message, message
+        assert rows == dict.fromkeys(("reversed, universal", "renamed", "no names"), ("", 0.0))
+
+
+def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, float]]:
+    """For several models and checkpoints, what a load raises and how far the weights are from the saved ones."""
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARAM_SLICE_MAPPINGS
+
+    from tests.harness import snapshots, training
+
+    class Reversed(training.Network):
+        """The same names, with the parameters in reverse order of layers, and so of the same shapes."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.layers._modules = dict(reversed(self.layers._modules.items()))
+
+    class Renamed(training.Network):
+        """Other names, in the same order."""
+
+        layers = property(lambda self: self.blocks)  # type: ignore[assignment]
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.blocks = self._modules.pop("layers")
+
+    def make(name: str, network: Any = None, frozen: Any = (), universal: bool = False) -> Any:
+        config = {"checkpoint": {"load_universal": universal}}
+        job = training.Job((8, 8, 8, 8), False, optimizer="Adam", frozen=frozen, network=network, config=config)
+        return job, *training.make_engine(job, training.placed(name, group_size=1))
+
+    def weights_of(model: Any) -> list[torch.Tensor]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return [model.layers[number].weight.detach().clone() for number in range(3)]
+
+    def forget_names(path: Path) -> None:
+        content = torch.load(path, weights_only=False)
+        content.pop(PARAM_SHAPES, None)
+        content.get(OPTIMIZER_STATE_DICT, {}).pop(PARAM_SLICE_MAPPINGS, None)
+        torch.save(content, path)
+
+    def load_renamed(src: dict[str, Any], dst: Any) -> None:
+        for name, param in dst.named_parameters():
+            if param.numel():
+                param.data.copy_(src[name.replace("blocks", "layers")])
+
+    trained = []
+    for frozen in ((), (0,)):
+        job, engine, model = make(saved, frozen=frozen)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        engine.save_checkpoint(f"{folder}/{len(frozen)}", tag="good")
+        trained.append(weights_of(model))
+        engine.destroy()
+    snapshots.convert(f"{folder}/0", ours=True)
+    rows = {}
+    for what, network, frozen in (
+        ("reversed", Reversed, ()),
+        ("reversed, other frozen", Reversed, (2,)),
+        ("reversed, universal", Reversed, ()),
+        ("renamed", Renamed, ()),
+        ("no names", None, ()),
+    ):
+        if what == "no names" and dist.get_rank() == 0:
+            for path in Path(folder, "0", "good").glob("*.pt"):
+                forget_names(path)
+        dist.barrier()
+        universal = "universal" in what
+        _, engine, model = make(loaded, network, frozen, universal)
+        load = partial(engine.load_checkpoint, f"{folder}/{len(frozen)}", "good_universal" if universal else "good")
+        if network is Renamed:
+            load = partial(load, custom_load_fn=load_renamed)
+        message = error_of(load)
+        pairs = zip(trained[len(frozen)], weights_of(model), strict=True)
+        rows[what] = message, max((one - other).abs().max().item() for one, other in pairs)
+        engine.destroy()
     return rows
