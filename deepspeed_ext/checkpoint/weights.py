@@ -22,7 +22,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.module_inject.auto_ep_presets.registry import apply_config_overrides, get_preset
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, get_allgather_dtype
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -157,7 +157,7 @@ def _weight(path: str, name: str, sources: tuple[Any, ...], group: ProcessGroup 
         first = first[0], sum(shape[1] for shape in (first, *others)), *first[2:]
     ranks = 1 if group is None else dist.get_world_size(group=group)
     shape = first if group is None else (ranks * first[0], *first[1:])
-    dtype = get_allgather_dtype(sources[0], sources[0].ds_tensor) if is_partitioned(sources[0]) else sources[0].dtype
+    dtype = sources[0].ds_tensor.dtype if is_partitioned(sources[0]) else sources[0].dtype
     owners = () if group is None else tuple(range(ranks))
     return Weight(_joined(path, name), shape, dtype, path, sources, group, owners)
 

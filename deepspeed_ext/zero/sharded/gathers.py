@@ -79,6 +79,7 @@ class Gathers:
         self._sequential = sequential
         self._changed_by_others: Callable[[], None] = lambda: None
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
+        self._rounded: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
         self._path = slices.strategy.p, Placement.N
         # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
         several = self._redistribution.hops(*self._path) > 1
@@ -120,7 +121,7 @@ class Gathers:
         """Return the kind of a parameter: those of one kind may be in one unit."""
         if getattr(param, OWNER, None) is not self:
             return None
-        return param.dtype, get_allgather_dtype(param, param.ds_tensor), param.ds_persist
+        return param.dtype, wire_dtype(param), param.ds_persist
 
     def _make_unit(self, params: Sequence[ZeroParameter]) -> Unit:
         return Unit(params, self.all_gather_coalesced, self._gone)
@@ -177,6 +178,10 @@ class Gathers:
             whole = torch.empty(senders * width, dtype=dtype, device=device)
         started = self._queue.start(self._send(params, dtype, whole))
         self._live(sum(param.ds_numel for param in params))
+        if dtype != params[0].ds_tensor.dtype:
+            self._rounded.update(param.ds_id for param in params)
+        elif self._rounded:
+            self._rounded.difference_update(param.ds_id for param in params)
         return GatherHandle(params, self._queue, started, self._bucket_of(params, alone), self.slices.row_count, alone)
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
@@ -210,7 +215,7 @@ class Gathers:
         handles += [self._start_unit(unit) for unit in units]
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
         for param in ordered if not units else [param for param in ordered if not isinstance(param, Unit)]:
-            by_dtype.setdefault(get_allgather_dtype(param, param.ds_tensor), []).append(param)
+            by_dtype.setdefault(wire_dtype(param), []).append(param)
         for dtype in sort_dtypes(by_dtype):
             together = [[param] for param in by_dtype[dtype]] if self._sequential else [by_dtype[dtype]]
             handles += [self._start(some, dtype) for some in together]
@@ -223,8 +228,8 @@ class Gathers:
         whole = self._topology.sizes.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
         if whole:
             self._live(sum(param.ds_numel for param in missing))
-        dtype = get_allgather_dtype(missing[0], missing[0].ds_tensor)
-        return UnitGather(unit, ResidentHandle(missing) if whole else self._start(missing, dtype, alone=False))
+            return UnitGather(unit, ResidentHandle(missing))
+        return UnitGather(unit, self._start(missing, wire_dtype(missing[0]), alone=False))
 
     def _all_gather(
         self,
@@ -232,18 +237,32 @@ class Gathers:
         param_list: Sequence[ZeroParameter] | None = None,
         async_op: bool = False,
         hierarchy: int = 0,
-    ) -> list[ZeroParameter] | None:
-        """Gather, as DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches."""
+    ) -> list[GatherHandle] | None:
+        """Gather, as DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches.
+
+        Whoever calls this reads parameters, so they are gathered in the dtype in which they are held. Those that a
+        module has left behind in its compute dtype are gathered again.
+        """
         listed = list(dict.fromkeys([param] if param_list is None else param_list))
         mine = [p for p in listed if getattr(p, OWNER, None) is self]
         if len(mine) < len(listed):  # of another engine, or of none
             others = [p for p in listed if getattr(p, OWNER, None) is not self]
             others[0].all_gather(param_list=others, async_op=async_op, hierarchy=hierarchy)
-        wanted = [p for p in mine if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        rounded = [p for p in mine if p.ds_id in self._rounded and _is_idle(p)]
+        if rounded:
+            rounded[0].partition(rounded)
+        wanted = sorted(
+            (p for p in mine if p.ds_status == ZeroParamStatus.NOT_AVAILABLE), key=lambda param: param.ds_id
+        )
+        alone = async_op or self._sequential
+        handles = (
+            self._start(some, some[0].ds_tensor.dtype)
+            for some in ([[p] for p in wanted] if alone else self.slices.batches(wanted))
+        )
         if async_op:
-            return [self.all_gather_coalesced([p]) for p in wanted]
-        for some in self.slices.batches(wanted):
-            self.all_gather_coalesced(some).wait()
+            return list(handles)
+        for handle in handles:
+            handle.wait()
         return None
 
     def _partition(
@@ -274,6 +293,19 @@ class Gathers:
         if has_been_updated:
             self.slices.written()
             self._changed_by_others()
+
+
+def wire_dtype(param: ZeroParameter) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered for a module: with ``torch_autocast`` that of its compute,
+    unless it persists and is read after the module."""
+    dtype: torch.dtype = param.ds_tensor.dtype if param.ds_persist else get_allgather_dtype(param, param.ds_tensor)
+    return dtype
+
+
+def _is_idle(param: ZeroParameter) -> bool:
+    """Whether a parameter is available, and no module that uses it runs."""
+    users = param.ds_active_sub_modules or getattr(getattr(param, UNIT, None), "ds_active_sub_modules", None)
+    return param.ds_status == ZeroParamStatus.AVAILABLE and not users
 
 
 def _owner(param: ZeroParameter | Unit) -> Gathers:

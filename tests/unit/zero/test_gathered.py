@@ -10,6 +10,7 @@ import pytest
 
 from tests.harness import networks, training
 from tests.harness.networks import SQUARE
+from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, SMALL, Job, placed
 
 
@@ -205,5 +206,83 @@ def inference_case(network: Any) -> list[tuple[str, float, bool]]:
             inputs = [torch.full((3, SQUARE[0]), i / 4) for i in range(3)]
             gap = max((engine(x) - plain(x)).abs().max().item() for x in inputs)
         rows.append((name, gap, cut))
+        engine.destroy()
+    return rows
+
+
+LEAF_UNITS = {"stage3_leaf_bytes": 10**6}
+HOST = {"offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    "names, zero",
+    [
+        (("3", "IIG", "GGG"), {"stage3_param_persistence_threshold": 0}),
+        (("IIG",), {}),
+        *deep(
+            *(
+                (("3", *PARTITIONED), {**zero, "stage3_param_persistence_threshold": most, "overlap_comm": overlap})
+                for zero in ({}, LEAF_UNITS, HOST)
+                for most in (0, 100, 10**6)
+                for overlap in (False, True)
+            )
+        ),
+    ],
+)
+def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names: Sequence[str], zero: Any) -> None:
+    for rows in ranks(4).run(autocast_case, str(tmp_path), names, zero):
+        for name, apart in rows:
+            if name == "3":  # what a module has left behind is rounded, and what persists is so before the first step
+                del apart["backward 0"], apart["evaluation"]
+            wrong = {reader: distance for reader, distance in apart.items() if distance}
+            assert {"new", "backward 1", "step 1", "export"} <= apart.keys() and not wrong, (name, wrong)
+
+
+def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[str, dict[str, float]]]:
+    """Of each: how far what its readers return is from the optimizer's weights; infinite if not in fp32."""
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed.utils import safe_get_full_fp32_param
+    from safetensors.torch import load_file
+
+    import deepspeed_ext
+
+    save = {"stage3_gather_16bit_weights_on_model_save": True}
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    job = Job(empty=False, zero={**training.SEVERAL_BUCKETS, **save}, config=autocast)
+
+    def compare(read: dict[str, torch.Tensor] | None) -> float:
+        """Collective; None on ranks that get none."""
+        masters = {key: safe_get_full_fp32_param(param) for key, param in model.named_parameters()}
+        found = masters if read is None else read
+        right = all(value.dtype == torch.float32 for value in found.values())
+        return max((found[key] - masters[key]).abs().max().item() for key in masters) if right else torch.inf
+
+    def gathered(modifier: int | None = None) -> dict[str, torch.Tensor]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):
+            return {key: param.detach().clone() for key, param in model.named_parameters()}
+
+    rows = []
+    for name in names:
+        keys = {key: value for key, value in zero.items() if name != "3" or key not in LEAF_UNITS}
+        engine, model = training.make_engine(job, placed(name, **keys))
+        data, apart = training.batches(job), {"new": compare(gathered(modifier=0))}
+        for number in range(2):
+            training.micro_step(engine, job, number, *next(data))
+            apart[f"backward {number}"] = compare(gathered())
+            engine.step()
+            apart[f"step {number}"] = compare(gathered(modifier=0))
+        engine.eval()
+        with torch.no_grad():
+            engine(next(data)[0])
+        apart["evaluation"] = compare(gathered())
+        apart["state dict"] = compare(engine._zero3_consolidated_16bit_state_dict())
+        engine.save_16bit_model(folder, f"{name}.bin")
+        deepspeed_ext.export_weights(engine, f"{folder}/{name}")
+        dist.barrier()
+        apart["16 bits"] = compare(torch.load(f"{folder}/{name}.bin"))
+        apart["export"] = compare(load_file(f"{folder}/{name}/model.safetensors"))
+        rows.append((name, apart))
         engine.destroy()
     return rows
