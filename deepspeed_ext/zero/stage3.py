@@ -50,7 +50,7 @@ from deepspeed_ext.zero.sharded.expert_windows import WindowGradients
 from deepspeed_ext.zero.sharded.gathers import Gathers, GatherSettings, partition
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.shards import GradientShards
-from deepspeed_ext.zero.sharded.slices import Slices
+from deepspeed_ext.zero.sharded.slices import Slices, with_padding, without_padding
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
 from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
@@ -716,7 +716,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def set_local_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Serve DeepSpeed's safe_set_local_fp32_param and its like."""
         self.resync.ask()
-        super().set_local_hp_param(value, param, optim_state_key)
+        super().set_local_hp_param(without_padding(value, param), param, optim_state_key)
         self._tell_outer(param, optim_state_key)
 
     @override
@@ -788,10 +788,26 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         return super()._get_fp32_grad_state_partition(*args, **kwargs)
 
     @override
-    def update_fp32_grad_for_param_vectorized(self, *args: Any, **kwargs: Any) -> None:
-        """Serve DeepSpeed's safe_update_full_grad_vectorized."""
+    def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
+        """Serve DeepSpeed's safe_set_full_grad, also where ranks do not divide a parameter."""
+        super().set_fp32_grad_for_param(with_padding(value, param), param)
+
+    @override
+    def set_local_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
+        """Serve DeepSpeed's safe_set_local_grad."""
+        super().set_local_grad_for_param(without_padding(value, param), param)
+
+    @override
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[..., Tensor], param_list: Sequence[ZeroParameter]
+    ) -> None:
+        """Serve DeepSpeed's safe_update_full_grad_vectorized, also where ranks do not divide a parameter."""
         self._refuse_unfinished_gradients()
-        super().update_fp32_grad_for_param_vectorized(*args, **kwargs)
+
+        def update(gradient: Tensor, param: ZeroParameter) -> Tensor:
+            return with_padding(update_func(gradient, param), param)
+
+        super().update_fp32_grad_for_param_vectorized(update, param_list)
 
     def _refuse_unfinished_gradients(self) -> None:
         self._finish_buckets()

@@ -441,6 +441,25 @@ class Slices:
         self.cache.take(param.ds_id, rows)
 
 
+def with_padding(value: Tensor, param: ZeroParameter) -> Tensor:
+    """Return a value of a whole parameter, 1D, with zeros up to the end of the last rank's chunk.
+
+    Raises:
+        ValueError: it has another number of elements.
+    """
+    if value.numel() != param.ds_numel:
+        raise ValueError(f"expected a value of {param.ds_numel} elements, got {value.numel()}: {param.ds_summary()}")
+    whole = param.ds_tensor.ds_numel * dist.get_world_size(group=param.ds_process_group)
+    return torch.nn.functional.pad(value.flatten(), (0, whole - value.numel()))
+
+
+def without_padding(value: Tensor, param: ZeroParameter) -> Tensor:
+    """Return a value of this rank's chunk of a parameter, 1D, with zeros in the padding."""
+    chunk = value.numel()
+    own = value.flatten()[: max(0, param.ds_numel - chunk * dist.get_rank(group=param.ds_process_group))]
+    return torch.nn.functional.pad(own, (0, chunk - own.numel()))
+
+
 def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:
     """Partition a ZeRO parameter, with DeepSpeed's own methods, over another process group. Collective over both."""
     param.all_gather()

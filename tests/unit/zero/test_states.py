@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS
 
 BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
@@ -203,3 +204,123 @@ def stateless_case() -> list[str]:
         ask(model)
         engine.destroy()
     return told
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    "names, dtype, zero",
+    [
+        (("NIG", "IIG", "GGG"), "fp32", {}),
+        *deep(
+            *(
+                (names, dtype, zero)
+                for names in (REPLICATED, PARTITIONED)
+                for dtype in ("fp32", "bf16")
+                for zero in ({}, OFFLOAD)
+            )
+        ),
+    ],
+)
+def test_what_accessors_set_is_what_they_get_and_the_step_uses(
+    ranks: Any, names: tuple[str, ...], dtype: str, zero: Any
+) -> None:
+    for rows in ranks(4).run(every_accessor_case, names, dtype, zero):
+        assert rows == [(name, []) for name in names]
+
+
+def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[tuple[str, list[str]]]:
+    """Of each strategy: which functions have returned something else than was set, or have set something else.
+
+    Values are multiples of 1/8, so a step of SGD has no rounding.
+    """
+    import torch
+
+    from tests.harness import training
+
+    class OfAllSizes(training.Network):
+        """With parameters of 1, 2, 23 and 529 elements."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.one, self.two = (torch.nn.Parameter(torch.ones(size)) for size in (1, 2))
+
+        def forward(self, x: torch.Tensor, skipped: Any = ()) -> torch.Tensor:
+            """Use all of them."""
+            return super().forward(x, skipped) * self.one + self.two.sum()
+
+    job = training.Job(
+        (23, 23),
+        False,
+        dtype=dtype,
+        clipping=0.0,
+        network=OfAllSizes,
+        zero={**SEVERAL_BUCKETS, **zero},
+        config={"optimizer": {"params": {"momentum": 0.5}}, "zero_force_ds_cpu_optimizer": False},
+    )
+    rows = []
+    for name in names:
+        engine, model = training.make_engine(job, training.placed(name))
+        data = training.batches(job)
+        for number in range(2):
+            training.micro_step(engine, job, number, *next(data))
+            if number == 0:
+                engine.step()
+        rows.append((name, wrong_accessors(engine, [*model.layers.parameters(), model.one, model.two])))
+        engine.destroy()
+    return rows
+
+
+def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
+    """After a backward at the boundary: which functions do not return what was set, or what a step gets wrong."""
+    import torch
+    from deepspeed import comm as dist
+    from deepspeed import utils
+
+    generator, wrong = torch.Generator().manual_seed(3), list[str]()
+    of_parts = all(hasattr(param, "ds_id") for param in params)
+    shapes = [getattr(param, "ds_shape", param.shape) for param in params]
+
+    def draw() -> list[torch.Tensor]:
+        """Return values of all parameters, the same on all ranks."""
+        return [torch.randint(-8, 9, shape, generator=generator) / 8.0 for shape in shapes]
+
+    def chunk(whole: torch.Tensor, param: Any, padding: float = 0.0) -> torch.Tensor:
+        """Return what this rank has of a value."""
+        rank, size = dist.get_rank(param.ds_process_group), param.ds_tensor.ds_numel
+        own = whole.flatten()[rank * size : (rank + 1) * size]
+        return torch.nn.functional.pad(own, (0, size - own.numel()), value=padding)
+
+    def check(what: str, key: tuple[str, ...], values: list[torch.Tensor]) -> None:
+        full = [getattr(utils, f"safe_get_full_{what}")(param, *key) for param in params]
+        if not all(torch.equal(found.float(), value) for found, value in zip(full, values, strict=True)):
+            wrong.append(f"full {what}")
+        for param, value in zip(params, values, strict=True) if of_parts else ():
+            local = getattr(utils, f"safe_get_local_{what}")(param, *key)
+            if not torch.equal(local.flatten().float(), chunk(value, param)):
+                wrong.append(f"local {what}")
+
+    last = []
+    for what, *key in (("fp32_param",), ("optimizer_state", "momentum_buffer"), ("grad",)):
+        for set_all in (True, False):
+            values = draw()
+            for param, value in zip(params, values, strict=True):
+                if set_all or not of_parts:
+                    getattr(utils, f"safe_set_full_{what}")(param, value, *key)
+                else:
+                    getattr(utils, f"safe_set_local_{what}")(param, chunk(value, param, padding=7.0), *key)
+            check(what, tuple(key), values)
+        last.append(values)
+    weights, momenta, _ = last
+    gradients = draw()
+    by_param = dict(zip(map(id, params), gradients, strict=True))
+    utils.safe_update_full_grad_vectorized(params, lambda gradient, param: by_param[id(param)])
+    check("grad", (), gradients)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.5
+    engine.step()
+    for param, weight, momentum, gradient in zip(params, weights, momenta, gradients, strict=True):
+        if not torch.equal(utils.safe_get_full_fp32_param(param), weight - 0.5 * (0.5 * momentum + gradient)):
+            wrong.append(f"step of {weight.numel()} elements")
+    return wrong
