@@ -70,7 +70,7 @@ class Norms:
     def norm(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:
         """Return the norm over all parts of the model, the largest of all replicas.
 
-        It is -1, as DeepSpeed marks an invalid one, if it is invalid in one part or for one replica.
+        It is infinite, as DeepSpeed reports an invalid one, if it is invalid in one part or for one replica.
 
         Args:
             of_this: gives the norm over the data-parallel ranks of this part, in which what other parts have as well
@@ -78,10 +78,7 @@ class Norms:
             over_parts: DeepSpeed's reduction over the parts.
         """
         norm = self._of_all_parts(of_this, over_parts)
-        norm = torch.where(norm < 0, torch.inf, norm)
-        if self._replicas is not None:
-            norm = all_reduce_max(norm, self._replicas)
-        return torch.where(norm.isinf(), -1.0, norm)
+        return norm if self._replicas is None else all_reduce_max(norm, self._replicas)
 
     def _of_all_parts(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:
         """Return the norm over all parts of the model.
@@ -97,7 +94,7 @@ class Norms:
         total = total.to(get_accelerator().current_device_name())
         if owed:
             over_parts(total, dist.ReduceOp.SUM)
-        return torch.where(total[1] > 0, -1.0, total[0].sqrt()).to(norm.device)
+        return torch.where(total[1] > 0, torch.inf, total[0].sqrt()).to(norm.device)
 
 
 def without_duplicates(norm: Tensor, times: float) -> Tensor:

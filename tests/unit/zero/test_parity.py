@@ -151,8 +151,21 @@ def two_backwards_case(job: Job, names: tuple[str, ...]) -> list[tuple[str, floa
 
 def test_replicas_of_the_optimizer_decide_alike(ranks: Any) -> None:
     answers = ranks(4).run(replicas_case_of_replicated)
-    assert answers == [[("NNN", 4.0, True, -1.0), ("NNI", 4.0, True, -1.0), ("NII", 4.0, True, -1.0)]] * 4
+    assert answers == [[(name, 4.0, True, float("inf")) for name in ("NNN", "NNI", "NII")]] * 4
     assert ranks(4).run(replicas_case_of_partitioned) == [[("INI", [4.0], True), ("III", [4.0], True)]] * 4
+
+
+def test_an_invalid_norm_is_reported_as_by_stock(ranks: Any) -> None:
+    for norms in ranks(2).run(invalid_norm_case):
+        assert norms["2"] == [float("inf")] and set(map(tuple, norms.values())) == {(float("inf"),)}, norms
+
+
+def invalid_norm_case() -> dict[str, list[float]]:
+    """The norms of a step with gradients that are not finite, and are not looked at before."""
+    config = {"bf16": {"check_grad_overflow": False}}
+    job = Job(steps=1, dtype="bf16", empty=False, overflow=[(0, 0)], config=config)
+    names = ("2", "NIG", "NNN", "3", "IIG", "III", "GGG")
+    return {name: training.train(job, placed(name, group_size=1)).norms for name in names}
 
 
 def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
