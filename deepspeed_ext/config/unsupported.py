@@ -135,6 +135,16 @@ def _no_matrix(engine: Any, optimizer: Any) -> str:
     return ""
 
 
+def _mixed_dtypes(engine: Any, optimizer: Any) -> str:
+    """Return the first trained parameters of two dtypes; nothing if all have one."""
+    names = {id(param): name for name, param in engine.module.named_parameters()}
+    first: dict[Any, str] = {}
+    for param in (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]):
+        if param.requires_grad and getattr(param, "ds_numel", param.numel()):
+            first.setdefault(param.dtype, names.get(id(param), "a parameter outside of the model"))
+    return " and ".join(f"{name} in {dtype}" for dtype, name in first.items()) if len(first) > 1 else ""
+
+
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, optimizer: _spread_over_lanes(engine),
@@ -187,6 +197,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "it replicates parameters, and deepspeed.zero.Init, under which the model was built, has sharded {}",
         replicated,
         lambda strategy, engine: f"Build the model without zero.Init, or set {STRATEGY} to one with p = I or G",
+    ),
+    Unsupported(
+        _mixed_dtypes,
+        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, and the optimizer has {}",
+        sharded,
+        lambda strategy, engine: f"Convert the model to one dtype, or set {STRATEGY} to one with p = N",
     ),
     Unsupported(
         lambda engine, optimizer: _has_compiled_modules(engine.module),

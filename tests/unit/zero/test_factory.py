@@ -11,6 +11,7 @@ from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.strategy import STRATEGIES
 from tests.harness.half_frozen import make_engine
 from tests.harness.logs import is_ours, logged
+from tests.harness.tiers import deep
 
 CPU = {"device": "cpu"}
 
@@ -201,6 +202,20 @@ def test_a_model_that_is_sharded_beforehand_is_refused_where_parameters_are_repl
     ranks(2).run(unsupported_case, "zero.Init", IIG)
 
 
+@pytest.mark.parametrize("name", ["IIG", "GGG", *deep("III", "ING")])
+def test_trained_parameters_of_several_dtypes_are_refused_where_they_are_sharded(ranks: Any, name: str) -> None:
+    zero = {"paro_strategy": name, "paro_group_size": 1}
+    for error in ranks(2).run_expect_error(unsupported_case, "mixed dtypes", zero):
+        assert error.type == "ValueError", error
+        assert error.message == (
+            f"zero_optimization.paro_strategy {name} is not supported here: ZeRO-3 keeps all trained parameters in "
+            "one buffer of one dtype, and the optimizer has 0.weight in torch.bfloat16 and 1.weight in torch.float32. "
+            "Convert the model to one dtype, or set paro_strategy to one with p = N."
+        )
+    ranks(2).run(unsupported_case, "mixed, frozen", zero)
+    ranks(2).run(unsupported_case, "mixed dtypes", {**zero, "paro_strategy": "NIG"})
+
+
 @pytest.mark.parametrize("compiled", ["all of it", "a part"])
 def test_a_compiled_model_is_refused_where_parameters_are_sharded(ranks: Any, compiled: str) -> None:
     for error in ranks(2).run_expect_error(compiled_case, "IIG", compiled):
@@ -250,6 +265,9 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
 
     with deepspeed.zero.Init(enabled=what == "zero.Init", dtype=torch.float32):
         model: torch.nn.Module = torch.nn.Linear(4, 4)
+    if what.startswith("mixed"):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), model)
+        model[0].requires_grad_(what == "mixed dtypes")
     if what in ("moe", "frozen moe"):
         model = Expert()
         for param in model.moe.deepspeed_moe.experts.deepspeed_experts[0].parameters():  # type: ignore[union-attr]
@@ -260,6 +278,7 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
     optimizer: Any = {
         "moe": lambda: torch.optim.Adam(groups),
         "frozen moe": lambda: torch.optim.Adam(groups),
+        "mixed dtypes": lambda: torch.optim.SGD(parameters),
         "NorMuon": lambda: type(what, (torch.optim.SGD,), {})(parameters, lr=0.1),
     }.get(what, lambda: MuonWithAuxAdam([{"params": matrices, "use_muon": True}]))()
     config = {
