@@ -32,6 +32,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from torch import Tensor
@@ -135,6 +136,8 @@ class Started:
     def _begin(self) -> None:
         self._resume()
 
+    @torch.inference_mode(False)  # what a step makes may outlive the evaluation that runs it
+    @torch.no_grad()
     def _resume(self) -> None:
         try:
             self._handle = next(self._transfer)

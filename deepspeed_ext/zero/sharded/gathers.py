@@ -189,6 +189,7 @@ class Gathers:
         shard = [joined_and_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
         return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def all_gather_coalesced(
         self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False
@@ -265,6 +266,8 @@ class Gathers:
             handle.wait()
         return None
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _partition(
         self,
         param: ZeroParameter,

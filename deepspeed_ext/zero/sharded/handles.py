@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
@@ -41,6 +42,8 @@ class GatherHandle:
             param.ds_status = ZeroParamStatus.INFLIGHT
         self._started: Started | None = started
 
+    @torch.inference_mode(False)  # a parameter may persist, and be trained after an evaluation has gathered it
+    @torch.no_grad()
     def wait(self, handle_dependency: bool = True) -> None:
         """Make the parameters available, on the current stream. ``handle_dependency`` needs no care: what was
         gathered is theirs, or is known to this stream."""
