@@ -10,6 +10,7 @@ from typing import IO, Any
 from unittest import mock
 
 import deepspeed.runtime.engine
+import torch
 from deepspeed import comm as dist
 from deepspeed.utils import logger
 
@@ -27,6 +28,7 @@ from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
 
 
+@torch.inference_mode(False)  # the next step writes to what is loaded
 def load_checkpoint(
     load: Callable[..., Any],
     engine: Engine,

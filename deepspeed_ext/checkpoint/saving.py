@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from deepspeed_ext.zero.outer import OuterOptimizer
 _SAVE_ID_BITS = 62
 
 
+@torch.inference_mode(False)  # threads go on with what is made here, outside of the caller's evaluation
 def save_checkpoint(
     save: Callable[..., Any],
     engine: Engine,

@@ -3,6 +3,7 @@
 """Training goes on after evaluation under ``torch.inference_mode()``: autograd refuses tensors that are made there."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,47 +35,57 @@ OPTIONS: dict[str, tuple[dict[str, Any], float, tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     "option, strategies", [("persistent", ("IIG",)), *deep(*((name, row[2]) for name, row in OPTIONS.items()))]
 )
-def test_training_goes_on_after_inference_mode(ranks: Any, option: str, strategies: tuple[str, ...]) -> None:
+def test_training_goes_on_after_inference_mode(
+    ranks: Any, tmp_path: Path, option: str, strategies: tuple[str, ...]
+) -> None:
     zero, most, _ = OPTIONS[option]
-    for rows in ranks(4).run(evaluation_case, zero, strategies):
+    for rows in ranks(4).run(evaluation_case, zero, strategies, tmp_path):
         for name, apart, changed in rows:
             assert apart <= most and changed == 0.0, (name, apart, changed)
 
 
-def evaluation_case(zero: dict[str, Any], strategies: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """Of each strategy: largest difference of losses from stock's, and of what evaluation changes of those."""
+def evaluation_case(zero: dict[str, Any], strategies: tuple[str, ...], folder: Path) -> list[tuple[str, float, float]]:
+    """Of each strategy: largest difference of losses from stock's, and from those with ``no_grad`` instead."""
     import torch
 
     stock = _losses({key: zero[key] for key in PERSISTENT} | {"stage": 3}, torch.no_grad)  # its own may fail, too
     rows = []
     for name in strategies:
         keys = zero | placed(name)
-        found, alone = _losses(keys, torch.inference_mode), _losses(keys, None)
+        found, other = (_losses(keys, mode, folder / name) for mode in (torch.inference_mode, torch.no_grad))
         apart = [abs(a - b) for both in zip(found, stock, strict=True) for a, b in zip(*both, strict=True)]
-        rows.append((name, max(apart), max(abs(a - b) for a, b in zip(found[0], alone[0], strict=True))))
+        rows.append((name, max(apart), max(abs(a - b) for a, b in zip(found[0], other[0], strict=True))))
     return rows
 
 
-def _losses(zero: dict[str, Any], mode: Callable[[], Any] | None) -> tuple[list[float], list[float]]:
-    """Losses of training, and outputs of evaluation in this mode before the first micro-step and after most."""
+def _losses(
+    zero: dict[str, Any], mode: Callable[[], Any], folder: Path | None = None
+) -> tuple[list[float], list[float]]:
+    """Losses of training, and outputs of evaluation in this mode, before the first micro-step and after most.
+
+    Args:
+        folder: where to save in this mode, and to load, after two steps.
+    """
     import torch
 
-    job = Job(sizes=networks.SQUARE, network=networks.Shared, optimizer="Adam", accumulation=2, empty=False, zero=zero)
+    sizes, config = networks.SQUARE, {"checkpoint": {"async_save": True}} if folder else {}
+    job = Job(sizes, False, 4, 2, optimizer="Adam", network=networks.Shared, zero=zero, config=config)
     engine, model = training.make_engine(job, {})
-    data, probe = training.batches(job), torch.ones(3, networks.SQUARE[0])
+    data, probe = training.batches(job), torch.ones(3, sizes[0])
     found: tuple[list[float], list[float]] = [], []
 
-    def evaluate() -> None:
-        assert mode
+    def evaluate(after: int) -> None:
         with mode():
-            found[1].extend(module(probe * i).mean().item() for i in range(2) for module in (engine, model))
+            if after != 4:
+                found[1].extend(module(probe * i).mean().item() for i in range(2) for module in (engine, model))
+            if folder and after == 3:
+                engine.save_checkpoint(folder)
+                engine.load_checkpoint(folder)
 
-    if mode:
-        evaluate()
-    for number in range(2 * 4):
+    evaluate(-1)
+    for number in range(job.steps * job.accumulation):
         found[0].append(training.micro_step(engine, job, number, *next(data)))
         engine.step()
-        if mode and number != 4:
-            evaluate()
+        evaluate(number)
     engine.destroy()
     return found
