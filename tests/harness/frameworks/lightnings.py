@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loops import utilities
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 
@@ -42,6 +43,10 @@ class Module(LightningModule):
         self.losses.append(loss.item())
         return loss
 
+    def validation_step(self, batch: Any) -> None:
+        assert torch.is_inference_mode_enabled()
+        self.losses.append(tiny.network_loss(self.model, batch).item())
+
 
 def numbered(devices: int) -> list[torch.device]:
     """Devices of the ranks of a node, as DeepSpeed's strategy numbers them."""
@@ -50,6 +55,9 @@ def numbered(devices: int) -> list[torch.device]:
 
 def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor]:
     """Train, from the checkpoint after half of the steps if asked for; what the run has left, and the weights before.
+
+    Lightning validates before the first micro-batch, and after each: in inference mode, as ``Trainer.validate`` does
+    on backends other than gloo. The two lines that make ``fit`` do so are the tests' own.
 
     Lightning's strategy wants CUDA: its check is taken out, and devices have numbers.
 
@@ -66,18 +74,23 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
     with (
         mock.patch.object(strategies, "CUDAAccelerator", CPUAccelerator),
         mock.patch.object(CPUAccelerator, "get_parallel_devices", numbered),
+        mock.patch.object(utilities, "_distributed_is_initialized", lambda: False),
     ):
         trainer = Trainer(
             accelerator="cpu",
             devices=4,
             max_steps=2 * HALF,
             accumulate_grad_batches=configurations.ACCUMULATION,
+            val_check_interval=1,
+            limit_val_batches=1,
             strategy=strategies.DeepSpeedStrategy(config=config),
             plugins=[TorchElasticEnvironment()],
             callbacks=[saving],
             **quiet,
         )
-        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2), ckpt_path=checkpoint)
+        trainer.fit_loop.epoch_loop.val_loop.inference_mode = True
+        batches = torch.utils.data.DataLoader(rows, batch_size=2)
+        trainer.fit(module, batches, batches, ckpt_path=checkpoint)
     if module.cut != (zero["stage"] == 3):
         raise ValueError(f"expected zero.Init at stage 3 only, got {module.cut} at stage {zero['stage']}")
     return tiny.ended(trainer.strategy.model, module.losses), module.start
