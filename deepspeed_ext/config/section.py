@@ -12,7 +12,15 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import PrivateAttr
 
 from deepspeed_ext.config.implied_stage import as_written, imply_stage
-from deepspeed_ext.config.keys import DECISION_FILE, FASTEST, REPORT, SECTION, asked_by, keys_of_strategies
+from deepspeed_ext.config.keys import (
+    DECISION_FILE,
+    FASTEST,
+    REPORT,
+    SECTION,
+    STRATEGY,
+    asked_by,
+    keys_of_strategies,
+)
 from deepspeed_ext.config.normalize import normalized
 from deepspeed_ext.config.report import ReportSettings
 from deepspeed_ext.config.validate import check_section
@@ -95,6 +103,7 @@ class ParoZeroConfig(ReportedZeroConfig):
     """
 
     _strategy: Strategy | None = PrivateAttr(default=None)
+    _has_optimizer: bool = PrivateAttr(default=False)
 
     @classmethod
     def of(cls, section: Mapping[str, Any], strategy: Strategy | None) -> "ParoZeroConfig":
@@ -159,6 +168,28 @@ def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:
     """Return the strategy of a parsed configuration; None without our keys, with stage 0, or while undecided."""
     zero = config.zero_config
     return zero.strategy if isinstance(zero, ParoZeroConfig) else None
+
+
+def record_optimizer(config: "DeepSpeedConfig") -> None:
+    """Record that the engine of a parsed configuration has an optimizer for its strategy."""
+    config.zero_config._has_optimizer = True
+
+
+def require_optimizer(config: "DeepSpeedConfig") -> None:
+    """Check that an engine has an optimizer for its strategy, once for each engine of a parsed configuration.
+
+    Raises:
+        RuntimeError: it has DeepSpeed's own, since other code has replaced the function that would make ours.
+    """
+    zero = config.zero_config
+    if active_strategy(config) and not zero._has_optimizer:
+        raise RuntimeError(
+            f"{SECTION}.{STRATEGY} {zero.strategy.name} has no effect: the engine's optimizer is DeepSpeed's own, "
+            f"because DeepSpeedEngine._configure_zero_optimizer is not the function that deepspeed_ext has put there. "
+            f"Other code has replaced or overridden it: remove that code, or let its function call the one that it "
+            f"replaces."
+        )
+    zero._has_optimizer = False
 
 
 def undecided(config: "DeepSpeedConfig") -> bool:

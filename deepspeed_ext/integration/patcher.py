@@ -5,7 +5,9 @@
 import importlib
 import inspect
 import sys
+from collections.abc import Iterable
 from importlib import metadata
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from deepspeed_ext import overrides
@@ -25,7 +27,7 @@ class _Applied(NamedTuple):
     replacement: Any
 
 
-_applied: dict[str, _Applied] = {}  # by the symbol's path
+_applied: dict[str, list[_Applied]] = {}  # by the symbol's path; several where a module was reloaded
 
 
 def _listed() -> tuple[Patch, ...]:
@@ -59,12 +61,12 @@ def _installed() -> str | None:
 
 
 def apply(module: str) -> None:
-    """Replace the symbols of a module that is imported already.
+    """Replace the symbols of a module that is imported already, and again those that a reload has restored.
 
     A symbol that is not as we know it stays as it is, and all do if this DeepSpeed is none that we know. Gates are
     replaced even then, to refuse our keys.
     """
-    due = [patch for patch in _listed() if patch.module == module and patch.path not in _applied]
+    due = [patch for patch in _listed() if patch.module == module and not _is_in_place(patch)]
     unknown = any(patch.replace for patch in due) and foreign() is not None
     for patch in due:
         if patch.replace is None or ((unknown or patch.problem()) and not patch.gate):
@@ -78,19 +80,39 @@ def apply(module: str) -> None:
         setattr(replacement, _MARK, True)
         if isinstance(original, staticmethod):
             replacement = staticmethod(replacement)
-        for holder in (owner, *_copies(patch)):
-            _exchange(holder, name, original, replacement)
-        _applied[patch.path] = _Applied(owner, name, original, replacement)
+        every = _applied.setdefault(patch.path, [])
+        known = [original, *(one.replacement for one in every)]
+        every.append(_Applied(owner, name, original, replacement))
+        for holder in (owner, *_importers(every[-1])):
+            _exchange(holder, name, known, replacement)
 
 
-def _copies(patch: Patch) -> list[Any]:
-    """Return the modules that may hold the symbol as well; what is imported later imports the replacement."""
-    return [sys.modules[name] for name in patch.copies if name in sys.modules]
+def _is_in_place(patch: Patch) -> bool:
+    """Return whether the present value of a symbol is our replacement, or what another package has made of it.
+
+    ``importlib.reload`` restores the original, and so does code that has kept it.
+    """
+    try:
+        *_, value = patch.locate()
+    except (AttributeError, ImportError):
+        return False
+    function = getattr(value, "__func__", value)
+    package = patch.module.partition(".")[0]
+    restored = str(getattr(function, "__module__", "")).partition(".")[0] == package
+    return hasattr(function, _MARK) or (patch.path in _applied and not restored)
 
 
-def _exchange(owner: Any, name: str, old: Any, new: Any) -> bool:
+def _importers(applied: _Applied) -> list[Any]:
+    """Return the modules that may have imported a function from the module that defines it, under its name."""
+    defined = isinstance(applied.owner, ModuleType) and applied.owner.__name__ == applied.original.__module__
+    every = list(sys.modules.values()) if defined else []
+    return [module for module in every if applied.name in getattr(module, "__dict__", ())]
+
+
+def _exchange(owner: Any, name: str, old: Iterable[Any], new: Any) -> bool:
     """Put an object in the place of another one, and return whether that was there."""
-    found = inspect.getattr_static(owner, name, None) is old
+    present = inspect.getattr_static(owner, name, None)
+    found = any(present is one for one in old)
     if found:
         setattr(owner, name, new)
     return found
@@ -98,14 +120,14 @@ def _exchange(owner: Any, name: str, old: Any, new: Any) -> bool:
 
 def undo() -> None:
     """Put the originals back, except where somebody else has patched on top of us."""
-    for patch in _listed():
-        applied = _applied.get(patch.path)
-        if applied is None:
-            continue
-        for holder in _copies(patch):
-            _exchange(holder, applied.name, applied.replacement, applied.original)
-        if _exchange(applied.owner, applied.name, applied.replacement, applied.original):
-            del _applied[patch.path]
+    for path, every in list(_applied.items()):
+        for one in every:
+            for holder in _importers(one):
+                if holder is not one.owner:
+                    _exchange(holder, one.name, [one.replacement], one.original)
+        restored = [_exchange(one.owner, one.name, [one.replacement], one.original) for one in every]
+        if restored[-1]:
+            del _applied[path]
 
 
 def import_all() -> None:
@@ -121,10 +143,10 @@ def status() -> list[tuple[Patch, str]]:
     """
     rows = []
     for patch in (*patches.PATCHES, *(patch for patch in patches.BESIDE if patch.module in sys.modules)):
-        if patch.path in _applied and not patch.problem():
-            state = "applied"
-        elif patch.module not in sys.modules:
+        if patch.module not in sys.modules:
             state = "not imported"
+        elif patch.replace and _is_in_place(patch) and not patch.problem():
+            state = "applied"
         else:
             state = patch.problem() or ("not applied" if patch.replace else "as expected")
         rows.append((patch, state))
@@ -154,8 +176,10 @@ def require() -> None:
     problems = [problem for problem in [foreign()] if problem]
     for patch in patches.PATCHES:
         importlib.import_module(patch.module)
+        if patch.path in _applied and not _is_in_place(patch):
+            apply(patch.module)
         problem = patch.problem()  # of the original: a replacement shows the signature of what it wraps
-        if problem or (not problems and patch.replace and patch.path not in _applied):
+        if problem or (not problems and patch.replace and not _is_in_place(patch)):
             problems.append(problem or f"{patch.path} is not patched")
     problems += override_problems()
     if problems:

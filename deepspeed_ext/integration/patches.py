@@ -78,7 +78,6 @@ REPLACED: tuple[Patch, ...] = (
         "multiply by the small weights of a leaf module without inspecting a signature each time",
         "(input, weight, bias=None)",
         strategies.call_without_detour,
-        copies=("deepspeed.runtime.zero.partition_parameters",),
     ),
     Patch(
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
@@ -187,6 +186,5 @@ BESIDE: tuple[Patch, ...] = (
         "complete updated parameters that are under way before the connections between ranks are closed",
         "(group=None)",
         strategies.complete_transfers_first,
-        copies=("torch.distributed",),
     ),
 )

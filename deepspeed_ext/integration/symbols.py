@@ -30,7 +30,6 @@ class Patch:
         replace: makes the replacement from the original; None where we call it.
         gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
         takes_require: ``replace`` takes ``patcher.require`` as well, to call it where one of our keys is used.
-        copies: modules that import the symbol by name, and may have done so before it is replaced.
     """
 
     target: str
@@ -39,7 +38,6 @@ class Patch:
     replace: Callable[..., Callable[..., Any]] | None = None
     gate: bool = False
     takes_require: bool = False
-    copies: tuple[str, ...] = ()
 
     @property
     def module(self) -> str:

@@ -15,11 +15,12 @@ def write_files_safely(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_checkpoint_engine(config_params: Any, *args: Any, **kwargs: Any) -> Any:
         from deepspeed_ext.config.saves import refuse_without_strategy, saves_aside
-        from deepspeed_ext.config.section import active_strategy
+        from deepspeed_ext.config.section import active_strategy, require_optimizer
 
         if active_strategy(config_params) is None:
             refuse_without_strategy(config_params)
             return create(config_params, *args, **kwargs)
+        require_optimizer(config_params)  # the engine has made it: of what comes later, this alone is called by all
         from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
         from deepspeed_ext.checkpoint.files import wrap
 

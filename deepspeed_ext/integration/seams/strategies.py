@@ -30,7 +30,7 @@ def keep_in_zero(sanity_check: Callable[..., Any]) -> Callable[..., Any]:
 def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(configure)
     def _configure_zero_optimizer(self: "Engine", optimizer: object) -> Any:
-        from deepspeed_ext.config.section import active_strategy
+        from deepspeed_ext.config.section import active_strategy, record_optimizer
 
         strategy = active_strategy(self._config)
         if "deepspeed_ext.leaf.modules" in sys.modules:
@@ -47,7 +47,9 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
         from deepspeed_ext.zero.factory import configure_with
 
         hops = gather_hop(self, strategy), inter_hop(self, strategy), functools.partial(outer_hops, self)
-        return configure_with(strategy, *hops, configure, self, optimizer)
+        made = configure_with(strategy, *hops, configure, self, optimizer)
+        record_optimizer(self._config)
+        return made
 
     return _configure_zero_optimizer
 

@@ -108,8 +108,10 @@ def now():  # functions, out of static methods too
 def static():
     return [type(p.locate()[2]) is staticmethod for p in patches.PATCHES if p.replace]
 def copied():  # whether other modules that have imported a symbol have the same
-    every = [(p, name) for p in (*patches.PATCHES, *patches.BESIDE) for name in p.copies]
-    return len(every) > 1 and all(getattr(sys.modules[name], p.locate()[1]) is p.locate()[2] for p, name in every)
+    import torch.distributed as dist
+    from deepspeed.runtime.zero import linear, partition_parameters
+    pairs = (dist.distributed_c10d, dist, "destroy_process_group"), (linear, partition_parameters, "zero3_linear_wrap")
+    return all(getattr(one, name) is getattr(other, name) for one, other, name in pairs)
 once, kinds = now(), static()
 deepspeed_ext.activate(); deepspeed_ext.activate()
 assert now() == once and copied()
@@ -167,6 +169,46 @@ else:
     raise AssertionError("accepted")
 """
     )
+
+
+RELOADED = """
+import importlib, os
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+import torch
+assert destroy_process_group is torch.distributed.destroy_process_group and destroy_process_group.__deepspeed_ext__
+def unexpected():
+    return [patch.path for patch, state in patcher.status() if state not in ("applied", "as expected", "not imported")]
+def make():
+    model = torch.nn.Linear(4, 4)
+    config = {**section(paro_strategy="NIG"), "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+for module in (ds_config, ds_engine, deepspeed):
+    importlib.reload(module)
+assert deepspeed.DeepSpeedEngine is ds_engine.DeepSpeedEngine and unexpected() == [], unexpected()
+
+configure = ds_engine.DeepSpeedEngine._configure_zero_optimizer
+ds_engine.DeepSpeedEngine._configure_zero_optimizer = configure.__wrapped__
+assert unexpected() == ["deepspeed.runtime.engine.DeepSpeedEngine._configure_zero_optimizer"]
+engine = make()
+assert type(engine.optimizer).__name__ == "Stage12Optimizer" and unexpected() == []
+engine.destroy()
+
+configure = ds_engine.DeepSpeedEngine._configure_zero_optimizer
+ds_engine.DeepSpeedEngine._configure_zero_optimizer = lambda self, optimizer: configure.__wrapped__(self, optimizer)
+try:
+    make()
+except RuntimeError as error:
+    assert "paro_strategy NIG has no effect" in str(error), error
+    assert "Other code has replaced or overridden it" in str(error), error
+else:
+    raise AssertionError("accepted")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_an_engine_has_our_optimizer_after_a_reload_or_raises() -> None:
+    """Functions that a script has imported by their names before DeepSpeed are replaced as well."""
+    run(RELOADED, "from torch.distributed import destroy_process_group" + PRELUDE)
 
 
 def test_undo_leaves_what_others_put_on_top() -> None:

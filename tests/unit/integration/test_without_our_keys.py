@@ -183,7 +183,7 @@ def calls_seen(names: set[str]) -> Iterator[None]:
     from deepspeed_ext.integration import patcher
 
     codes: dict[types.CodeType, dict[Any, str]] = {}  # what is replaced lazily has one code, and originals of its own
-    for path, applied in patcher._applied.items():
+    for path, (applied,) in patcher._applied.items():
         function = getattr(applied.replacement, "__func__", applied.replacement)
         target = next(patch.target for patch in (*patches.REPLACED, *patches.BESIDE) if patch.path == path)
         codes.setdefault(function.__code__, {})[function.__wrapped__] = target.removeprefix("deepspeed.")
