@@ -23,7 +23,7 @@ from typing import Any
 
 from deepspeed_ext.integration import fork
 
-_WATCHED = ("deepspeed", "accelerate")  # packages whose modules are patched when they are imported
+_WATCHED = ("deepspeed", "accelerate", "transformers")  # packages whose modules are patched when they are imported
 _INSIDE = tuple(f"{name}." for name in _WATCHED)
 _OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")

@@ -92,14 +92,20 @@ def _is_in_place(patch: Patch) -> bool:
 
     ``importlib.reload`` restores the original, and so does code that has kept it.
     """
-    try:
-        *_, value = patch.locate()
-    except (AttributeError, ImportError):
+    if not _exists(patch):
         return False
+    *_, value = patch.locate()
     function = getattr(value, "__func__", value)
     package = patch.module.partition(".")[0]
     restored = str(getattr(function, "__module__", "")).partition(".")[0] == package
     return hasattr(function, _MARK) or (patch.path in _applied and not restored)
+
+
+def _exists(patch: Patch) -> bool:
+    try:
+        return bool(patch.locate())
+    except (AttributeError, ImportError):
+        return False
 
 
 def _importers(applied: _Applied) -> list[Any]:
@@ -142,7 +148,8 @@ def status() -> list[tuple[Patch, str]]:
     Nothing is imported for it.
     """
     rows = []
-    for patch in (*patches.PATCHES, *(patch for patch in patches.BESIDE if patch.module in sys.modules)):
+    beside = [patch for patch in patches.BESIDE if patch.module in sys.modules and _exists(patch)]
+    for patch in (*patches.PATCHES, *beside):
         if patch.module not in sys.modules:
             state = "not imported"
         elif patch.replace and _is_in_place(patch) and not patch.problem():

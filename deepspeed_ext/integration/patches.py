@@ -182,6 +182,43 @@ BESIDE: tuple[Patch, ...] = (
         lazily("deepspeed_ext.config.implied_stage:read_with_stage"),
     ),
     Patch(
+        "accelerate.accelerator:Accelerator.save_state",
+        "complete a save that runs before older checkpoints are deleted",
+        "(self, output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
+        lazily("deepspeed_ext.checkpoint.frameworks:save_state"),
+    ),
+    Patch(
+        "accelerate.accelerator:Accelerator.load_state",
+        "resume from the newest checkpoint that is complete",
+        "(self, input_dir=None, load_kwargs=None, **load_model_func_kwargs)",
+        lazily("deepspeed_ext.checkpoint.frameworks:load_state"),
+    ),
+    Patch(
+        "transformers.trainer_utils:get_last_checkpoint",
+        "resume from the newest checkpoint that is complete",
+        "(folder)",
+        lazily("deepspeed_ext.checkpoint.frameworks:last_checkpoint"),
+    ),
+    Patch(
+        "transformers.trainer_utils:rotate_checkpoints",
+        "keep the last complete checkpoint while the next one is being written",
+        "(output_dir, save_total_limit=None, best_model_checkpoint=None, use_mtime=False, "
+        "checkpoint_prefix='checkpoint')",
+        lazily("deepspeed_ext.checkpoint.frameworks:rotate_checkpoints"),
+    ),
+    Patch(
+        "transformers.trainer:Trainer._rotate_checkpoints",
+        "the same, in transformers 4",
+        "(self, use_mtime=False, output_dir=None)",
+        lazily("deepspeed_ext.checkpoint.frameworks:rotate_checkpoints_of"),
+    ),
+    Patch(
+        "transformers.trainer:Trainer._save_checkpoint",
+        "complete the last save of a training before the training ends",
+        "(self, model, trial)",
+        lazily("deepspeed_ext.checkpoint.frameworks:save_checkpoint"),
+    ),
+    Patch(
         "torch.distributed.distributed_c10d:destroy_process_group",
         "complete updated parameters that are under way before the connections between ranks are closed",
         "(group=None)",

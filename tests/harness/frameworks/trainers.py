@@ -36,7 +36,8 @@ def arguments(arguments_class: type, zero: dict[str, Any], folder: str, **more: 
     adam = {"learning_rate": configurations.LR, "adam_epsilon": configurations.EPS, "lr_scheduler_type": "constant"}
     saving = {"output_dir": folder, "max_steps": STEPS, "save_steps": STEPS // 2}
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    return arguments_class(deepspeed=configurations.for_trainer(zero), **{**batch, **adam, **saving, **quiet, **more})
+    config = {"deepspeed": configurations.for_trainer(zero)}
+    return arguments_class(**{**config, **batch, **adam, **saving, **quiet, **more})
 
 
 def train(make: MakeTrainer, zero: dict[str, Any], checkpoint: str | None = None) -> tuple[tiny.Run, Tensor]:

@@ -54,10 +54,16 @@ WITHOUT_A_KEY: dict[str, tuple[str, ...]] = {
     "runtime.pipe.engine:PipelineEngine.__init__": (PIPELINES, COMPARED),
     "runtime.pipe.module:PipelineModule._partition_layers": (INIT,),
     "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload": NOTHING,
+    "accelerate.accelerator:Accelerator.save_state": NOTHING,
+    "accelerate.accelerator:Accelerator.load_state": NOTHING,
+    "transformers.trainer_utils:get_last_checkpoint": NOTHING,
+    "transformers.trainer_utils:rotate_checkpoints": NOTHING,
+    "transformers.trainer:Trainer._rotate_checkpoints": NOTHING,
+    "transformers.trainer:Trainer._save_checkpoint": NOTHING,
     "torch.distributed.distributed_c10d:destroy_process_group": NOTHING,
 }
 OF_CHECKPOINTS = {name for name in WITHOUT_A_KEY if re.search("checkpoint|ckpt|zero_to_fp32", name)}
-ELSEWHERE = ("accelerate", "torch")  # called in tests of their own
+ELSEWHERE = ("accelerate", "torch", "transformers")  # called in tests of their own
 PAGE = ROOT / "deepspeed_ext" / "config" / "README.md"
 
 pytestmark = pytest.mark.skipif(fork.is_installed(), reason="a fork has the fixes in its own files")

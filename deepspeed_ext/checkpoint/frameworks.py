@@ -1,0 +1,153 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of HF Trainer and Accelerate whose DeepSpeed files are incomplete.
+
+Note [Checkpoints of frameworks]
+    Trainer and Accelerate take a checkpoint for complete when ``engine.save_checkpoint`` has returned. An asynchronous
+    save is complete later, when its file ``latest`` is there. If the job is killed in between, the newest folder
+    cannot be loaded. So with a strategy:
+
+    - A resume takes the newest complete checkpoint.
+    - Trainer's ``save_total_limit`` counts complete checkpoints, so the last of them is never deleted.
+    - The end of a training waits for its last save. Accelerate waits for a save before it deletes older checkpoints.
+
+    No save is waited for in the middle of a training.
+
+Nothing of DeepSpeed or the frameworks is imported here: the functions are called in runs without a strategy, too.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from deepspeed_ext.config.keys import SECTION, keys_of_strategies
+
+_logger = logging.getLogger("DeepSpeed")  # ``deepspeed.utils.logger``
+_LATEST = "latest"  # DeepSpeed's, as in ``folder.py``, which imports it
+_TRAINER_STATE = "trainer_state.json"
+_RANDOM_STATES = "rng_state*.pth"  # Trainer's; a checkpoint of ``save_only_model`` has none
+
+
+# HF Trainer ###############################################################################################
+
+
+def last_checkpoint(get_last: Callable[[str], str | None], folder: str) -> str | None:
+    """Return the newest checkpoint of Trainer that is complete; None if there is none."""
+    if not _trainer_has_strategy():
+        return get_last(folder)
+    numbered = _numbered(Path(folder), r"checkpoint-(\d+)")
+    return _newest([path for path in numbered if not _is_incomplete(path)], numbered)
+
+
+def rotate_checkpoints(
+    rotate: Callable[..., None],
+    output_dir: str,
+    save_total_limit: int | None = None,
+    best_model_checkpoint: str | None = None,
+    use_mtime: bool = False,
+    checkpoint_prefix: str = "checkpoint",
+) -> None:
+    """Delete old checkpoints as transformers 5 does, but count complete ones only."""
+    limit = _limit(save_total_limit, best_model_checkpoint, output_dir)
+    rotate(output_dir, limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
+
+
+def rotate_checkpoints_of(
+    rotate: Callable[..., None], trainer: Any, use_mtime: bool = False, output_dir: str | None = None
+) -> None:
+    """Delete old checkpoints as transformers 4 does, but count complete ones only."""
+    arguments = trainer.args
+    limit = arguments.save_total_limit
+    folder = arguments.output_dir if output_dir is None else output_dir
+    arguments.save_total_limit = _limit(limit, trainer.state.best_model_checkpoint, folder)
+    try:
+        rotate(trainer, use_mtime, output_dir)
+    finally:
+        arguments.save_total_limit = limit
+
+
+def save_checkpoint(save: Callable[..., None], trainer: Any, model: Any, trial: Any) -> None:
+    """Save a checkpoint of Trainer, and make the end of the training wait for it if the save is asynchronous."""
+    save(trainer, model, trial)
+    files: Any = getattr(trainer.deepspeed, "checkpoint_engine", None)
+    if getattr(files, "aside", None) is not None:
+        from deepspeed_ext.checkpoint.trainer_callback import FinishSaves
+
+        trainer.remove_callback(FinishSaves)  # of an engine before this one
+        trainer.add_callback(FinishSaves(files))
+
+
+def _trainer_has_strategy() -> bool:
+    """Return whether the configuration that Trainer's arguments have given to transformers has keys of ours."""
+    integration = sys.modules.get("transformers.integrations.deepspeed")
+    config = None if integration is None else integration.deepspeed_config()
+    return bool(keys_of_strategies((config or {}).get(SECTION)))
+
+
+def _is_incomplete(checkpoint: Path) -> bool:
+    """Return whether Trainer cannot resume a checkpoint, because a save was killed or is still running."""
+    if not (checkpoint / _TRAINER_STATE).is_file():
+        return True
+    return not (checkpoint / _LATEST).is_file() and any(checkpoint.glob(_RANDOM_STATES))
+
+
+def _limit(limit: int | None, best: str | None, folder: str) -> int | None:
+    """Return how many checkpoints Trainer may keep, such that incomplete ones are not among the given limit."""
+    if limit is None or limit <= 0 or not _trainer_has_strategy():
+        return limit
+    incomplete = sum(_is_incomplete(path) for path in _numbered(Path(folder), r"checkpoint-(\d+)"))
+    return max(limit, 2 if best else 1) + incomplete if incomplete else limit
+
+
+# Accelerate ###############################################################################################
+
+
+def save_state(save: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a state of Accelerate, which first deletes older ones: the one before must be complete by then."""
+    for files in _files(accelerator):
+        files.finish()
+    return save(accelerator, *args, **kwargs)
+
+
+def load_state(
+    load: Callable[..., Any], accelerator: Any, input_dir: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Load a state of Accelerate: without a folder, the newest one of automatic names that is complete."""
+    every = list(_files(accelerator))
+    for files in every:
+        files.finish()
+    if input_dir is None and every and accelerator.project_configuration.automatic_checkpoint_naming:
+        numbered = _numbered(Path(accelerator.project_dir, "checkpoints"), r"checkpoint_(\d+)")
+        input_dir = _newest([path for path in numbered if (path / _LATEST).is_file()], numbered)
+    return load(accelerator, input_dir, *args, **kwargs)
+
+
+def _files(accelerator: Any) -> Iterator[Any]:
+    """Yield what writes the files of each engine that has a strategy."""
+    for model in accelerator._models:
+        files = getattr(model, "checkpoint_engine", None)
+        if hasattr(files, "aside"):
+            yield files
+
+
+# Both #####################################################################################################
+
+
+def _numbered(folder: Path, pattern: str) -> list[Path]:
+    """Return the folders in a folder whose names match a pattern with a number, in the order of the numbers."""
+    found = [(match, path) for path in folder.iterdir() if (match := re.fullmatch(pattern, path.name))]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in found if path.is_dir())]
+
+
+def _newest(complete: list[Path], every: list[Path]) -> str | None:
+    """Return the newest complete checkpoint, with a warning if there are newer ones; None if there is none."""
+    skipped = every[every.index(complete[-1]) + 1 :] if complete else every
+    if skipped and os.environ.get("RANK", "0") == "0":  # there may be no process group yet
+        resumed = f"{complete[-1]} is resumed" if complete else "no complete one is there"
+        names = ", ".join(path.name for path in skipped)
+        _logger.warning(f"deepspeed_ext: the saves of {names} in {skipped[0].parent} were not completed: {resumed}.")
+    return str(complete[-1]) if complete else None
