@@ -8,6 +8,7 @@ leaves it out, we write it there: for Accelerate, and all that is built on it, b
 DeepSpeed reads it. (Lightning decides on ``zero.Init`` before that.)
 """
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, keys_of_strategies, our_keys
 from deepspeed_ext.config.normalize import normalized
 from deepspeed_ext.config.validate import check_section
+from deepspeed_ext.strategy import Placement, Strategy
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
+    from torch import nn
 
 # By id: sections into which we have written the stage that was left out, and what it was. They are kept, so that no
 # other dictionary gets the id. The stage itself is a plain number, for it is saved with checkpoints.
@@ -97,6 +100,24 @@ def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
         return
     if plugin.zero_stage != stage and 3 in (plugin.zero_stage, stage or 3):
         raise ValueError(_without_stage(f"which have decided for stage {plugin.zero_stage} already", stage))
+
+
+def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model: "nn.Module") -> None:
+    """Warn on rank 0 where parameters are to be sharded, the stage was left out, and the model was made whole.
+
+    A framework that reads the stage by itself, before DeepSpeed does, has then not used ``zero.Init``.
+    """
+    whole = not any(hasattr(param, "ds_id") for param in model.parameters())
+    if strategy.p != Placement.N and whole and is_implied(config._param_dict[SECTION]):
+        from deepspeed.utils import log_dist
+
+        log_dist(
+            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} shards parameters, but the model was not made under "
+            f"deepspeed.zero.Init, so each rank has held all of it. {SECTION}.stage is not set: a framework that "
+            f"reads it before DeepSpeed does decides against zero.Init. Set {SECTION}.stage to {strategy.stage}.",
+            ranks=[0],
+            level=logging.WARNING,
+        )
 
 
 def _without_stage(why: str, stage: int | None = None) -> str:

@@ -21,7 +21,7 @@ shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts
 model = MixtralForCausalLM(MixtralConfig(**shape))  # your model
 experts = {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}  # each of two ranks has two experts
 optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-zero = {"paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed; any strategy will do
+zero = {"stage": 2, "paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed; any strategy will do
 config = {"train_micro_batch_size_per_gpu": 8, "expert_parallel": experts}
 config |= {"optimizer": optimizer, "zero_optimization": zero}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

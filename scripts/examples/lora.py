@@ -17,7 +17,10 @@ base.gradient_checkpointing_enable({"use_reentrant": False})
 model = get_peft_model(base, LoraConfig(r=16, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True))
 adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = {"type": "AdamW", "params": {"lr": 2e-2, "torch_adam": True}}
-zero = {"paro_strategy": "ING"}  # the only line that is not plain DeepSpeed; GNG if a node does not hold the model
+zero = {
+    "stage": 3,
+    "paro_strategy": "ING",
+}  # the only line that is not plain DeepSpeed; GNG if a node does not hold the model
 config = {"train_micro_batch_size_per_gpu": 8, "optimizer": optimizer, "zero_optimization": zero}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=adapters, config=config)
 for _ in range(20):

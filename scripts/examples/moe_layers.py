@@ -25,7 +25,7 @@ class Model(torch.nn.Module):  # your model
 model = Model()
 groups = [{"params": list(model.parameters()), "name": "all"}]  # DeepSpeed adds groups of experts to it
 optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-zero = {"paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed; any strategy with p = N
+zero = {"stage": 2, "paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed; any strategy with p = N
 config = {"train_micro_batch_size_per_gpu": 8, "optimizer": optimizer, "zero_optimization": zero}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
 for _ in range(40):

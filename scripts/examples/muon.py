@@ -12,7 +12,7 @@ import torch
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))  # your model
 optimizer = {"type": "Muon", "params": {"lr": 0.1, "adam_lr": 1e-2, "torch_adam": True}}  # Adam is for biases
-zero = {"paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed; any strategy will do
+zero = {"stage": 2, "paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed; any strategy will do
 config = {"train_micro_batch_size_per_gpu": 8, "optimizer": optimizer, "zero_optimization": zero}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 for _ in range(40):

@@ -10,7 +10,7 @@ import torch
 
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))  # your model
 optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
-zero = {"paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed
+zero = {"stage": 2, "paro_strategy": "NIG"}  # the only line that is not plain DeepSpeed
 config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}
 config |= {"optimizer": optimizer, "zero_optimization": zero}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -15,7 +15,7 @@ shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts
 model = MixtralForCausalLM(MixtralConfig(**shape))  # your model
 optimizer = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
 # The only line that is not plain DeepSpeed. With its gradient, an expert takes 221 kB here, so a window has two.
-zero = {"paro_strategy": "IIG", "stage3_leaf_bytes": 500_000}
+zero = {"stage": 3, "paro_strategy": "IIG", "stage3_leaf_bytes": 500_000}
 config = {"train_micro_batch_size_per_gpu": 8, "optimizer": optimizer, "zero_optimization": zero}
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 for _ in range(20):

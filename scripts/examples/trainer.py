@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 ds_config = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
-    "zero_optimization": {"paro_strategy": "IIG"},  # the only line that is not plain DeepSpeed
+    "zero_optimization": {"stage": 3, "paro_strategy": "IIG"},  # the only line that is not plain DeepSpeed
 }
 arguments = TrainingArguments(output_dir="build/trainer", deepspeed=ds_config, max_steps=10, report_to=[])
 shape = {"vocab_size": 256, "n_layer": 2, "n_head": 2, "n_embd": 64, "bos_token_id": 0, "eos_token_id": 0}

@@ -4,6 +4,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -93,6 +94,23 @@ def test_configurations_on_pages_are_accepted(ranks: Any) -> None:
     assert len(shown) >= 30
     refused = [answer for answer in ranks(1).run(accept_case, shown)[0] if answer]
     assert not refused
+
+
+def test_configurations_show_the_stage_beside_a_strategy() -> None:
+    """Frameworks that read ``zero_optimization.stage`` themselves need it."""
+    folder = ROOT / "scripts" / "examples"
+    texts = {one.name: one.text for one in pages()}
+    texts |= {path.name: path.read_text(encoding="utf-8") for path in (*folder.glob("*.py"), *folder.rglob("*.json"))}
+    assert {"own_script.py", "nig.json"} <= texts.keys()
+    assert [name for name, text in texts.items() if re.search(r"{\s*\"paro_strategy\"", text)] == []
+    assert all(json.loads(path.read_text())["zero_optimization"].get("stage") for path in folder.rglob("*.json"))
+
+
+def test_batches_on_pages_fit_one_to_four_nodes() -> None:
+    shown = [section for one in pages() for section in sections_in(one)]
+    names = "train_batch_size", "train_micro_batch_size_per_gpu"
+    sizes = [tuple(section[name] for name in names) for section in shown if section.keys() >= set(names)]
+    assert sizes and all(batch % (micro * 8 * nodes) == 0 for batch, micro in sizes for nodes in range(1, 5)), sizes
 
 
 def accept_case(shown: list[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -70,6 +70,30 @@ def implied_stages_case() -> tuple[list[Any], list[Any], bytes]:
     return stages, others, saved
 
 
+def test_a_stage_left_out_is_warned_of_where_the_model_was_made_whole(ranks: Any) -> None:
+    warnings = ranks(1).run(warnings_case)[0]
+    assert [len(found) for found in warnings] == [1, 0, 0, 0], warnings
+    assert "IIG shards parameters" in warnings[0][0] and "Set zero_optimization.stage to 3." in warnings[0][0]
+
+
+def warnings_case() -> list[list[str]]:
+    """What engines warn of zero.Init."""
+    from tests.harness import logs, training
+
+    def warnings_of(zero_init: str | None, **zero: Any) -> list[str]:
+        with logs.logged() as lines:
+            engine, _ = training.make_engine(training.Job(empty=False, zero_init=zero_init), zero)
+        engine.destroy()
+        return [line for level, line in lines if level == "WARNING" and "zero.Init" in line]
+
+    return [
+        warnings_of(None, paro_strategy="IIG"),
+        warnings_of(None, paro_strategy="IIG", stage=3),
+        warnings_of("config", paro_strategy="IIG"),
+        warnings_of(None, paro_strategy="NIG"),
+    ]
+
+
 def test_the_strategy_is_parsed_once_and_kept_by_copies(ranks: Any) -> None:
     assert ranks(1).run(copies_case) == [["IIG"] * 4 + ["None"]]
 
