@@ -61,8 +61,12 @@ class ErrorState:
             applied: whether the step has used what was reduced since the last call, or skipped it.
         """
 
+    def commit(self) -> None:
+        """Keep the errors of what was reduced, since a later step is sure to use it: no step will skip it."""
+
     def states(self) -> dict[str, Any]:
-        """Return plain values, and tensors on the CPU, for a checkpoint."""
+        """Return plain values, and tensors on the CPU, for a checkpoint: committed errors, without those of gradients
+        that no step has used, for a checkpoint has no such gradients either."""
         return {}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
@@ -113,6 +117,11 @@ class JointErrorState(ErrorState):
         """See ``ErrorState``."""
         for part in self._parts.values():
             part.finish_step(applied)
+
+    def commit(self) -> None:
+        """See ``ErrorState``."""
+        for part in self._parts.values():
+            part.commit()
 
     def states(self) -> dict[str, Any]:
         """See ``ErrorState``; those of each part in its place."""

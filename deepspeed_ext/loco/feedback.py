@@ -10,7 +10,10 @@ Note [Errors of buckets]
     move to the buckets that now have their elements, which costs a decoding and an encoding.
 
     An error that a step has updated replaces the kept one when the step has been applied to the weights; until then
-    both exist. If the step is skipped, or its gradients are dropped, the old one stays.
+    both exist. If the step is skipped, or its gradients are dropped, the old one stays. A checkpoint saves the kept
+    one: whoever loads it computes the gradients of an unfinished accumulation again. An outer optimizer uses a reduced
+    fragment in a later step, and a checkpoint saves the fragment. It commits the error before (``commit``), so that a
+    checkpoint saves the updated one.
 
     An error e is a moving average, with weight b of the old one. In later steps it is added to gradients
     b^0 + b^1 + ... = 1/(1-b) times, so e/(1-b) is what has not been sent yet. When errors move to settings with
@@ -137,20 +140,29 @@ class ErrorFeedback(ErrorState):
 
     def finish_step(self, applied: bool) -> None:
         """Keep the new errors if the step was applied; every ``reset_T`` steps, reset all. See ``ErrorState``."""
+        self._replace(applied)
         if applied:
             self.steps += 1
-        reset = applied and self.steps % self.settings.reset_T == 0
+            if self.steps % self.settings.reset_T == 0:
+                self._waiting.clear()
+                for error in self._errors.values():
+                    error.kept = None
+        if self.on_step is not None:
+            self.on_step()
+
+    def commit(self) -> None:
+        """See ``ErrorState``."""
+        self._replace(True)
+
+    def _replace(self, applied: bool) -> None:
+        """Replace kept errors by updated ones if these were applied, and leave none updated."""
         for error in self._errors.values():
-            if reset:
-                error.kept = None
-            elif applied and error.updated is not None:
+            if applied and error.updated is not None:
                 error.kept = error.updated
             error.updated = None
         waiting, self._waiting = self._waiting, SpanMap()
-        for span, values in () if reset else waiting:
+        for span, values in waiting:
             self._waiting.add(span, values.settled(applied))
-        if self.on_step is not None:
-            self.on_step()
 
     # Layout ###########################################################################################
 

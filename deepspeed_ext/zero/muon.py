@@ -30,6 +30,10 @@ Note [Muon]
     is skipped leaves the momentum as it was. DeepSpeed's own function orthogonalizes (``muon_update``), with all that
     it knows of heads, packed experts, kernels and scales; momentum that is advanced already it leaves as it is.
 
+    It runs in eager mode. ``torch.compile`` generates other kernels for a shape after it has seen other shapes, and
+    none after too many. So its results depend on the matrices that a process has had before. With os = I and N several
+    ranks orthogonalize the same matrix, and their replicas must be equal to the bit.
+
 Note [What travels in which precision]
     Parts travel in fp32 if a gradient of a matrix is communicated in fp32, otherwise in bf16: the iteration begins by
     dividing a matrix by its norm and goes on in 16 bits; fp16 could not hold what no loss scale multiplies. Momentum
@@ -238,16 +242,18 @@ class Muon:
         from deepspeed.runtime.zero.muon.original_muon import muon_update  # compiles its kernels when it is imported
 
         matrix = matrix.view(owned.matrices.shape)
-        # As momentum of itself it is advanced by nothing.
-        update = muon_update(
-            matrix,
-            matrix,
-            beta=0.0,
-            nesterov=False,
-            ns_method=self._group(owned.shard).get("ns_method", "gram"),
-            is_expert_group=getattr(owned.param, "is_expert_group", False),
-            num_heads=owned.matrices.heads,
-        )
+        # Replicas would differ by rounding with compiled kernels; see Note [Muon].
+        with torch.compiler.set_stance("force_eager"):
+            # As momentum of itself it is advanced by nothing.
+            update = muon_update(
+                matrix,
+                matrix,
+                beta=0.0,
+                nesterov=False,
+                ns_method=self._group(owned.shard).get("ns_method", "gram"),
+                is_expert_group=getattr(owned.param, "is_expert_group", False),
+                num_heads=owned.matrices.heads,
+            )
         return update.reshape(-1)
 
     # Who does what ####################################################################################

@@ -32,6 +32,7 @@ from deepspeed_ext.zero.norms import Norms
 from deepspeed_ext.zero.outer import InnerStepsOnly
 from deepspeed_ext.zero.resync import Resync
 from deepspeed_ext.zero.shards import CrossingSpan
+from deepspeed_ext.zero.state_dtypes import keep_state_dtypes
 from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
@@ -324,9 +325,10 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for whoever reads the states that are replaced."""
+        """Wait for whoever reads the states that are replaced, and keep the dtypes of states."""
         self.before_change()
-        super().load_state_dict(*args, **kwargs)
+        with keep_state_dtypes(self.optimizer):
+            super().load_state_dict(*args, **kwargs)
 
     @override
     def refresh_fp32_params(self) -> None:

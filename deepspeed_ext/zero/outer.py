@@ -20,6 +20,13 @@ Note [Outer steps]
     In fragments (Streaming DiLoCo, arXiv:2501.18512) the model leaves in parts, each after another inner step of the
     H. One that travels under the next inner steps is used some steps after it left: θ is set to the anchor then, so
     what those steps have moved of the fragment is lost.
+
+    The anchor is rounded to the precision of θ, which may be bf16, as soon as it arrives: θ is set to exactly these
+    values, so Δ counts no rounding as movement, and a checkpoint, which saves the anchor as weights, loses nothing of
+    it. w stays in fp32.
+
+    A fragment that is sent is always used. So a checkpoint waits for fragments in flight and saves the state after
+    their outer step: the new anchor, w, v and the errors of the reduction, together with the step in which θ is set.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,7 +107,7 @@ class Fragment:
         span: of the shard.
         offset: after how many inner steps, modulo H, it leaves.
         width: of a row: the elements of one group; filled up.
-        anchor: fp32, (k, width): what all groups agreed on last.
+        anchor: fp32, (k, width), of values that the optimizer's weights can hold: what all groups agreed on last.
         weights: fp32, (width): of this rank's row, exact.
         momentum: the same of the outer optimizer.
         started: on its way, or there.
@@ -320,7 +327,8 @@ class OuterOptimizer(InnerStepsOnly):
     def _arrive(self, fragment: Fragment) -> None:
         """Have the anchor of a fragment that is on its way."""
         if fragment.started is not None:
-            fragment.anchor.view(-1).copy_(self._queue.finish(fragment.started))
+            arrived = self._queue.finish(fragment.started)
+            fragment.anchor.view(-1).copy_(arrived.to(self._weights(fragment.number).dtype))
             if fragment.stepped is not None:
                 fragment.weights.copy_(record_on_current_stream(fragment.stepped[0]))
                 fragment.momentum.copy_(record_on_current_stream(fragment.stepped[1]))
@@ -349,9 +357,10 @@ class OuterOptimizer(InnerStepsOnly):
     # Weights that somebody else has set ################################################################
 
     def settle(self) -> None:
-        """Wait until what is on its way has arrived; it is used when it is due."""
+        """Wait until what is on its way has arrived, with its errors; it is used when it is due."""
         for fragment in self.fragments:
             self._arrive(fragment)
+        self.reduce.errors.commit()
 
     def restart(self) -> None:
         """Begin anew; see ``InnerStepsOnly``."""
