@@ -3,20 +3,26 @@
 """Saves that go on while the training does: ``"checkpoint": {"async_save": true}``.
 
 Note [Asynchronous saves]
-    A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank writes the copies into
-    the staging folder, and all threads together commit it as any save does (``commit.py``): they agree over a process
-    group of their own, on the host. The next save, a load and the end of the engine wait for them, and so does the
-    end of the process; see Note [Endings] in ``comm/endings.py``.
+    A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank has the copies written
+    into the staging folder, and all threads together commit it as any save does (``commit.py``): they vote over a
+    channel of their own, on the host (``host_channel.py``). The next save, a load and the end of the engine wait for
+    them, and so does the end of the process; see Note [Endings] in ``comm/endings.py``.
 
     If a save fails on some rank, the threads of all ranks learn it, the folder is left as it was, and the first rank
     logs the error at once. It is raised by the next step, save, load or ``engine.destroy()``. A step must raise on all
-    ranks or on none, for the others would wait for this one's gradients: so in each step, while a save runs, ranks
-    begin to ask one another whether all threads have ended, and read the answer in the next step, which waits for
-    nothing. A step that raises has done nothing: called again, it is taken. In a pipeline it would be in the middle of
-    ``train_batch``, so there steps do not raise.
+    ranks or on none, for the others would wait for this one's gradients. So the threads choose the first step that no
+    rank has begun, and all ranks raise in that one. A step that raises has done nothing: called again, it is taken. In
+    a pipeline it would be in the middle of ``train_batch``, so there steps do not raise.
+
+    Threads that have lost their connections cannot choose a step. The next save or load compares, over the process
+    group that trains, how the threads have ended. It raises on all ranks unless the checkpoint was committed, and the
+    next asynchronous save connects new threads.
 """
 
+import math
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 from deepspeed.utils import logger
 from torch import Tensor
@@ -24,21 +30,59 @@ from torch import Tensor
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.folder import CheckpointError, told
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
+from deepspeed_ext.comm.agreement import (
+    bounds,
+    printable,
+    raise_together,
+    run_on_all_or_raise,
+    unique_number,
+    wait_on_all,
+)
 from deepspeed_ext.comm.background import Background, Explained, Job
-from deepspeed_ext.comm.host_channel import HostChannel, Vote
+from deepspeed_ext.comm.host_channel import HostChannel
 
 Waiting = tuple[object, str, str]  # a file: what it holds, where it is written, where it will be
 Write = Callable[[object, str, str], Exception | None]
+_CONNECTING = "threads that write checkpoints could not be connected"
 
 
 class SaveFailed(CheckpointError, Explained):
     """An asynchronous save that has failed after ``save_checkpoint`` had returned. Raised on all ranks."""
 
 
+class _FailingStep:
+    """The step in which all ranks raise that a save has failed.
+
+    Steps are counted on each rank from the start of the save. Once threads choose one, a step that begins waits for
+    their choice, which takes no longer than a vote.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = 0
+        self._chosen: Future[float] | None = None
+
+    def begin(self) -> bool:
+        """Count a step, and return whether it must raise."""
+        with self._lock:
+            self._begun += 1
+            step, chosen = self._begun, self._chosen
+        return chosen is not None and step >= chosen.result()
+
+    def choose(self, over: HostChannel) -> None:
+        """Choose the first step that no rank has begun. Collective over the threads."""
+        chosen: Future[float] = Future()
+        with self._lock:
+            self._chosen, step = chosen, self._begun + 1
+        last = math.inf
+        try:
+            last = -over.all_reduce_min(-step)
+        finally:
+            chosen.set_result(last)
+
+
 class AsyncSaves:
     """The saves of one engine, one after the other. See Note [Asynchronous saves].
-
-    Making one is collective over all ranks.
 
     Attributes:
         buffers: host memory of snapshots.
@@ -46,21 +90,42 @@ class AsyncSaves:
 
     def __init__(self) -> None:
         self.buffers = HostBuffers()
-        self._of_threads, self._of_steps = HostChannel(), HostChannel()
+        self._channel: HostChannel | None = None
         self._background = _thread()
         self._snapshot: Snapshot | None = None
         self._job: Job | None = None
-        self._vote: Vote | None = None
+        self._commit: Commit | None = None
+        self._failing = _FailingStep()
+        self._told = False  # whether it was raised that the save has failed
+        self._connected = True  # whether this rank's thread has kept its connections
+
+    @property
+    def channel(self) -> HostChannel:
+        """Return the channel of the threads. While none of them runs, the main thread may use it."""
+        assert self._channel is not None
+        return self._channel
+
+    def connect(self) -> None:
+        """Connect the threads of all ranks, unless they are. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if one of them cannot.
+        """
+        if self._channel is None:
+            number = unique_number()
+            self._channel = run_on_all_or_raise(lambda: HostChannel(number), _CONNECTING, CheckpointError)
 
     def snapshot(self, changed_by_steps: Iterable[Tensor]) -> Snapshot:
         """Return an empty snapshot. See ``Snapshot``."""
         return Snapshot(self.buffers, changed_by_steps)
 
-    def give_up(self, snapshot: Snapshot) -> None:
-        """Forget a snapshot that will not be written; one that a thread has is left to it."""
-        if self._snapshot is not snapshot:
-            snapshot.give_up()  # a device may still write what would be lent again
-            self.buffers.take_back()
+    def give_up(self, snapshot: Snapshot) -> bool:
+        """Forget a snapshot that will not be written; one that a thread has is left to it. Return which it is."""
+        if self._snapshot is snapshot:
+            return False
+        snapshot.give_up()  # a device may still write what would be lent again
+        self.buffers.take_back()
+        return True
 
     def start(self, snapshot: Snapshot, waiting: list[Waiting], write: Write, commit: Commit) -> None:
         """Write a snapshot and commit it, beside the training. Returns at once.
@@ -74,16 +139,17 @@ class AsyncSaves:
 
         def run() -> None:
             try:
-                written, error = _written(snapshot, waiting, write)
-                commit.run(written, error, self._of_threads)
+                written, error = self.channel.wait_for(lambda: _written(snapshot, waiting, write))
+                self._run(commit, written, error)
             except BaseException as failure:
-                if self._of_threads.rank == 0:
-                    logger.error(f"deepspeed_ext: {_says(commit, failure)}")
-                raise SaveFailed(_says(commit, failure)) from failure
+                raise self._failed(commit, failure) from failure
             finally:
                 snapshot.let_go()  # or a step would wait for copies that nobody makes
                 waiting.clear()
+                self.channel.rest()
 
+        self._commit, self._failing = commit, _FailingStep()
+        self._told, self._connected = False, True
         self._snapshot, tag = snapshot, self._background.next_tag()
         try:
             self._job = self._background.add(run, tag)
@@ -103,7 +169,7 @@ class AsyncSaves:
             self._snapshot = None
 
     def at_step(self, raises: bool = True) -> None:
-        """Called before a step: let it change states, and raise if a save has failed. Collective while one runs.
+        """Called before a step: let it change states, and raise if a save has failed. It communicates nothing.
 
         Args:
             raises: whether the step may raise.
@@ -112,47 +178,94 @@ class AsyncSaves:
             SaveFailed: on all ranks.
         """
         self.settle()
-        if self._job is None or not raises:
-            return
-        if self._vote is not None and self._vote.result():
-            self.finish()
-            return
-        self._vote = self._of_steps.start_min(int(self._job.over))
+        if self._failing.begin() and raises:
+            self._tell()
 
     def finish(self) -> None:
-        """Wait for the save that runs. On all ranks or on none.
+        """Wait for the save that runs. Collective, after each save that was started.
 
         Raises:
-            SaveFailed: on all ranks; it has failed.
+            SaveFailed: on all ranks; it has failed, and no step has raised that.
         """
         self.settle()
-        if self._job is None:
+        job, commit, failure = self._job, self._commit, None
+        if job is None or commit is None:
             return
-        if self._vote is not None:
-            self._vote.result()
-            self._vote = None
+        wait_on_all(job.wait_within)
+        try:
+            self._tell()
+        except SaveFailed as error:
+            failure = error
+        self._forget(job)
+        # Once the first rank has committed the checkpoint, another one may only have missed the last vote.
+        (kept, _), (connected, _) = bounds([not (job.failed and commit.first), self._connected])
+        if connected:
+            if failure is not None:
+                raise failure
+            return
+        self._disconnect()
+        if not kept:
+            commit.abandon()  # again: now no thread of any rank writes into the staging folder
+            raise_together(failure, SaveFailed)
+
+    def close(self) -> None:
+        """Wait for this rank's part of the save that runs, and end the process groups: no save may follow.
+
+        Raises:
+            SaveFailed: on all ranks; it has failed, and no step has raised that.
+        """
+        self.settle()
+        try:
+            self._tell()
+        finally:
+            if self._job is None or self._job.over:  # a signal may have ended the wait, and the thread still votes
+                if self._job is not None:
+                    self._forget(self._job)
+                self._disconnect()
+
+    def _tell(self) -> None:
+        """Wait for this rank's part of a save, and raise, once, that it has failed."""
+        if self._job is None or self._told:
+            return
         try:
             self._job.wait()
         except SaveFailed:
-            self._background = _thread()  # what comes after a job that has failed would fail as it did
+            self._told = True
             raise
-        finally:
-            if self._job.over:  # a signal may have ended the wait, and the thread still writes from the buffers
-                self._job = None
-                self.buffers.take_back()
 
-    def close(self) -> None:
-        """Wait for the save that runs, and end the process groups: no save may follow.
+    def _forget(self, job: Job) -> None:
+        self._job = None
+        self.buffers.take_back()
+        if job.failed:
+            self._background = _thread()  # what comes after a job that has failed would fail as it did
 
-        Raises:
-            SaveFailed: on all ranks; it has failed.
-        """
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    # In the thread ####################################################################################
+
+    def _run(self, commit: Commit, written: int, error: Exception | None) -> None:
         try:
-            self.finish()
-        finally:
-            if self._job is None:  # a signal may have ended the wait, and the thread still agrees with the others
-                self._of_threads.close()
-                self._of_steps.close()
+            commit.run(written, error, self.channel)
+        except CheckpointError:  # on all ranks
+            self._failing.choose(self.channel)
+            raise
+
+    def _failed(self, commit: Commit, failure: BaseException) -> SaveFailed:
+        """Return what to raise. If the ranks can no longer vote, this one closes its connections and cleans up."""
+        self._connected = isinstance(failure, CheckpointError)
+        if not self._connected:
+            self.channel.close()
+            commit.abandon()
+        text = printable(
+            f"the checkpoint {commit.folder.path}, which was saved beside the training, could not be written, and "
+            f"what was there is untouched: {told(failure)}"
+        )
+        if self.channel.rank == 0:
+            logger.error(f"deepspeed_ext: {text}")
+        return SaveFailed(text)
 
 
 def _thread() -> Background:
@@ -173,10 +286,3 @@ def _written(snapshot: Snapshot, waiting: list[Waiting], write: Write) -> tuple[
         error = CheckpointError(f"the thread that writes has ended: {type(found).__name__} {found}".rstrip())
         error.__cause__ = found
     return len(written), error
-
-
-def _says(commit: Commit, failure: BaseException) -> str:
-    return (
-        f"the checkpoint {commit.folder.path}, which was saved beside the training, could not be written, and what "
-        f"was there is untouched: {told(failure)}"
-    )

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from deepspeed.utils import logger
+
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.owned import new_token
 from deepspeed_ext.comm.agreement import Channel, raise_together, run_on_all_or_raise
@@ -67,7 +69,7 @@ class Commit:
             waiting: content, place and path of the files of this rank.
 
         Raises:
-            CheckpointError: on all ranks, if they cannot be written. Nothing is left of the attempt.
+            CheckpointError: on all ranks, if they cannot be written.
         """
 
     def prepare(self, over: Channel) -> None:
@@ -86,6 +88,17 @@ class Commit:
             CheckpointError: on all ranks, if that fails, too.
         """
         self._on_first(self.folder.revert, over, f"{failure}; what was there could not be put back")
+
+    def abandon(self) -> None:
+        """Put back what was there, where ranks may no longer communicate, whatever has failed. Not collective."""
+        if not self.first:
+            return
+        try:
+            self.folder.revert()
+        except Exception as error:
+            logger.error(
+                f"deepspeed_ext: what a failed save has left in {self.folder.save_dir} is still there: {error}"
+            )
 
     def _on_first(self, act: Callable[[], None], over: Channel, doing: str = _DOING) -> None:
         """Do what is done once per file system, or raise on all ranks. Collective."""

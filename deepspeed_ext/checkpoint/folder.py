@@ -165,6 +165,7 @@ class CheckpointFolder:
         """Undo everything since ``prepare``. Called when the save has failed on some rank."""
         if self._published:
             self._owned.take_back()
+        self._published = False  # or a second call would undo this one
         latest = self.save_dir / LATEST
         for text in self._latest:
             if latest.read_text() != self.tag:  # another engine has saved to the same ``save_dir`` since
@@ -176,7 +177,8 @@ class CheckpointFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Remove the replaced folder, or what a failed save has written."""
+        """Remove the replaced folder, or what a failed save has written. There is nothing to undo from then on."""
+        self._published, self._latest = False, []
         self._owned.remove()
 
     # Loading ##########################################################################################

@@ -18,12 +18,13 @@ Note [Saves in memory]
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,20 +44,20 @@ from deepspeed_ext.checkpoint.owned import replace_text
 from deepspeed_ext.checkpoint.snapshots import nbytes_of
 from deepspeed_ext.comm.agreement import (
     Channel,
-    all_gather_texts,
-    all_reduce_min,
+    all_gather_rows,
+    bounds,
     broadcast_text,
     raise_together,
     run_on_all_or_raise,
+    unique_number,
 )
-from deepspeed_ext.comm.host_channel import HostChannel
+from deepspeed_ext.comm.host_channel import HostChannel, windows
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.config.saves import ASYNC_SAVE, CHECKPOINT, memory_copies
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
-_NUMBER_BITS = 62
 _CHUNK = 16 * 2**20  # bytes of a message
 _BESIDE = 2**16  # bytes of a file beside its tensors, at most
 _DOING = "the save in memory failed"
@@ -111,39 +112,20 @@ def _require_able(engine: Engine) -> CheckpointFiles:
     return files
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """Files that one rank sends to another."""
+def files_to_send(files: Collection[int], groups: Sequence[Collection[int]]) -> list[list[int]]:
+    """Return which files of a rank are copied to each of the next groups, in order: what these do not have.
 
-    source: int
-    target: int
-    names: list[str]
-
-
-def transfers_of(
-    files: Sequence[Mapping[str, int]], groups: Sequence[Any], targets: Sequence[Sequence[int]]
-) -> list[list[Transfer]]:
-    """Return what is copied to other groups: what these do not have. In rounds, with one target for each source.
+    A group gets copies from the group before it, then from the one before that, and so on.
 
     Args:
-        files: of each rank, by their names; of one group, no two ranks have the same.
-        groups: of each rank, what its group is known by.
-        targets: of each rank, where its files are to be as well.
+        files: of the rank.
+        groups: files that each of the next groups has written.
     """
-    held = {group: set[str]() for group in groups}
-    for group, names in zip(groups, files, strict=True):
-        held[group].update(names)
-    rounds = []
-    for number in range(max(map(len, targets), default=0)):
-        sent = [
-            Transfer(source, of[number], sorted(files[source].keys() - held[groups[of[number]]]))
-            for source, of in enumerate(targets)
-            if number < len(of)
-        ]
-        for one in sent:
-            held[groups[one.target]].update(one.names)
-        rounds.append([one for one in sent if one.names])
-    return rounds
+    left, sent = set(files), []
+    for group in groups:
+        left -= set(group)
+        sent.append(sorted(left))
+    return sent
 
 
 @dataclass(frozen=True)
@@ -160,11 +142,7 @@ class MemoryCommit(Commit):
         self.folder.staging = self.memory.prepare(over)
 
     def expect(self, waiting: Sequence[tuple[object, str, str]]) -> None:
-        try:
-            self.memory.expect({path: nbytes_of(content) for content, _, path in waiting}, self.folder)
-        except CheckpointError:
-            self.memory.revert()
-            raise
+        self.memory.expect({path: nbytes_of(content) for content, _, path in waiting}, self.folder)
 
     def run(self, written: int, error: Exception | None, over: Channel) -> None:
         assert isinstance(over, HostChannel)
@@ -179,6 +157,10 @@ class MemoryCommit(Commit):
 
     def revert(self, failure: Exception, over: Channel) -> None:
         self.memory.revert()
+
+    def abandon(self) -> None:
+        if not self.memory.published:  # else other ranks may have removed earlier saves, since all have published
+            self.memory.revert()
 
 
 class MemorySave:
@@ -199,26 +181,36 @@ class MemorySave:
         self._model = self._latest = ""
         self._folder: MemoryFolder
         self._staging: Path
-        self._place = ""
-        self._rounds: list[list[Transfer]] = []
-        self._names: list[str] = []  # of all ranks
+        self._place, self._on_disk = 0, False
+        self._ring = _Ring(engine)
+        self._names: dict[int, str] = {}  # of this rank's files, by what they are known by
+        self._sent: list[list[str]] = []  # for each target, names
         self._files: dict[str, int] = {}  # of this rank's folder, the rank that wrote each
+        self._count = 0  # of files of all ranks
+        self.published = False
 
     def prepare(self, over: Channel) -> Path:
-        """Return a folder for this rank's files. Collective."""
+        """Return a folder for this rank's files, and connect ranks that exchange files. Collective."""
         # After this, no thread of any rank still writes or removes anything of an earlier save.
-        self._number = all_reduce_min(secrets.randbits(_NUMBER_BITS))
+        self._number = unique_number()
         self._model = model_key(self._engine)
         run, self._latest = self._run_and_latest()
         self._folder = MemoryFolder(self._engine._config, self._save_dir, run)
         run_on_all_or_raise(self._begin, _DOING, CheckpointError, over)
+        self._connect(self._engine.checkpoint_engine.aside.channel)
         return self._staging
 
+    def _connect(self, channel: HostChannel) -> None:
+        try:
+            run_on_all_or_raise(lambda: channel.connect(self._number, self._ring.windows()), _DOING, CheckpointError)
+        except CheckpointError:
+            channel.disconnect()
+            raise
+
     def _begin(self) -> None:
-        self._staging = self._folder.begin(self._number, self._rank)
-        self._place = self._folder.place
-        if not self._folder.is_in_memory:
-            _warn_once(f"{self._folder.parent} is not in memory (tmpfs): saves in memory are written to a disk.")
+        folder = self._folder
+        self._staging = folder.begin(self._number, self._rank)
+        self._place, self._on_disk = _known_by(folder.place), not folder.is_in_memory
 
     def _run_and_latest(self) -> tuple[str, str]:
         """Return the run in ``save_dir``, which begins one if it has none, and what ``latest`` names. Collective."""
@@ -248,63 +240,70 @@ class MemorySave:
             CheckpointError: on all ranks; there is none.
         """
         own = {str(Path(path).relative_to(folder.path)): size + _BESIDE for path, size in sizes.items()}
-        mine = {
-            "files": own,
-            "group": data_parallel_ranks(self._engine.optimizer.topology.intra)[0],
-            "targets": self._targets(),
-            "place": self._place,
-            "free": run_on_all_or_raise(lambda: self._folder.free, _DOING, CheckpointError),
-            "time": self._time,
-        }
-        ranks = [json.loads(text) for text in all_gather_texts(json.dumps(mine))]
-        files = [one["files"] for one in ranks]
-        self._time = ranks[0]["time"]
-        self._names = sorted(set(itertools.chain(*files)))
-        self._rounds = transfers_of(files, [one["group"] for one in ranks], [one["targets"] for one in ranks])
+        self._names = {_known_by(name): name for name in own}
         self._files = dict.fromkeys(own, self._rank)
-        for one in itertools.chain(*self._rounds):
-            files[one.target] = {**files[one.target], **{name: files[one.source][name] for name in one.names}}
-            if ranks[one.target]["place"] == ranks[one.source]["place"]:
-                _warn_once(
-                    f"copies of files in memory are on the node of those that they are made of (rank {one.target} has "
-                    f"copies of rank {one.source}'s): they do not survive it. Set zero_optimization.paro_group_size "
-                    f"to the ranks of a node."
-                )
-        self._require_room(ranks, files)
+        ((_, most),) = bounds([len(own)])
+        described = [part for key, name in self._names.items() for part in (key, own[name])]
+        rows = all_gather_rows([int(self._time * 1e6), self._place, *described, *[0] * 2 * (most - len(own))])
+        self._time = int(rows[0, 0]) / 1e6
+        self._count = int((rows[:, 2::2].unique() != 0).sum())
+        received = 0
 
-    def _targets(self) -> list[int]:
-        """Return the global ranks that are to have this rank's files, too."""
-        topology = self._engine.optimizer.topology
-        everybody, sizes = data_parallel_ranks(topology.world), topology.sizes
-        copies = memory_copies(self._engine._config)
-        if copies >= sizes.groups:  # what is left of a job that has lost a node must not be stopped by this
-            _warn_once(
-                f"{sizes.groups} group(s) of ranks have no place for {copies} copies of a save in memory in others, "
-                f"so there are {sizes.groups - 1}."
-            )
-        steps = range(1, min(copies, sizes.groups - 1) + 1)
-        return [everybody[(topology.rank + step * sizes.group_size) % sizes.ranks] for step in steps]
+        def files_of(ranks: Sequence[int]) -> dict[int, int]:
+            flat = rows[list(ranks), 2:].reshape(-1, 2).tolist()
+            return {key: size for key, size in flat if key}
 
-    def _require_room(self, ranks: Sequence[Mapping[str, Any]], files: Sequence[Mapping[str, int]]) -> None:
-        for place in dict.fromkeys(one["place"] for one in ranks):
-            there = [rank for rank, one in enumerate(ranks) if one["place"] == place]
-            needed = sum(sum(files[rank].values()) for rank in there)
-            free = min(ranks[rank]["free"] for rank in there)
-            if needed > free:
+        sent = files_to_send(self._names, [files_of(group) for group in self._ring.next_groups()])
+        self._sent = [[self._names[key] for key in keys] for keys in sent]
+        for source, groups in self._ring.sources():
+            files = files_of([source])
+            received += sum(files[key] for key in files_to_send(files, [files_of(group) for group in groups])[-1])
+        beside = any(int(rows[target, 1]) == self._place for target in self._ring.targets)
+        self._require_room(sum(own.values()) + received, beside)
+
+    def _require_room(self, needed: int, beside: bool) -> None:
+        """Raise on all ranks if a node has no room for what all its ranks need. Collective.
+
+        Args:
+            needed: bytes, by this rank.
+            beside: whether this rank's copies are in the same memory as its files.
+        """
+        free = run_on_all_or_raise(lambda: self._folder.free, _DOING, CheckpointError)
+        rows = all_gather_rows([self._place, needed, free, beside, self._on_disk])
+        if self._rank == 0:
+            self._warn(int(rows[:, 3].sum()), bool(rows[:, 4].any()))
+        there = rows[:, 0] == self._place
+        total, free = int(rows[there, 1].sum()), int(rows[there, 2].min())
+
+        def compare() -> None:
+            if total > free:
                 raise CheckpointError(
-                    f"a save in memory needs {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free beside the one "
-                    f"before it, in {place.split(':', 3)[3]} on the node of ranks {there}. Make that larger (mount -o "
-                    f"remount,size=..., docker --shm-size), set checkpoint.memory_folder to another one, or "
-                    f"checkpoint.memory_copies to 0.{self._others(there[0])}"
+                    f"a save in memory needs {total / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free beside the one "
+                    f"before it, in {self._folder.path} on the node of ranks {there.nonzero().flatten().tolist()}. "
+                    f"Make that larger (mount -o remount,size=..., docker --shm-size), set checkpoint.memory_folder "
+                    f"to another one, or checkpoint.memory_copies to 0.{self._others()}"
                 )
 
-    def _others(self, rank: int) -> str:
-        """Return a sentence on other saves in memory on the node of a rank; empty if there are none. Collective."""
+        run_on_all_or_raise(compare, _DOING, CheckpointError)
 
-        def look() -> str:
-            return "; ".join(self._folder.others()) if self._rank == rank else ""
+    def _warn(self, beside: int, on_disk: bool) -> None:
+        """Log what limits saves of all ranks."""
+        if on_disk:
+            _warn_once(f"{self._folder.parent} is not in memory (tmpfs): saves in memory are written to a disk.")
+        if beside:
+            _warn_once(
+                f"copies of files in memory are on the node of those that they are made of, on {beside} rank(s): they "
+                f"do not survive it. Set zero_optimization.paro_group_size to the ranks of a node."
+            )
+        if self._ring.short:
+            _warn_once(
+                f"{self._ring.groups} group(s) of ranks have no place for {self._ring.wanted} copies of a save in "
+                f"memory in others, so there are {self._ring.groups - 1}."
+            )
 
-        others = broadcast_text(run_on_all_or_raise(look, _DOING, CheckpointError), rank)
+    def _others(self) -> str:
+        """Return a sentence on saves in memory of other runs on this node; empty if there are none."""
+        others = "; ".join(self._folder.others())
         return f" Saves of other runs take room there, too: {others}. Remove those that have ended." if others else ""
 
     # In the thread ####################################################################################
@@ -315,36 +314,30 @@ class MemorySave:
         Raises:
             CheckpointError: on all ranks; one could not.
         """
-        for some in self._rounds:
-            if not some:
-                continue
-            sent = next((one for one in some if one.source == self._rank), Transfer(self._rank, self._rank, []))
-            taken = next((one for one in some if one.target == self._rank), Transfer(self._rank, self._rank, []))
+        for names, target, (source, _) in zip(self._sent, self._ring.targets, self._ring.sources(), strict=True):
             tensors = run_on_all_or_raise(
-                lambda sent=sent: [_mapped(self._staging / name) for name in sent.names],  # type: ignore[misc]
+                lambda names=names: [_mapped(self._staging / name) for name in names],  # type: ignore[misc]
                 _DOING,
                 CheckpointError,
                 over,
             )
-            told = torch.tensor([one.numel() for one in tensors], dtype=torch.int64)
-            sizes = torch.zeros(len(taken.names), dtype=torch.int64)
-            over.exchange(told if sent.names else None, sent.target, sizes if taken.names else None, taken.source)
+            told = json.dumps(list(zip(names, (one.numel() for one in tensors), strict=True)))
+            taken = json.loads(over.exchange_text(told, target, source))
             room = run_on_all_or_raise(
-                lambda taken=taken, sizes=sizes: [  # type: ignore[misc]
-                    _made(self._staging / name, size) for name, size in zip(taken.names, sizes.tolist(), strict=True)
-                ],
+                lambda taken=taken: [_made(self._staging / name, size) for name, size in taken],  # type: ignore[misc]
                 _DOING,
                 CheckpointError,
                 over,
             )
             for one, other in itertools.zip_longest(_chunks(tensors), _chunks(room)):
-                over.exchange(one, sent.target, other, taken.source)
-            self._files |= dict.fromkeys(taken.names, taken.source)
+                over.exchange(one, target, other, source)
+            self._files |= {name: source for name, _ in taken}
 
     def publish(self, tag: str) -> None:
         """Make this rank's files count."""
-        save = Identity(self._number, tag, self._step, self._time, self._latest, self._model, len(self._names))
-        self._folder.publish(self._staging, Part(save, f"{self._number}-{self._rank}", self._files), self._names)
+        save = Identity(self._number, tag, self._step, self._time, self._latest, self._model, self._count)
+        self._folder.publish(self._staging, Part(save, f"{self._number}-{self._rank}", self._files))
+        self.published = True
 
     def clear(self) -> None:
         """Remove earlier saves, when all ranks have published this one."""
@@ -353,6 +346,59 @@ class MemorySave:
     def revert(self) -> None:
         """Remove what this rank has of the save."""
         self._folder.drop(self._number, self._rank)
+
+
+class _Ring:
+    """The ranks of one number in all groups. Each sends copies of its files to the next ones.
+
+    Attributes:
+        groups: how many there are.
+        wanted: copies of each file.
+        targets: global ranks that get this rank's files.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        topology = engine.optimizer.topology
+        self._ranks, self._size = data_parallel_ranks(topology.world), topology.sizes.group_size
+        self._rank, self.groups = topology.rank, topology.sizes.groups
+        self.wanted = memory_copies(engine._config)
+        copies = min(self.wanted, self.groups - 1)  # what is left of a job that has lost a node goes on
+        self._steps = range(1, copies + 1)
+        self.targets = [self._neighbor(step) for step in self._steps]
+
+    @property
+    def short(self) -> bool:
+        """Whether there are too few groups for all copies."""
+        return self.wanted >= self.groups
+
+    def _neighbor(self, step: int) -> int:
+        return self._ranks[(self._rank + step * self._size) % len(self._ranks)]
+
+    def _group(self, step: int) -> list[int]:
+        first = (self._rank // self._size + step) % self.groups * self._size
+        return self._ranks[first : first + self._size]
+
+    def next_groups(self) -> list[list[int]]:
+        """Return the ranks of each group that gets copies of this rank's files."""
+        return [self._group(step) for step in self._steps]
+
+    def sources(self) -> list[tuple[int, list[list[int]]]]:
+        """Return each rank whose files this one gets, and of this rank's group and those between them the ranks."""
+        return [
+            (self._neighbor(-step), [self._group(between) for between in range(1 - step, 1)]) for step in self._steps
+        ]
+
+    def windows(self) -> list[list[int]]:
+        """Return groups in which this rank finds all ranks with which it exchanges files."""
+        if not self.targets:
+            return []
+        mine = self._ranks[self._rank % self._size :: self._size]
+        return windows(self._rank // self._size, mine, len(self.targets))
+
+
+def _known_by(text: str) -> int:
+    """Return a number, not 0, that only this text has."""
+    return 1 + int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest(), "big")
 
 
 def _mapped(path: Path) -> Tensor:

@@ -194,16 +194,15 @@ class MemoryFolder:
         self._owned.made.mkdir()
         return self._owned.made
 
-    def publish(self, staging: Path, part: Part, names: list[str]) -> None:
+    def publish(self, staging: Path, part: Part) -> None:
         """Make complete files count.
 
         Args:
             staging: of ``begin``.
             part: what it holds.
-            names: files of the save, of all ranks.
         """
         sizes = {name: (staging / name).stat().st_size for name in part.files}
-        content = {"part": part.to_json(), "sizes": sizes, "names": names}
+        content = {"part": part.to_json(), "sizes": sizes}
         (staging / _MANIFEST).write_text(json.dumps(content))
         staging.rename(self.path / part.folder)
         self._end()
@@ -250,7 +249,7 @@ class MemoryFolder:
     def parts(self) -> list[Part]:
         """Return what there is of saves, but for files that are not as they were written."""
         if self.is_ours:
-            return [part for part, _ in self._manifests()]
+            return list(self._manifests())
         if os.path.lexists(self.path):
             logger.warning(
                 f"deepspeed_ext: saves in memory in {self.path} are left alone, since others than this user may have "
@@ -258,21 +257,15 @@ class MemoryFolder:
             )
         return []
 
-    def names(self, number: int) -> list[str]:
-        """Return the files of all ranks of a save; empty if nothing is there of it."""
-        return next((names for part, names in self._manifests() if part.save.number == number), [])
-
-    def _manifests(self) -> Iterator[tuple[Part, list[str]]]:
+    def _manifests(self) -> Iterator[Part]:
         for path in sorted(self.path.glob(f"[0-9]*/{_MANIFEST}")):
             try:
                 content = json.loads(path.read_text())
-                part, sizes, names = Part.from_json(content["part"]), content["sizes"], content["names"]
-                for name in names:
-                    _require_type(name, str)
+                part, sizes = Part.from_json(content["part"]), content["sizes"]
                 whole = {name: rank for name, rank in part.files.items() if _size(path.parent / name) == sizes[name]}
             except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another version
                 continue
-            yield Part(part.save, path.parent.name, whole), names
+            yield Part(part.save, path.parent.name, whole)
 
 
 def forget(config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:

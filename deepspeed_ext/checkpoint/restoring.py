@@ -23,8 +23,6 @@ from deepspeed_ext.checkpoint.owned import sync
 from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, broadcast_text, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
 
-_SHOWN = 8  # missing files that a warning names
-
 
 @dataclass(frozen=True)
 class _Place:
@@ -71,7 +69,10 @@ def bring_back(engine: Engine, load_dir: str) -> None:
             whole = save
             break
         else:
-            _tell_missing(folder, save, saves[save], texts)
+            _warn(
+                f"of the save in memory of {save.tag} {save.files - len(saves[save])} of {save.files} files are "
+                f"missing, since nodes with all their copies are gone, or it was never completed."
+            )
     on_disk = f"of step {disk['step']}" if disk["step"] >= 0 else "none"
     if whole is not None:
         _warn(
@@ -131,18 +132,6 @@ def _gathered(parts: list[list[Part]]) -> dict[Identity, dict[str, _Place]]:
                 if name not in files or writer < files[name].writer:
                     files[name] = place
     return found
-
-
-def _tell_missing(folder: MemoryFolder, save: Identity, found: Mapping[str, _Place], texts: list[str]) -> None:
-    """Warn that files of a save are gone. Collective."""
-    has = next(rank for rank, text in enumerate(texts) if str(save.number) in text)
-    names = json.loads(_of_rank(has, lambda: json.dumps(folder.names(save.number)), f"{folder.path} cannot be read"))
-    missing = sorted(set(names) - found.keys())
-    more = ", ..." if len(missing) > _SHOWN else ""
-    _warn(
-        f"of the save in memory of {save.tag} {len(missing)} of {save.files} files are missing, since nodes with all "
-        f"their copies are gone, or it was never completed: {', '.join(missing[:_SHOWN])}{more}."
-    )
 
 
 def _write(

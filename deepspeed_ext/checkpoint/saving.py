@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``engine.save_checkpoint``: a save that replaces the checkpoint completely or leaves it as it was."""
 
-import secrets
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,14 +20,12 @@ from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import forget
 from deepspeed_ext.checkpoint.snapshots import Snapshot
-from deepspeed_ext.comm.agreement import WORLD, all_reduce_min, raise_together, require_same
+from deepspeed_ext.comm.agreement import WORLD, raise_together, require_same, unique_number
 from deepspeed_ext.config.saves import saves_in_zeros_order
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
-
-_SAVE_ID_BITS = 62
 
 
 @torch.inference_mode(False)  # threads go on with what is made here, outside of the caller's evaluation
@@ -69,10 +66,13 @@ def save_checkpoint(
         save_latest,
         after=partial(forget, engine._config, save_dir) if save_latest else lambda: None,
     )
-    commit.prepare(WORLD)
-    more = {} if exclude_frozen_parameters else _frozen(engine)
-    snapshot = None if files.aside is None else _snapshot(engine, files.aside)
+    snapshot = None
     try:
+        if files.aside is not None:
+            files.aside.connect()
+        commit.prepare(WORLD)
+        more = {} if exclude_frozen_parameters else _frozen(engine)
+        snapshot = None if files.aside is None else _snapshot(engine, files.aside)
         engine.optimizer.send_whole()  # so that a run that loads this checkpoint continues as this one does
         of_outer = outer.contents(engine)
         header, writers = _header(engine, commit.folder.path.name), engine.optimizer.writers
@@ -94,8 +94,8 @@ def save_checkpoint(
         else:
             _go_on_aside(files, files.aside, snapshot, commit)
     except BaseException:
-        if files.aside is not None and snapshot is not None:
-            files.aside.give_up(snapshot)
+        if files.aside is None or snapshot is None or files.aside.give_up(snapshot):
+            commit.abandon()
         raise
     return saved
 
@@ -146,11 +146,7 @@ def _go_on_aside(files: CheckpointFiles, aside: AsyncSaves, snapshot: Snapshot, 
     Raises:
         CheckpointError: on all ranks.
     """
-    try:
-        raise_together(files.error, CheckpointError)
-    except CheckpointError as failure:
-        commit.revert(failure, WORLD)
-        raise
+    raise_together(files.error, CheckpointError)
     waiting = files.take_waiting()
     commit.expect(waiting)
     snapshot.seal()
@@ -179,7 +175,7 @@ def _header(engine: Engine, name: str) -> dict[str, Any]:
     sizes = optimizer.topology.whole.sizes
     return {
         "version": __version__,
-        "save_id": all_reduce_min(secrets.randbits(_SAVE_ID_BITS)),
+        "save_id": unique_number(),
         "strategy": optimizer.strategy.name,
         "group_size": sizes.group_size,
         "ranks": sizes.ranks,

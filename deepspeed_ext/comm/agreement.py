@@ -7,8 +7,9 @@ What raises together may do so over another ``Channel`` than the process group o
 """
 
 import hashlib
+import secrets
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 from deepspeed import comm as dist
@@ -18,6 +19,9 @@ from torch.distributed import ProcessGroup
 
 _Result = TypeVar("_Result")
 _DIGEST_BYTES = 7  # of which an int64 holds the negative, too
+_RANDOM_BITS = 62
+_FIRST_INTERVAL, _LONGEST_INTERVAL = 0.01, 1.0  # seconds between votes on whether all ranks have ended
+_LOSSLESS = "surrogatepass"  # takes every text
 
 
 def all_reduced(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
@@ -47,6 +51,11 @@ def all_reduce_sum(value: int) -> int:
     return int(all_reduced(torch.tensor([value]), dist.ReduceOp.SUM).item())
 
 
+def unique_number() -> int:
+    """Return a random number, the same on all ranks."""
+    return all_reduce_min(secrets.randbits(_RANDOM_BITS))
+
+
 def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tuple[int, int]]:
     """Return of each value the smallest and the largest among the ranks, by one all-reduce."""
     mine = torch.tensor(values, dtype=torch.int64)
@@ -54,12 +63,17 @@ def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tup
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 
-def all_gather_ints(values: Sequence[int], group: ProcessGroup | None = None) -> list[list[int]]:
-    """Return the values of every rank, as many on each, in the order of the group."""
+def all_gather_rows(values: Sequence[int], group: ProcessGroup | None = None) -> Tensor:
+    """Return the values of every rank, as many on each, in the order of the group: a row for each, on the host."""
     mine = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
     everybody = mine.new_empty(dist.get_world_size(group=group) * mine.numel())
     dist.all_gather_into_tensor(everybody, mine, group=group)
-    rows: list[list[int]] = everybody.view(-1, mine.numel()).tolist()
+    return everybody.view(-1, mine.numel()).cpu()
+
+
+def all_gather_ints(values: Sequence[int], group: ProcessGroup | None = None) -> list[list[int]]:
+    """Return what ``all_gather_rows`` does, as lists."""
+    rows: list[list[int]] = all_gather_rows(values, group).tolist()
     return rows
 
 
@@ -69,17 +83,35 @@ def all_gather_texts(text: str, device: str | None = None) -> list[str]:
     DeepSpeed's ``all_gather_object`` takes no device, and ends the process if the comms logger is on.
 
     Args:
-        text: of this rank.
+        text: of this rank; names of files may hold bytes that are no UTF-8.
         device: where to put it for that, if not on the current one.
     """
     device = device or get_accelerator().current_device_name()
-    content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    content = torch.frombuffer(bytearray(text.encode(errors=_LOSSLESS)) or bytearray(1), dtype=torch.uint8).to(device)
     lengths = content.new_empty(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, lengths.new_tensor([content.numel()]))
-    longest = int(lengths.max())
-    everybody = content.new_zeros(len(lengths), longest)
-    dist.all_gather_into_tensor(everybody.view(-1), torch.nn.functional.pad(content, (0, longest - content.numel())))
-    return [bytes(row[:length]).decode() for row, length in zip(everybody.tolist(), lengths.tolist(), strict=True)]
+    dist.all_gather_into_tensor(lengths, lengths.new_tensor([content.numel() if text else 0]))
+    longest = max(1, int(lengths.max()))
+    everybody = content.new_empty(len(lengths) * longest)
+    dist.all_gather_into_tensor(everybody, torch.nn.functional.pad(content, (0, longest - content.numel())))
+    rows = everybody.cpu().numpy().tobytes()
+    starts = range(0, len(rows), longest)
+    return [
+        rows[start : start + length].decode(errors=_LOSSLESS)
+        for start, length in zip(starts, lengths.tolist(), strict=True)
+    ]
+
+
+def printable(text: str) -> str:
+    """Return a text that every encoder takes: a name of a file may hold bytes that are no UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _message_of(error: Exception) -> str:
+    """Return what an error says, also where that fails: the other ranks wait for it."""
+    try:
+        return printable(str(error))
+    except Exception as failure:
+        return f"{type(error).__name__}, whose text cannot be read: {type(failure).__name__}"
 
 
 def broadcast_text(text: str, source: int) -> str:
@@ -115,6 +147,10 @@ class Channel(Protocol):
         """Return the text of rank ``source``, on all ranks."""
         ...
 
+    def wait_for(self, act: Callable[[], _Result]) -> _Result:
+        """Do what may take long, and return its result."""
+        ...
+
 
 class _World:
     """The process group of all ranks, by ``deepspeed.comm``."""
@@ -131,8 +167,23 @@ class _World:
     def world(self) -> int:
         return int(dist.get_world_size())
 
+    def wait_for(self, act: Callable[[], _Result]) -> _Result:
+        return act()
+
 
 WORLD: Channel = _World()
+
+
+def wait_on_all(ends_within: Callable[[float], bool], over: Channel = WORLD) -> None:
+    """Wait until something has ended on all ranks, which may take longer than the timeout of a collective.
+
+    Args:
+        ends_within: waits for it on this rank, at most so many seconds; returns whether it has ended.
+        over: how ranks agree.
+    """
+    interval = _FIRST_INTERVAL
+    while not over.all_reduce_min(int(ends_within(interval))):
+        interval = min(2 * interval, _LONGEST_INTERVAL)
 
 
 def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError, over: Channel = WORLD) -> None:
@@ -143,7 +194,8 @@ def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError
     """
     first = over.all_reduce_min(over.world if error is None else over.rank)
     if first < over.world:
-        raise kind(f"rank {first}: {over.broadcast_text(str(error), first)}") from error
+        message = "" if error is None else _message_of(error)
+        raise kind(f"rank {first}: {over.broadcast_text(message, first)}") from error
 
 
 def run_on_all_or_raise(
@@ -160,16 +212,21 @@ def run_on_all_or_raise(
     Raises:
         kind: on all ranks, if it failed on one.
     """
-    error: Exception | None = None
-    try:
-        result = act()
-    except kind as found:
-        error = found
-    except Exception as found:
-        error = kind(f"{doing}: {type(found).__name__}: {found}")
-        error.__cause__ = found
+    result, error = over.wait_for(lambda: _attempt(act, doing, kind))
     raise_together(error, kind, over)
-    return result
+    return cast(_Result, result)
+
+
+def _attempt(act: Callable[[], _Result], doing: str, kind: type[Exception]) -> tuple[_Result | None, Exception | None]:
+    """Return the result, or the error."""
+    try:
+        return act(), None
+    except kind as error:
+        return None, error
+    except Exception as cause:
+        failure = kind(f"{doing}: {type(cause).__name__}: {_message_of(cause)}")
+        failure.__cause__ = cause
+        return None, failure
 
 
 def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) -> None:
@@ -178,7 +235,7 @@ def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) ->
     Raises:
         kind: it does; with the value of the first rank that differs from rank 0.
     """
-    digest = hashlib.sha256(value.encode(errors="surrogateescape")).digest()
+    digest = hashlib.sha256(value.encode(errors=_LOSSLESS)).digest()
     (found,) = bounds([int.from_bytes(digest[:_DIGEST_BYTES], "big")])
     if found[0] == found[1]:
         return

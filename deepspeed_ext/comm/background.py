@@ -57,11 +57,21 @@ class Job:
         """Whether it is done, or has failed."""
         return self._over.is_set()
 
-    def wait(self) -> None:
-        """Wait until it is done; raises what it has raised."""
+    @property
+    def failed(self) -> bool:
+        """Whether it has raised something."""
+        return self._failure is not None
+
+    def wait_within(self, seconds: float | None) -> bool:
+        """Wait until it is done, at most so many seconds; return whether it is, or has failed."""
         if not self.over:
             with watching.waiting():
-                self._over.wait()
+                self._over.wait(seconds)
+        return self.over
+
+    def wait(self) -> None:
+        """Wait until it is done; raises what it has raised."""
+        self.wait_within(None)
         if self._failure is not None:
             self._background.failure_told()
             raise self._failure

@@ -1,97 +1,280 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks over gloo on the host, beside the process groups that train: for what goes on while these are busy."""
+"""Votes, texts and messages of all ranks over gloo on the host, beside the process groups that train.
 
-from contextlib import suppress
+Note [Channels of threads]
+    *Connections.* Ranks form a tree: blocks of 32 consecutive ranks are process groups, the first ranks of 32 blocks
+    form the next larger group, and so on. A value is reduced toward the root, and the result is broadcast back. So a
+    rank has at most 31 connections for each level, of which 16,384 ranks have three. A mesh would have one for each
+    pair of ranks. Messages between two ranks use groups of neighbors; see ``windows``.
+
+    *Disks.* A disk may be slower than any timeout of a collective. So a second thread does what may take long, and
+    until it has ended on all ranks, they vote at short intervals whether it has. Each vote is subject to the timeout.
+    The disk is not, and a rank that died is found by the next vote.
+
+    *Failures.* A rank that cannot vote closes its connections, so the others fail as well, at once. A channel is not
+    used after that: its owner makes another one.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.utils import logger
 from torch import Tensor, distributed
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, distributed_c10d
 
+from deepspeed_ext.comm.agreement import printable, wait_on_all
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 
-NAME = "deepspeed_ext on the host"  # of its process groups
-_LONGEST = 4096  # bytes of a text that is told
+_Result = TypeVar("_Result")
+_PREFIX = "deepspeed_ext"  # of keys in the store
+_FAN_OUT = 32
+_LONGEST = 4096  # bytes of a text that is broadcast
+_PATIENCE = 300.0  # seconds after which a warning says that a disk is slow; the next one after twice as many
+
+
+class ChannelError(RuntimeError):
+    """A communication of a ``HostChannel`` that failed. Other ranks may not have failed yet."""
+
+
+def tree(rank: int, world: int) -> list[list[int]]:
+    """Return the groups of a rank from the leaves to the root, as ascending ranks. The first rank of each leads it."""
+    groups, step = [], 1
+    while step < world and rank % step == 0:
+        first = rank - rank % (step * _FAN_OUT)
+        groups.append(list(range(first, min(first + step * _FAN_OUT, world), step)))
+        step *= _FAN_OUT
+    return groups
+
+
+def windows(place: int, ranks: Sequence[int], reach: int) -> list[list[int]]:
+    """Return groups of one rank of a ring, in which it finds all ranks up to ``reach`` places before and behind it.
+
+    The ring is divided into units of at least ``reach`` ranks. Each group has two neighboring units, so a rank is in
+    at most two groups, of a size that does not depend on that of the ring. The order in which each rank makes its
+    groups is free of deadlocks: even ones come first.
+
+    Args:
+        place: of the rank.
+        ranks: of the ring, the same on all of them.
+        reach: at most the number of ranks less one.
+    """
+    count = len(ranks) // reach
+    mine = min(place // reach, count - 1)
+    ends = [unit * reach for unit in range(count)] + [len(ranks)]
+
+    def members(unit: int) -> list[int]:
+        return list(ranks[ends[unit % count] : ends[unit % count + 1]])
+
+    first = sorted({(mine - 1) % count, mine}, key=lambda unit: (unit % 2, unit))
+    groups = {tuple(sorted({*members(unit), *members(unit + 1)})): None for unit in first}
+    return [list(group) for group in groups]
 
 
 @dataclass
-class Vote:
-    """A minimum over all ranks that is on its way.
+class _Group:
+    """A process group. Its connections are closed when nothing else, such as an exception, refers to ``gloo``."""
 
-    Attributes:
-        value: of this rank; of all, once it has arrived.
-        work: what it is waited for by.
-    """
-
-    value: Tensor
-    work: Any
-
-    def result(self) -> int:
-        """Wait, and return it."""
-        self.work.wait()
-        return int(self.value.item())
+    gloo: Any
 
 
 class HostChannel:
-    """A ``Channel`` of one thread of each rank, which calls it in the same order as those of the others.
+    """A ``Channel`` of one thread of each rank. See Note [Channels of threads].
 
-    A thread must have one of its own. The group is called directly, and not by ``deepspeed.comm``: so it also serves
-    a thread that outlives ``destroy_process_group``, and the comms logger times nothing that runs beside the training.
+    All ranks must call its methods in the same order. Its groups are made and called directly, and not by
+    ``deepspeed.comm``: so it also serves a thread that outlives ``destroy_process_group``, and the comms logger times
+    nothing that runs beside the training.
 
     Making one is collective over all ranks.
+
+    Args:
+        number: the same on all ranks, and of no other channel.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
         self.rank, self.world = int(dist.get_rank()), int(dist.get_world_size())
-        self._group: Any = distributed.new_group(backend="gloo", timeout=timeout_of(None), group_desc=NAME)
+        self._timeout = timeout_of(None) or distributed_c10d.default_pg_timeout
+        self._closed = False
+        self._worker: _Worker | None = None
+        self._groups: list[_Group] = []  # all of them
+        self._peers: dict[int, tuple[_Group, int]] = {}  # the group that has a rank, and its number there
+        lists = [ranks for ranks in tree(self.rank, self.world) if len(ranks) > 1]
+        self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in enumerate(lists)]
+
+    def connect(self, number: int, groups: Sequence[Sequence[int]]) -> None:
+        """Make groups for ``exchange``, unless there are some. Collective over all ranks, each with its own groups.
+
+        Args:
+            number: the same on all ranks, and of no other call.
+            groups: of ``windows``.
+        """
+        if self._peers:
+            return
+        made = [(self._group(f"{number}/window", ranks), ranks) for ranks in groups if len(ranks) > 1]
+        self._peers = {one: (group, place) for group, ranks in made for place, one in enumerate(ranks)}
+
+    def disconnect(self) -> None:
+        """Drop what ``connect`` has made, where another rank could not."""
+        self._peers = {}
+
+    def _group(self, name: str, ranks: Sequence[int]) -> "_Group":
+        keys = f"{_PREFIX}/{name}/{ranks[0]}-{ranks[-1]}"
+        store = distributed_c10d.PrefixStore(keys, distributed_c10d._get_default_store())
+        gloo = distributed_c10d.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self._timeout)
+        self._groups.append(_Group(gloo))
+        return self._groups[-1]
 
     def close(self) -> None:
-        """End the process group, with its threads and connections. Called when nothing is under way; not collective.
+        """End the process groups, with their threads and connections. Not collective.
 
-        What this rank has sent still arrives: another one may be in the last call.
+        Called by the thread that uses it, or when no thread does. What this rank has sent still arrives: another one
+        may be in the last call.
         """
-        group, self._group = self._group, None  # which also closes the connections
-        if group is not None:
-            with suppress(ValueError):  # ``destroy_process_group`` has ended all
-                distributed.destroy_process_group(group)
+        self._closed = True
+        for group in self._groups:
+            group.gloo = None
 
-    def start_min(self, value: int) -> Vote:
-        """Begin to find the smallest of all ranks' values."""
-        return self._start(value, ReduceOp.MIN)
+    # Votes ############################################################################################
 
     def all_reduce_min(self, value: int) -> int:
         """Return the smallest of all ranks' values."""
-        return self._start(value, ReduceOp.MIN).result()
+        return int(self._all_reduce(torch.tensor([value]), ReduceOp.MIN).item())
 
     def all_reduce_sum(self, value: int) -> int:
         """Return the sum of all ranks' values."""
-        return self._start(value, ReduceOp.SUM).result()
+        return int(self._all_reduce(torch.tensor([value]), ReduceOp.SUM).item())
 
     def broadcast_text(self, text: str, source: int) -> str:
         """Return the text of rank ``source``, on all ranks; of a long one the beginning."""
         content = torch.zeros(_LONGEST, dtype=torch.uint8)
-        mine = torch.tensor(list(text.encode()[:_LONGEST]), dtype=torch.uint8)
-        content[: mine.numel()] = mine
-        options = distributed.BroadcastOptions()
-        options.rootRank = source
-        self._group.broadcast([content], options).wait()
-        return bytes(content.tolist()).rstrip(b"\0").decode(errors="replace")
+        if self.rank == source:
+            mine = bytearray(printable(text).encode()[:_LONGEST])
+            content[: len(mine)] = torch.frombuffer(mine or bytearray(1), dtype=torch.uint8)[: len(mine)]
+        found = self._all_reduce(content, ReduceOp.MAX)  # all others have zeros
+        return bytes(found.numpy()).rstrip(b"\0").decode(errors="replace")
 
-    def exchange(self, sent: Tensor | None, target: int, received: Tensor | None, source: int) -> None:
-        """Send a tensor to one rank while another one is received from a rank; None for nothing."""
-        started = []
-        if received is not None:
-            started.append(self._group.recv([received], source, 0))
-        if sent is not None:
-            started.append(self._group.send([sent], target, 0))
-        for one in started:
-            one.wait()
+    def wait_for(self, act: Callable[[], _Result]) -> _Result:
+        """Do what may take any time, and return its result once all ranks have done theirs. Collective.
 
-    def _start(self, value: int, operation: Any) -> Vote:
-        held = torch.tensor([value], dtype=torch.int64)
+        It runs on another thread. If a vote fails meanwhile, this waits for the thread all the same, since whoever
+        cleans up must not meet a thread that still writes.
+        """
+        done, begin = self._started(act), time.monotonic()
+        warns = begin + _PATIENCE
+
+        def ends_within(seconds: float) -> bool:
+            nonlocal warns
+            now = time.monotonic()
+            if self.rank == 0 and now > warns:
+                logger.warning(f"deepspeed_ext: a rank has been writing to its disk for {now - begin:.0f} s.")
+                warns = 2 * now - begin
+            return bool(futures.wait([done], seconds).done)
+
+        try:
+            wait_on_all(ends_within, self)
+        finally:
+            futures.wait([done])
+        return done.result()
+
+    def rest(self) -> None:
+        """Let the second thread end. Called when this channel's thread has nothing more to do for now."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+    def _started(self, act: Callable[[], _Result]) -> "futures.Future[_Result]":
+        done: futures.Future[_Result] = futures.Future()
+
+        @torch.no_grad()
+        def run() -> None:
+            try:
+                done.set_result(act())
+            except BaseException as error:
+                done.set_exception(error)
+
+        try:
+            self._worker = self._worker or _Worker()
+        except RuntimeError:  # the system has no more threads, or the interpreter ends
+            run()
+        else:
+            self._worker.put(run)
+        return done
+
+    def _all_reduce(self, values: Tensor, operation: Any) -> Tensor:
         options = distributed.AllreduceOptions()
         options.reduceOp = operation
-        return Vote(held, self._group.allreduce([held], options))
+        with self._connected():
+            for group in self._tree:
+                group.gloo.allreduce([values], options).wait()
+            for group in reversed(self._tree):
+                group.gloo.broadcast([values], distributed.BroadcastOptions()).wait()
+        return values
+
+    # Messages #########################################################################################
+
+    def exchange(self, sent: Tensor | None, target: int, received: Tensor | None, source: int) -> None:
+        """Send a tensor to one rank while another one is received from a rank; None for nothing.
+
+        Both are in groups of ``connect``.
+        """
+        started: list[Any] = []
+        with self._connected():
+            try:
+                if received is not None:
+                    group, place = self._peers[source]
+                    started.append(group.gloo.recv([received], place, 0))
+                if sent is not None:
+                    group, place = self._peers[target]
+                    started.append(group.gloo.send([sent], place, 0))
+                for one in started:
+                    one.wait()
+            finally:
+                started.clear()  # an exception refers to this list, and they to connections that are to be closed
+
+    def exchange_text(self, text: str, target: int, source: int) -> str:
+        """Send a text to one rank, and return the one that another rank has sent."""
+        content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        length = torch.zeros(1, dtype=torch.int64)
+        self.exchange(torch.tensor([content.numel()]), target, length, source)
+        received = torch.empty(int(length), dtype=torch.uint8)
+        self.exchange(content, target, received, source)
+        return bytes(received.numpy()).decode()
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        if self._closed:
+            raise ChannelError("the connections of this rank are closed")
+        try:
+            yield
+        except RuntimeError as error:
+            raise ChannelError(f"a connection between ranks has failed: {error}") from error
+
+
+class _Worker:
+    """A thread that does one thing after the other until it is ended."""
+
+    def __init__(self) -> None:
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="deepspeed_ext files", daemon=True)
+        self._thread.start()
+
+    def put(self, act: Callable[[], None]) -> None:
+        """Have something done, which does not raise."""
+        self._acts.put(act)
+
+    def end(self) -> None:
+        """Wait until all is done, and for the end of the thread."""
+        self._acts.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (act := self._acts.get()) is not None:
+            act()

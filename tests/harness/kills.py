@@ -22,7 +22,7 @@ CALLS = {
     "Snapshot.complete": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "complete"),
     "torch.save": ("torch", "save"),
     "fsync": ("os", "fsync"),
-    "HostChannel": ("deepspeed_ext.comm.host_channel:HostChannel", "_start"),
+    "HostChannel": ("deepspeed_ext.comm.host_channel:HostChannel", "_all_reduce"),
     "copytree": ("shutil", "copytree"),
     "rename": ("pathlib:Path", "rename"),
     "exchange": ("deepspeed_ext.checkpoint.owned", "_exchange"),

@@ -41,7 +41,6 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.background import THREAD
 from tests.harness.memory_accesses import Access, Clock, Memory, byte_spans, merge, place_of_call
 from tests.harness.streams import Device, Event, Stream, Work
@@ -336,8 +335,6 @@ def device_with_streams(
 
     def watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if group.group_desc == host_channel.NAME:
-                return method(group, *args, **kwargs)
             return order.communicate(group, name, lambda: method(group, *args, **kwargs), args)
 
         return collective

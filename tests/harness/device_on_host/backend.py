@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils import _pytree as pytree
 
-from deepspeed_ext.comm.host_channel import NAME as NAME_ON_HOST
-
 NAME = "sim"
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "gather", "scatter"),
@@ -58,8 +56,6 @@ def groups_of_device() -> Iterator[None]:
 
     def given_hosts(method: Callable[..., Any]) -> Callable[..., Any]:
         def collective(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if group.group_desc == NAME_ON_HOST:
-                return method(group, *args, **kwargs)
             work = method(group, *pytree.tree_map_only(Tensor, _shared, args), **kwargs)
             return None if work is None else _Work(work, args)
 

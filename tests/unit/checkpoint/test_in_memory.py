@@ -35,7 +35,7 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
             own = [one for one in files if cut < 4 or (one.startswith("mp_rank") and "model" in one)]
             assert all(files[one] // 2 == there for one in own if not any(kind in one for kind in crossing)), files
         if not experts:
-            assert (sent > 0) == (cut == 4), "only states that no other group has cross"
+            assert (sent > 100) == (cut == 4), "only states that no other group has cross"
         assert changed == {} and same and latest == "global_step1" and not again
 
 
