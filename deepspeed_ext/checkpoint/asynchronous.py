@@ -187,11 +187,12 @@ class AsyncSaves:
         Raises:
             SaveFailed: on all ranks; it has failed, and no step has raised that.
         """
-        self.settle()
         job, commit, failure = self._job, self._commit, None
+        if job is not None:
+            wait_on_all(job.wait_within)
+        self.settle()
         if job is None or commit is None:
             return
-        wait_on_all(job.wait_within)
         try:
             self._tell()
         except SaveFailed as error:

@@ -106,8 +106,8 @@ class HostChannel:
         self._worker: _Worker | None = None
         self._groups: list[_Group] = []  # all of them
         self._peers: dict[int, tuple[_Group, int]] = {}  # the group that has a rank, and its number there
-        lists = [ranks for ranks in tree(self.rank, self.world) if len(ranks) > 1]
-        self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in enumerate(lists)]
+        levels = enumerate(tree(self.rank, self.world))
+        self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in levels if len(ranks) > 1]
 
     def connect(self, number: int, groups: Sequence[Sequence[int]]) -> None:
         """Make groups for ``exchange``, unless there are some. Collective over all ranks, each with its own groups.

@@ -222,3 +222,76 @@ def outliving_case(folder: str) -> str:
     # The engine is destroyed before the next case, which takes a process group.
     deepspeed.init_distributed("gloo", init_method=f"file://{folder}/again", rank=0, world_size=1)
     return Path(folder, "latest").read_text()
+
+
+def test_a_disk_may_be_slow_and_saves_go_on_after_lost_connections(ranks: Any, tmp_path: Path) -> None:
+    for slow, lost, after, left in ranks(2).run(connections_case, str(tmp_path)):
+        assert slow == ["", "slow"]
+        for message in lost:
+            assert message.startswith(("SaveFailed: rank ", "RuntimeError: in the middle")), message
+        assert "connection" in lost[0] and "connection" in lost[1], lost
+        assert after == ["", "", "after"] and left == [], (after, left)
+
+
+def connections_case(folder: str) -> tuple[list[str], list[str], list[str], list[str]]:
+    """A save that takes longer than the timeout of all process groups; saves to disk and to memory during which a
+    rank loses its connections, and one that another exception ends; saves after that; hidden names that are left."""
+    import time
+    from datetime import timedelta
+
+    from deepspeed import comm as dist
+    from torch.distributed import distributed_c10d
+
+    import deepspeed_ext
+    from deepspeed_ext.checkpoint import residuals
+    from deepspeed_ext.checkpoint.snapshots import Snapshot
+    from deepspeed_ext.comm import host_channel
+    from deepspeed_ext.comm.disjoint_groups import timeout_of
+    from tests.harness import snapshots, training
+
+    section = {"async_save": True, "memory_folder": folder}
+    job = training.Job(empty=False, config={"checkpoint": section})
+    brief = timedelta(seconds=2.5)
+    patched = mock.patch.object(host_channel, "timeout_of", lambda group: brief)
+    with patched:
+        engine, _ = training.make_engine(job, placed("IIG", 1))
+    files, saved = engine.checkpoint_engine, f"{folder}/saved"
+    complete, total = Snapshot.complete, host_channel.HostChannel.all_reduce_sum
+
+    def slowly(self: Snapshot) -> None:
+        time.sleep(4.0 * dist.get_rank())
+        complete(self)
+
+    def lose(self: host_channel.HostChannel, *args: Any) -> int:
+        if dist.get_rank() == 1:
+            self.close()
+        return total(self, *args)
+
+    def save(tag: str) -> None:
+        engine.save_checkpoint(saved, tag)
+        files.finish()
+
+    def save_in_memory(tag: str) -> None:
+        deepspeed_ext.save_in_memory(engine, saved, tag)
+        files.finish()
+
+    engine.save_checkpoint(saved, "first")
+    files.finish()
+    before = timeout_of(None)
+    distributed_c10d._set_pg_timeout(brief, dist.get_world_group())
+    with patched, mock.patch.object(Snapshot, "complete", slowly):
+        slow = [snapshots.error_of(save, "slow"), Path(saved, "latest").read_text()]
+    distributed_c10d._set_pg_timeout(before, dist.get_world_group())
+    lost = []
+    with mock.patch.object(host_channel.HostChannel, "all_reduce_sum", lose):
+        lost.append(snapshots.error_of(save, "lost"))
+    with mock.patch.object(host_channel.HostChannel, "exchange_text", lambda self, *args: lose(self, 1)):
+        lost.append(snapshots.error_of(save_in_memory, "lost"))
+    with mock.patch.object(residuals, "save", side_effect=RuntimeError("in the middle")):
+        lost.append(snapshots.error_of(save, "in the middle"))
+    after = [snapshots.error_of(save_in_memory, "after"), snapshots.error_of(save, "after")]
+    after.append(Path(saved, "latest").read_text())
+    dist.barrier()
+    engine.destroy()
+    hidden = [path.name for path in Path(folder).rglob(".*") if path.name.endswith((".saving", ".replaced"))]
+    return slow, lost, after, hidden

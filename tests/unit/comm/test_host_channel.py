@@ -1,0 +1,171 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Channels of threads: few connections, any text, disks slower than a timeout, and lost connections."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.harness.snapshots import error_of
+
+pytestmark = pytest.mark.quick
+BYTES = b"a path of bytes \xff\xe9".decode(errors="surrogateescape")
+TEXTS = ("", "plain", "Zoë", BYTES, "half of a pair \ud800", "é" * 5000)
+
+
+@pytest.mark.parametrize("world", [1, 2, 31, 32, 33, 1024, 1025, 4096])
+def test_groups_of_a_tree_are_the_same_on_all_members_and_small(world: int) -> None:
+    from deepspeed_ext.comm.host_channel import tree
+
+    trees = [tree(rank, world) for rank in range(world)]
+    for rank, groups in enumerate(trees):
+        assert all(groups[level] == trees[member][level] for level, ranks in enumerate(groups) for member in ranks)
+        assert sum(len(ranks) - 1 for ranks in groups) <= 31 * 3, "connections"
+        assert not groups or groups[-1][0] == 0 or rank != groups[-1][0], "the leader of a group is in a larger one"
+
+
+def making_ends(lists: dict[int, list[list[int]]]) -> bool:
+    """Whether ranks that make their groups in this order, each of which waits for all members, do not deadlock."""
+    left = {rank: [tuple(group) for group in groups] for rank, groups in lists.items()}
+    while any(left.values()):
+        next_ones = {groups[0] for groups in left.values() if groups}
+        ready = [group for group in next_ones if all(left[rank][:1] == [group] for rank in group)]
+        if not ready:
+            return False
+        for group in ready:
+            for rank in group:
+                left[rank].pop(0)
+    return True
+
+
+def test_windows_have_all_neighbors_of_a_rank() -> None:
+    from deepspeed_ext.comm.host_channel import windows
+
+    for count in (*range(2, 24), 513):
+        ring = list(range(5, 5 + 3 * count, 3))
+        for reach in range(1, min(count, 6)):
+            lists = {rank: windows(place, ring, reach) for place, rank in enumerate(ring)}
+            for place, rank in enumerate(ring):
+                assert len(lists[rank]) <= 2 and all(len(group) < 4 * reach for group in lists[rank])
+                for step in range(1, reach + 1):
+                    target = ring[(place + step) % count]
+                    shared = [group for group in lists[rank] if target in group]
+                    assert shared and shared[0] in lists[target], (count, reach, place, step)
+            assert making_ends(lists), (count, reach)
+
+
+def test_votes_texts_and_slow_disks(ranks: Any) -> None:
+    for rank, (numbers, texts, messages, results, seconds) in enumerate(ranks(5).run(channel_case)):
+        assert numbers == [-4, 10, 7]
+        assert texts[:3] == list(TEXTS[:3]) and "\\udcff\\udce9" in texts[3] and "\\ud800" in texts[4]
+        assert texts[5].startswith("éé") and 2000 < len(texts[5]) < 2100
+        assert messages == [f"from {(rank - 1) % 5}" + "x" * ((rank - 1) % 5)]
+        assert results == [rank, "ValueError: no"] and seconds > 3.0
+
+
+def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
+    """Numbers, texts and messages over a tree of pairs; what disks return, one of which is slower than the timeout."""
+    import time
+    from datetime import timedelta
+    from unittest import mock
+
+    from deepspeed_ext.comm import host_channel
+    from deepspeed_ext.comm.agreement import unique_number
+
+    with (
+        mock.patch.object(host_channel, "_FAN_OUT", 2),
+        mock.patch.object(host_channel, "timeout_of", lambda group: timedelta(seconds=2.5)),
+    ):
+        channel = host_channel.HostChannel(unique_number())
+        rank, world = channel.rank, channel.world
+        channel.connect(unique_number(), host_channel.windows(rank, range(world), 1))
+    numbers = [channel.all_reduce_min(-rank), channel.all_reduce_sum(rank), channel.all_reduce_min(7 + rank)]
+    texts = [channel.broadcast_text(text if rank == 3 else "another one", 3) for text in TEXTS]
+    messages = [channel.exchange_text(f"from {rank}" + "x" * rank, (rank + 1) % world, (rank - 1) % world)]
+    begin = time.monotonic()
+
+    def slow() -> int:
+        time.sleep(3.5 if rank == 2 else 0.0)
+        return rank
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    results = [channel.wait_for(slow), error_of(channel.wait_for, fail)]
+    seconds = time.monotonic() - begin
+    channel.rest()
+    channel.close()
+    return numbers, texts, messages, results, seconds
+
+
+def test_a_lost_connection_is_an_error_on_all_ranks_at_once(ranks: Any) -> None:
+    for message, seconds in ranks(3).run(lost_case):
+        assert message.startswith("ChannelError: ") and seconds < 60.0, (message, seconds)
+
+
+def lost_case() -> tuple[str, float]:
+    """The error of a vote after one rank has closed its connections, and when it came."""
+    import time
+
+    from deepspeed_ext.comm.agreement import unique_number
+    from deepspeed_ext.comm.host_channel import HostChannel
+
+    channel = HostChannel(unique_number())
+    channel.all_reduce_min(0)
+    if channel.rank == 1:
+        channel.close()
+    begin = time.monotonic()
+    message = error_of(channel.all_reduce_min, 0)
+    channel.close()
+    return message, time.monotonic() - begin
+
+
+class Unreadable(Exception):
+    """Its text cannot be read."""
+
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+def test_texts_of_errors_reach_all_ranks_whatever_they_hold(ranks: Any) -> None:
+    for messages, texts, same in ranks(2).run(texts_case):
+        for message, says in zip(
+            messages, ("\\udcff\\udce9", "\\udcff\\udce9", "LookupError", "LookupError"), strict=True
+        ):
+            assert message.startswith("RuntimeError: rank 1: it failed: ") and says in message, message
+        assert texts == [[text, f"{text}1"] for text in TEXTS] and same == ["", ""]
+
+
+def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
+    """Errors of one rank; texts of both; whether such texts can be compared."""
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.comm.agreement import (
+        WORLD,
+        all_gather_texts,
+        require_same,
+        run_on_all_or_raise,
+        unique_number,
+    )
+    from deepspeed_ext.comm.host_channel import HostChannel
+
+    channel, rank = HostChannel(unique_number()), dist.get_rank()
+
+    def fail(error: Exception) -> None:
+        if rank == 1:
+            raise error
+
+    def messages_of(errors: Iterable[Exception]) -> list[str]:
+        return [
+            error_of(run_on_all_or_raise, lambda error=error: fail(error), "it failed", RuntimeError, over)
+            for error in errors
+            for over in (WORLD, channel)
+        ]
+
+    messages = messages_of((OSError(28, "No space", BYTES), Unreadable()))
+    texts = [all_gather_texts(text if rank == 0 else f"{text}1") for text in TEXTS]
+    same = [error_of(require_same, "a text", text) for text in (BYTES, TEXTS[4])]
+    channel.rest()
+    channel.close()
+    return messages, texts, same
