@@ -98,10 +98,10 @@ CASES = {
     "": ("3", "", "3 is resumed from a save in memory, of step 3, "),
     "torn": ("2", "", "of 3 4 of 8 files are missing"),
     "failed": ("2", "no room here", "2 is resumed from a save in memory"),
-    "full": ("1", "GB are free", ""),
+    "run": ("", "", "saves in memory of another run in "),  # which stay
+    "full": ("1", "Saves of other runs take room there, too: ", ""),
     "old": ("3 from disk", "", ""),
     "missing": ("1", "", "the last one on disk is of step"),
-    "run": ("", "", "saves in memory of another run in "),
     "edited": ("0", "", "when it was made, latest named 1, and now 0"),
     "damaged": ("1", "", "saves in memory of another run in "),
     "version": ("1", "", ""),
