@@ -40,7 +40,6 @@ FOREIGN = (
     f"memory/deepspeed_ext-{os.getuid()}-0123456789abcdef/.1-0.saving/notes",
     "memory/deepspeed_ext-notes.txt",
 )
-RUN = ".deepspeed_ext_memory"  # a file that stays
 _DAYS_AGO = time.time() - 3 * 24 * 3600
 
 
@@ -65,7 +64,7 @@ def leftovers(base: str | Path) -> list[str]:
     """Return what is left of failed saves: hidden names that ``plant`` did not write."""
     planted = {Path(base, *Path(name).parts[:depth]) for name in FOREIGN for depth in range(1, 4)}
     found = {*Path(base, "saved").glob(".*"), *Path(base, "memory").glob("*/.*")} - planted
-    return sorted(path.name for path in found if path.name != RUN)
+    return sorted(path.name for path in found)
 
 
 @dataclass(frozen=True)
