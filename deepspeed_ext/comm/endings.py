@@ -10,7 +10,8 @@ Note [Endings]
     exception and SIGINT. A process of ``multiprocessing`` has its finalizers instead: one that is forked ends without
     ``atexit``.
 
-    A save that goes on beside the training is owed as well: the others wait for this rank's files.
+    A save that goes on beside the training is owed as well: the others wait for this rank's files. No timeout applies
+    to a disk that is slow, only to votes between the ranks.
 
     That ends. All that is owed has been started by this rank, and needs of the others only that they take the same
     step. If one of them dies its connections are closed, which is an error here; if one hangs the process group's

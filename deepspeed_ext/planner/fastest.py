@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 from torch import nn
 
-from deepspeed_ext.comm.agreement import broadcast_text
+from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
@@ -64,7 +64,10 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     flops = _flops(config, model)
     inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
-    name = broadcast_text(file.find(inputs) or "" if dist.get_rank() == 0 else "", 0)
+    kept = run_on_all_or_raise(
+        lambda: file.find(inputs) if dist.get_rank() == 0 else None, f"{file.path} cannot be read", ValueError
+    )
+    name = broadcast_text(kept or "", 0)
     made, compute = None, ""
     if not name:
         dtype, _ = engine.get_data_types()

@@ -341,7 +341,10 @@ def virtual_rank(rank: int, groups: int, size: int, copies: int, node: int, free
         mock.patch.object(dist, "broadcast_object_list", lambda *args: None),
     ):
         save = in_memory.MemorySave(engine, "/saved")
-        save._place, save._free = rank // node, free
+        save._place = rank // node
+        save._folder = SimpleNamespace(
+            free=free, path=Path("/dev/shm/deepspeed_ext-0-0"), parent=Path("/dev/shm"), others=lambda: []
+        )
         yield save, sent
 
 
