@@ -10,11 +10,12 @@ DeepSpeed uses for ZeRO, so tensor, sequence and pipeline parallelism keep their
 import functools
 import hashlib
 import logging
+import math
 import os
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -60,10 +61,23 @@ def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
     if len(set(counts.values())) > 1:
         raise ValueError(
             f"paro_strategy groups the data-parallel ranks of a node, but nodes of {local_size} processes hold "
-            f"different numbers of the {len(ranks)} data-parallel ranks: {list(counts.values())}. Set "
-            f"zero_optimization.paro_group_size to a divisor of {len(ranks)}."
+            f"different numbers of the {len(ranks)} data-parallel ranks: {list(counts.values())}. "
+            f"{_size_for(counts.values(), len(ranks))}"
         )
     return counts[ranks[0] // local_size]
+
+
+def _size_for(counts: Iterable[int], ranks: int) -> str:
+    """Return which group size to set where nodes hold these numbers of a data-parallel group's ranks."""
+    size = math.gcd(*counts)
+    if size > 1:
+        return (
+            f"Set zero_optimization.paro_group_size to {size}, the largest size with which no group spans two nodes."
+        )
+    return (
+        f"Start the same number of ranks on every node, or set zero_optimization.paro_group_size to a divisor of "
+        f"{ranks}: some groups will span nodes, unless it is 1."
+    )
 
 
 def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> str:
@@ -258,11 +272,12 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
         found.setdefault(first, set()).add(size)
     for first, sizes in found.items():
         if len(sizes) > 1 or 0 in sizes:
+            on_hosts = Counter(rows[rank][2] for rank in members[first]).values()
             raise ValueError(
                 problem
                 or f"paro_strategy groups the data-parallel ranks of a node, but the launcher tells the ranks "
-                f"{members[first]} of node sizes that make different groups: {sorted(sizes)} (0: none). Set "
-                f"zero_optimization.paro_group_size to a divisor of {len(members[first])}."
+                f"{members[first]} of node sizes that make different groups: {sorted(sizes)} (0: none). "
+                f"{_size_for([*sizes, *on_hosts], len(members[first]))}"
             )
     agreed = [(members[first], max(found[first])) for first in sorted(members)]
     texts = [crossings(of, size, [rows[rank][2] for rank in of]) for of, size in agreed]

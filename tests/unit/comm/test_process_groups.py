@@ -190,10 +190,15 @@ def replicas_case() -> dict[str, list[int] | None]:
 
 
 @pytest.mark.parametrize(
-    "sizes, message", [("1122", r"sizes.*\[1, 2\].*divisor of 4"), ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is")]
+    "sizes, message",
+    [
+        ("1122", r"sizes.*\[1, 2\].*Start the same number of ranks on every node, or set .*a divisor of 4"),
+        ("    ", "LOCAL_WORLD_SIZE, LOCAL_SIZE is"),
+        ("444422", "Set zero_optimization.paro_group_size to 2, the largest size with which no group spans two nodes"),
+    ],
 )
 def test_nodes_that_disagree_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
-    errors = ranks(4).run_expect_error(nodes_case, sizes)
+    errors = ranks(len(sizes)).run_expect_error(nodes_case, sizes)
     for error in errors:
         assert error.type == "ValueError" and re.search(message, error.message), error
 
@@ -201,13 +206,17 @@ def test_nodes_that_disagree_are_refused_on_all_ranks(ranks: Any, sizes: str, me
 def nodes_case(sizes: str) -> None:
     """Each rank is told another node size, as on nodes with different numbers of devices."""
     import os
+    from unittest import mock
 
     from deepspeed import comm as dist
 
+    from deepspeed_ext.comm import process_groups
     from deepspeed_ext.comm.process_groups import get_topology
 
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
-    get_topology(None)
+    host = 0 if len(sizes) == 4 else int(sizes[dist.get_rank()])
+    with mock.patch.object(process_groups, "_host", lambda: host):
+        get_topology(None)
 
 
 def test_groups_end_with_the_group_that_they_are_made_in(ranks: Any) -> None:
