@@ -10,6 +10,7 @@
 Where all ranks have all weights (p = N, and no experts elsewhere), a rank writes its files without any gather.
 """
 
+import contextlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -25,7 +26,13 @@ from deepspeed_ext.checkpoint.host_writer import HostWriter
 from deepspeed_ext.checkpoint.owned import new_token, sync
 from deepspeed_ext.checkpoint.tensor_files import INDEX, NAMES, TensorFile, divide, index_of, interleaved
 from deepspeed_ext.checkpoint.weights import gathered, weights_of
-from deepspeed_ext.comm.agreement import broadcast_text, raise_together, require_same, run_on_all_or_raise
+from deepspeed_ext.comm.agreement import (
+    broadcast_text,
+    raise_together,
+    require_same,
+    run_on_all_or_raise,
+    wait_on_all,
+)
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.outer import outer_weights
 
@@ -62,7 +69,7 @@ class Export:
         """
         if self._waited:
             return
-        self._writer.join()
+        wait_on_all(self._writer.join)
         self._waited = True
         first = dist.get_rank() == 0
         try:
@@ -70,6 +77,11 @@ class Export:
             run_on_all_or_raise(lambda: self._publish() if first else None, _DOING, CheckpointError)
         except CheckpointError:
             run_on_all_or_raise(lambda: self._folder.revert() if first else None, _DOING, CheckpointError)
+            raise
+        except BaseException:  # ranks can no longer communicate
+            if first:
+                with contextlib.suppress(OSError):
+                    self._folder.revert()
             raise
         if first:
             self._folder.clear()

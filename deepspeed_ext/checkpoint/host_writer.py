@@ -84,9 +84,10 @@ class HostWriter:
         finally:
             self._full.put(None)
 
-    def join(self) -> None:
-        """Wait for the thread to end, after ``finish``."""
-        self._thread.join()
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait for the thread to end, after ``finish``, at most so many seconds; return whether it has ended."""
+        self._thread.join(seconds)
+        return self.done
 
     @property
     def done(self) -> bool:
