@@ -41,7 +41,7 @@ _ATTRIBUTE = "paro_leaf_gradients"  # attribute of the optimizer
 class LeafReducer(ABC):
     """A stage-3 optimizer that takes all gradients of a leaf module in one call.
 
-    DeepSpeed's own takes them one by one, and its leaf modules are not watched.
+    DeepSpeed's own takes them one by one; see ``LateGradients``.
     """
 
     @abstractmethod
@@ -344,6 +344,57 @@ def watch_leaves(optimizer: LeafOptimizer) -> None:
         return list(partitioned_param_coordinator.iter_params(module, recurse=True))
 
     setattr(optimizer, _ATTRIBUTE, LeafGradients(optimizer, entries))
+
+
+class LateGradients:
+    """Delays the reduction of leaf modules whose gradients DeepSpeed's own stage 3 would reduce before they exist.
+
+    Such a module is reduced at the end of the backward, so that DeepSpeed trains where it would crash. All other
+    modules keep DeepSpeed's hooks.
+
+    Args:
+        optimizer: DeepSpeed's, which has registered its hooks.
+    """
+
+    def __init__(self, optimizer: LeafOptimizer) -> None:
+        self._optimizer = optimizer
+        self._late: dict[nn.Module, list[ZeroParameter]] = {}
+        self._reduced: dict[nn.Module, int] = {}  # by DeepSpeed's hook: in which backward
+        leaves = optimizer.leaf_parameters.items()
+        for hook, (_, params) in zip(optimizer._leaf_module_hooks, leaves, strict=True):
+            hooks = hook.hooks_dict_ref()
+            hooks[hook.id] = functools.partial(self._after_backward, hooks[hook.id], params)
+
+    def __deepcopy__(self, memo: object) -> "LateGradients":
+        return self  # hooks are copied with a model, but belong to its engine
+
+    def _after_backward(
+        self,
+        reduce: Callable[..., None],
+        params: Sequence[ZeroParameter],
+        module: nn.Module,
+        into: Sequence[Tensor | None],
+        gradients: object,
+    ) -> None:
+        """Reduce, unless no positional input needs a gradient: PyTorch calls this before the module's backward."""
+        optimizer, backward = self._optimizer, torch._C._current_graph_task_id()
+        if optimizer._coalesce_grad_reduction or any(gradient is not None for gradient in into):
+            self._reduced[module] = backward
+            reduce(module, into, gradients)
+            return
+        twice = self._reduced.get(module) == backward
+        self._late[module] = [param for param in params if not twice or param.grad is not None]
+        setattr(optimizer, _ATTRIBUTE, self)
+        optimizer.reenter_backward_if_needed()
+        optimizer._backward_hook_state.queue_post_backward_callback()
+
+    def end_of_backward(self) -> None:
+        """Reduce the modules that were delayed, in the order of their backwards."""
+        in_buckets = {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
+        late = [param for params in self._late.values() for param in params if param.ds_id not in in_buckets]
+        self._late.clear()
+        for param in zero_gradients(late):
+            self._optimizer.reduce_ready_partitions_and_remove_grads(param)
 
 
 def end_of_backward(optimizer: LeafOptimizer) -> None:

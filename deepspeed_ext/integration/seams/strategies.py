@@ -141,11 +141,13 @@ def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
 def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(create)
     def create_reduce_and_remove_grad_hooks(self: "LeafOptimizer") -> None:
-        from deepspeed_ext.leaf.gradients import LeafReducer, watch_leaves
+        from deepspeed_ext.leaf.gradients import LateGradients, LeafReducer, watch_leaves
 
         create(self)
-        if isinstance(self, LeafReducer):  # one of ours: DeepSpeed's own reduce as without us
+        if isinstance(self, LeafReducer):
             watch_leaves(self)
+        else:
+            LateGradients(self)
 
     return create_reduce_and_remove_grad_hooks
 

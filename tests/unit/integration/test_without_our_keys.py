@@ -27,6 +27,7 @@ COMPARED = "compares the configurations of a pipeline's ranks, by two small all-
 INIT = "refuses to make a pipeline under deepspeed.zero.Init"
 EXPLAINED = "says why stages 1 and 2 do not load a checkpoint in own order, and what to do"
 READ = "reads weights of a checkpoint in own order by its functions of zero_to_fp32"
+LEAVES = "trains leaf modules whose positional inputs need no gradient"
 WITHOUT_A_KEY: dict[str, tuple[str, ...]] = {
     "runtime.config:get_zero_config": NOTHING,
     "runtime.config:_reject_removed_config_keys": NOTHING,
@@ -39,8 +40,8 @@ WITHOUT_A_KEY: dict[str, tuple[str, ...]] = {
     "runtime.zero.partitioned_param_coordinator:iter_params": NOTHING,
     "runtime.zero.linear:zero3_linear_wrap": NOTHING,
     "runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold": NOTHING,
-    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks": NOTHING,
-    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": NOTHING,
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks": (LEAVES,),
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": (LEAVES,),
     "runtime.zero.partition_parameters:GatheredParameters.__init__": NOTHING,
     "runtime.zero.partition_parameters:GatheredParameters._exit": NOTHING,
     "runtime.zero.partition_parameters:GatheredParameters._partition_params": NOTHING,

@@ -210,3 +210,11 @@ def test_offload(ranks: Any, device: str) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, zero={**SMALL, **offload})
     variants = [training.placed("GGG", **keys) for keys in (AUTO, CHUNKS)]
     check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])
+
+
+@pytest.mark.parametrize("name", ["FrozenStem", *deep("ByKeyword", "Mixtures", "Looped")])
+def test_plain_stage_3_trains_leaf_modules_whose_inputs_need_no_gradient(ranks: Any, name: str) -> None:
+    job = job_of(getattr(mixtures, name), accumulation=2)
+    variants = [{"stage": 3, "stage3_module_granularity_threshold": 84}, BY_HAND]
+    rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
+    check(rows, losses=1e-5, optimizer="DeepSpeedZeroOptimizer_Stage3")
