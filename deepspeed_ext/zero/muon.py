@@ -164,7 +164,7 @@ class Muon:
         state, weights = self._state(shard.number), self._of.shard_weights(shard.number)
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
-        if state[MOMENTUM].dtype != torch.float32:  # a load has given it the dtype of the weights
+        if state[MOMENTUM].dtype != torch.float32:  # a load of a universal checkpoint rounds it to the weights' dtype
             state[MOMENTUM] = state[MOMENTUM].float()
         old, gradient = state[MOMENTUM], self._of.shard_gradient(shard.number)
         staged = torch.empty_like(old)

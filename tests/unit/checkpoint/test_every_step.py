@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is resumed from any step is the uninterrupted run, with each option that rounds or compresses values."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.tiers import deep
+from tests.harness.tiers import by_strategies, deep
 
 DTYPES = ("fp32", "bf16", "bf16 masters")
 LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
@@ -39,10 +40,8 @@ def table() -> Iterator[tuple[str, tuple[str, ...], dict[str, Any], str, int, st
     for dtype in ("bf16", "bf16 masters"):
         yield "lossless updates", both, LOSSLESS, "Adam", 3, dtype
     for dtype in DTYPES:
-        for bits in (16, 8, 4):
-            for delay in (0, 1):
-                for fragments in (1, 2):
-                    yield f"outer, {bits=} {delay=} {fragments=}", alone, outer(bits, delay, fragments), "Adam", 1, dtype
+        for how in itertools.product((16, 8, 4), (0, 1), (1, 2)):
+            yield f"outer, bits, delay, fragments {how}", alone, outer(*how), "Adam", 1, dtype
         yield "outer, Muon", alone, outer(4, 1, 2), "Muon", 1, dtype
         yield "outer", ("NNI", "INI"), outer(8, 1, 1), "Adam", 1, dtype
 
@@ -50,7 +49,9 @@ def table() -> Iterator[tuple[str, tuple[str, ...], dict[str, Any], str, int, st
 QUICK = ("outer, masters", ("III",), outer(8, 1, 1), "Muon", 1, "bf16 masters")
 
 
-@pytest.mark.parametrize(("kind", "names", "zero", "optimizer", "every", "dtype"), [QUICK, *deep(*table())], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "names", "zero", "optimizer", "every", "dtype"), [QUICK, *deep(*table())], ids=by_strategies
+)
 def test_a_run_that_is_resumed_from_any_step_is_the_uninterrupted_one(
     ranks: Any,
     kernels: bool,

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's momentum in steps that are not applied, and what a step of Muon holds beside the states."""
+"""Muon's momentum in steps that are not applied, and that a step of Muon compiles nothing."""
 
 import itertools
 from collections.abc import Iterator
@@ -97,3 +97,26 @@ def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
             engine.destroy()
         rows.append((name, *kept, (weights[0] - weights[1]).abs().max().item()))
     return rows
+
+
+def test_a_step_compiles_nothing(ranks: Any) -> None:
+    assert ranks(1).run(compiling_case) == [(0, True)]
+
+
+def compiling_case() -> tuple[int, bool]:
+    """Return how many functions a step of Muon compiles, and whether it has changed the weights."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from tests.harness import training
+
+    job = job_of(sizes=(5, 3, 4))
+    engine, model = training.make_engine(job, placed("NII", 1))
+    before = training.whole_weights(model)
+    torch._dynamo.config.disable = False  # ``make_engine`` disables the compiler
+    counters.clear()
+    training.micro_step(engine, job, 0, *next(training.batches(job)))
+    engine.step()
+    changed = not torch.equal(before, training.whole_weights(model))
+    engine.destroy()
+    return counters["frames"]["total"], changed
