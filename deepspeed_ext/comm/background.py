@@ -121,6 +121,7 @@ class Background:
         self._jobs: deque[Job] = deque()
         self._last: Job | None = None
         self._thread: threading.Thread | None = None  # the last one
+        self._earlier: list[threading.Thread] = []  # those before it that have not ended
         self._takes = False  # whether it will take what is added
         self._doing = False  # whether it has taken one that is not over
         self._leaves = False  # whether it ends as soon as there are none
@@ -164,6 +165,7 @@ class Background:
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._do_all, name=THREAD, daemon=True)
+        self._earlier = [one for one in (*self._earlier, self._thread) if one is not None and one.is_alive()]
         try:
             self._takes, self._leaves, self._thread = True, False, thread
             thread.start()
@@ -196,6 +198,7 @@ class Background:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._jobs.clear()
+        self._earlier.clear()
         self._takes = self._doing = False
 
     def join(self, timeout: float | None = None) -> bool:
@@ -203,9 +206,12 @@ class Background:
         with self._lock:
             self._leaves = True
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join(timeout)
-        return self._thread is None or not self._thread.is_alive()
+        # A thread that takes no more jobs may still run: on a loaded machine until the interpreter has been torn down,
+        # and an attempt to run Python then ends the process by std::terminate.
+        threads = [*self._earlier, *([] if self._thread is None else [self._thread])]
+        for thread in threads:
+            thread.join(timeout)
+        return not any(thread.is_alive() for thread in threads)
 
     @torch.no_grad()
     def _do_all(self) -> None:

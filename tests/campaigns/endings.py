@@ -50,6 +50,7 @@ STOCK: dict[str, dict[str, Any]] = {"stage 2": {"stage": 2}, "stage 3": {"stage"
 _BOTH = (0, 0)
 KINDS: dict[str, tuple[str, set[tuple[int, int]]]] = {
     "end": ("the script ends", {_BOTH}),
+    "evaluated": ("the script ends right after an evaluation, or destroys the process groups first", {_BOTH}),
     "destroy": ("destroy_process_group(), and the script ends", {_BOTH}),
     "read": ("rank 0 reads the updated model, rank 1 calls destroy_process_group() and ends", {_BOTH}),
     "exit": ("sys.exit(3) on all ranks", {(3, 3)}),
@@ -271,9 +272,14 @@ def _end(case: Case, rank: int, engine: Any) -> None:
     import torch
 
     _end_with_an_error(case, rank)
+    if case.kind == "evaluated":
+        with torch.inference_mode(case.moment > 0.15), torch.no_grad():
+            for _ in range(4):
+                engine(torch.randn(2, 16))
     if case.kind == "read" and rank == 0:
         print(_WEIGHTS, _digest(engine.module))
-    if case.kind in ("destroy", "killed late, destroyed") or (case.kind == "read" and rank == 1):
+    destroys = case.kind in ("destroy", "killed late, destroyed") or (case.kind == "evaluated" and case.first)
+    if destroys or (case.kind == "read" and rank == 1):
         torch.distributed.destroy_process_group()
     if case.kind in ("error on one", "interrupted", "killed"):
         for _ in range(200):  # until that comes, or what it leads to

@@ -131,6 +131,26 @@ def test_a_thread_that_begins_too_late_does_nothing() -> None:
     assert not late.is_alive() and jobs.join() and done == [1]
 
 
+def test_join_waits_for_threads_that_took_their_last_job() -> None:
+    jobs, threads = Background(), list[threading.Thread]()
+    take = Background._next
+
+    def take_slowly(self: Background) -> background.Job | None:
+        job = take(self)
+        if job is None and not threads:
+            threads.append(threading.current_thread())
+            time.sleep(0.5)  # another thread takes what is added now
+        return job
+
+    with mock.patch.object(Background, "_next", take_slowly), mock.patch.object(background, "_LINGERS", 0.01):
+        jobs.add(lambda: None).wait()
+        ends = time.monotonic() + 10
+        while not threads and time.monotonic() < ends:
+            time.sleep(0.001)
+        jobs.add(lambda: None).wait()
+        assert threads[0].is_alive() and jobs.join() and not threads[0].is_alive()
+
+
 def test_a_forked_process_has_none_of_the_threads() -> None:
     jobs = Background()
     with mock.patch.object(background, "_LINGERS", 30.0):
