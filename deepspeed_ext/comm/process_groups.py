@@ -217,6 +217,19 @@ def get_topology(
     return Topology(sizes, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
 
 
+def destroy_topologies(group: "ProcessGroup") -> None:
+    """Destroy the process groups that ``get_topology`` has made of a data-parallel group.
+
+    Called when the only engine that uses the group is destroyed; nothing may communicate over them from then on.
+    """
+    from torch import distributed
+
+    made = [one for _, *groups in _made.pop(group, {}).values() for one in groups]
+    alone = _made_alone.pop(group, None)
+    for one in (*made, *([] if alone is None else [alone])):
+        distributed.destroy_process_group(one)
+
+
 def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False) -> Topology:
     """Return the topology of some of a data-parallel group's ranks: its groups are what it has of that group's.
 

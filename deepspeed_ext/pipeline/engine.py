@@ -28,7 +28,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
+from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks, destroy_topologies
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.pipeline.agreement import require_same_groups
@@ -60,6 +60,7 @@ class ShardedPipelineEngine(PipelineEngine):
     """
 
     _backwards = 0  # number of backwards in this accumulation
+    _tied: TiedGradients | None = None
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
         """Explain why I means N here, if a node has only one rank of each stage and no group size is set.
@@ -97,7 +98,8 @@ class ShardedPipelineEngine(PipelineEngine):
         self._use_checkpointing_that_stops_early()
         if isinstance(self.optimizer, ParoOptimizer):  # a stage with nothing to train has none
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
-            self.optimizer.complete_gradients = TiedGradients(self.module, self.optimizer).sum
+            self._tied = TiedGradients(self.module, self.optimizer)
+            self.optimizer.complete_gradients = self._tied.sum
             self.optimizer.overlaps_micro_steps = True
 
     def _use_checkpointing_that_stops_early(self) -> None:
@@ -118,6 +120,17 @@ class ShardedPipelineEngine(PipelineEngine):
                 "activation_checkpointing.partition_activations and cpu_checkpointing. Remove one of the two."
             )
         module.activation_checkpoint_func = functools.partial(torch_checkpoint, use_reentrant=False)
+
+    @override
+    def destroy(self) -> None:
+        """Destroy the engine as DeepSpeed does, and the process groups that were made for it."""
+        super().destroy()
+        if self._tied is not None and torch.distributed.is_initialized():
+            self._tied.destroy()
+            self._tied = None
+            # Each pipeline has data-parallel groups of its own, unless it has one stage.
+            if (group := self.grid.get_data_parallel_group()) is not torch.distributed.group.WORLD:
+                destroy_topologies(group)
 
     @override
     def train_batch(self, data_iter: Any = None) -> Any:

@@ -17,7 +17,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import all_gather_ints
@@ -51,6 +51,13 @@ class TiedGradients:
             exchange.run()
 
 
+    def destroy(self) -> None:
+        """Destroy the process groups; no gradients can be summed from then on."""
+        for exchange in self._exchanges:
+            distributed.destroy_process_group(exchange.group)
+        self._exchanges.clear()
+
+
 class _Exchange:
     """The exchange of gradients of weights that are on the same stages.
 
@@ -64,7 +71,7 @@ class _Exchange:
     def __init__(
         self, optimizer: ParoOptimizer, weights: Sequence[nn.Parameter], group: ProcessGroup, stages: Sequence[int]
     ) -> None:
-        self._optimizer, self._weights, self._group, self._stages = optimizer, weights, group, stages
+        self._optimizer, self._weights, self.group, self._stages = optimizer, weights, group, stages
         self._rank = dist.get_rank(group=group)
         everybody = all_gather_ints([number for weight in weights for number in optimizer.owned_span(weight)], group)
         self._spans = [[Span(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
@@ -77,7 +84,7 @@ class _Exchange:
         splits = [part.numel() for part in sent]
         received = torch.empty_like(bucket := torch.cat(sent))
         dist.all_to_all_single(
-            received, bucket, splits, splits, group=self._group, log_name="tied_gradients_all_to_all"
+            received, bucket, splits, splits, group=self.group, log_name="tied_gradients_all_to_all"
         )
         totals = {stage: [torch.zeros_like(part, dtype=torch.float32) for part in held] for stage in self._stages}
         for stage_part, part in zip(totals[self._stages[self._rank]], held, strict=True):

@@ -180,6 +180,27 @@ def stock_case(zero: dict[str, Any]) -> str:
     return name
 
 
+def test_an_engine_that_is_destroyed_leaves_the_process_groups_that_deepspeeds_leaves(ranks: Any) -> None:
+    for stock, ours in ranks(4).run(left_case):
+        assert ours == stock > 0
+
+
+def left_case() -> list[int]:
+    """Return how many process groups are left of a destroyed engine, of DeepSpeed's and of one with a strategy."""
+    from torch.distributed import distributed_c10d
+
+    from tests.harness import pipelines
+
+    left = []
+    for zero in ({"stage": 1}, {"paro_strategy": "NII", "paro_group_size": 1}):
+        before = len(distributed_c10d._world.pg_map)
+        engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
+        engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
+        engine.destroy()
+        left.append(len(distributed_c10d._world.pg_map) - before)
+    return left
+
+
 def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
     lines = ranks(4).run(layout_case)[0]
     found = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
