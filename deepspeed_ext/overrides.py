@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-__all__ = ["checked", "fits", "overridden", "override", "plain_signature", "problems", "purpose"]
+__all__ = ["bypassed", "checked", "fits", "overridden", "override", "plain_signature", "problems", "purpose"]
 
 _Class = TypeVar("_Class", bound=type)
 _NOTED = "_deepspeed_problems"
+_KNOWN = ("deepspeed", "deepspeed_ext", "torch")  # packages whose methods are expected
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -41,6 +42,18 @@ def overridden(cls: type) -> Iterator[tuple[type, str, Any]]:
     for parent, name, member in _members(cls):
         if _is_marked(member):
             yield parent, name, member
+
+
+def bypassed(cls: type) -> list[str]:
+    """Return methods of DeepSpeed that other code has replaced, and that overrides of a class of ours do not call."""
+    found = []
+    for parent, name, member in overridden(cls):
+        theirs = _function(inspect.getattr_static(parent, name, None))
+        module = str(getattr(theirs, "__module__", ""))
+        calls_parent = "__class__" in _function(member).__code__.co_freevars  # of ``super()``
+        if module.partition(".")[0] not in _KNOWN and not calls_parent:
+            found.append(f"{parent.__qualname__}.{name}, which {module} has replaced")
+    return found
 
 
 def _members(cls: type) -> Iterator[tuple[type, str, Any]]:

@@ -50,7 +50,6 @@ class TiedGradients:
         for exchange in self._exchanges:
             exchange.run()
 
-
     def destroy(self) -> None:
         """Destroy the process groups; no gradients can be summed from then on."""
         for exchange in self._exchanges:

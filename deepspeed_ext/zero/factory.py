@@ -29,6 +29,7 @@ from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
 from deepspeed_ext.model_bytes import on_device
+from deepspeed_ext.overrides import bypassed
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero import native_experts
@@ -79,6 +80,7 @@ def configure_with(
         RuntimeError: the engine did not look the class up under that name.
     """
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
+    _refuse_replaced_methods(strategy)
     wait_for_whole_parameters()  # of an engine before this one
     group_size = engine._config.zero_config.paro_group_size
     outer = outer_settings(engine)
@@ -126,6 +128,19 @@ def configure_with(
         if configured.updates.arrivals.ahead:  # HF's Trainer calls it between a step and the next forward
             engine.zero_grad = configured.updates.arrivals.unread(engine.zero_grad)
     return configured
+
+
+def _refuse_replaced_methods(strategy: Strategy) -> None:
+    """Refuse code of others that would have no effect.
+
+    Raises:
+        ValueError: it has replaced a method of DeepSpeed's optimizer that ours overrides.
+    """
+    if found := bypassed(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
+        raise ValueError(
+            f"{SECTION}.{STRATEGY} {strategy.name} overrides {found[0]}: that code would have no effect. Turn off "
+            f"what replaces the method (in axolotl: lora_fp32_gradients), or remove {SECTION}.{STRATEGY}."
+        )
 
 
 def outer_settings(engine: Engine) -> OuterSettings | None:

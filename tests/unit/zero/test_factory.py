@@ -287,3 +287,34 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
         "zero_allow_untested_optimizer": True,
     }
     deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["NIG", "IIG"])
+def test_methods_that_other_code_has_replaced_are_refused(ranks: Any, name: str) -> None:
+    for error in ranks(1).run_expect_error(replaced_case, name):
+        assert error.type == "ValueError" and f"{name} overrides " in error.message, error.message
+        assert "which other.code has replaced" in error.message and "lora_fp32_gradients" in error.message
+
+
+def replaced_case(name: str) -> None:
+    """Make an engine where other code has replaced the methods of DeepSpeed's optimizers."""
+    from unittest import mock
+
+    from deepspeed_ext.overrides import _function, overridden
+    from deepspeed_ext.zero.stage3 import Stage3Optimizer
+    from deepspeed_ext.zero.stage12 import Stage12Optimizer
+
+    cls = Stage12Optimizer if name == "NIG" else Stage3Optimizer
+    parent, method = next(
+        (parent, method)
+        for parent, method, member in overridden(cls)
+        if callable(member) and "__class__" not in _function(member).__code__.co_freevars
+    )
+
+    def replacement(*args: Any, **kwargs: Any) -> None:
+        """Replaces the method."""
+
+    replacement.__module__ = "other.code"
+    with mock.patch.object(parent, method, replacement):
+        make_engine({"paro_strategy": name, "paro_group_size": 1}, {}, False)
